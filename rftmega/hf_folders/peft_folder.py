@@ -1,7 +1,7 @@
 """A folder of adapters as PEFT writes and reads it: adapter_model.safetensors, adapter_config.json."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rftmega.converters.adapters import DOWN, UP
 from rftmega.errors import CheckpointError
-from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,6 +65,23 @@ class PEFTFolder:
         Raises CheckpointError where it is missing or of another shape.
         """
         return self._files.whole(PREFIX + name, shape)
+
+
+def write_pairs(
+    folder: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
+) -> set[str]:
+    """Writes the tensors of a stream, which are the `planned` ones in their order; returns the
+    modules that they are on.
+
+    Of a weight some of whose HF tensors have an adapter, the second matrix has zeros for the others:
+    those are left out.
+    """
+    names = {each.name for each in planned}
+    kept = {name for name in names if name.endswith(DOWN) or name.removesuffix(UP) + DOWN in names}
+    coming = [each._replace(name=PREFIX + each.name) for each in planned if each.name in kept]
+    stream = ((PREFIX + name, tensor) for name, tensor in tensors if name in kept)
+    write_shard(folder / WEIGHTS, coming, stream)
+    return {target_of(name) for name in kept}
 
 
 def write_config(

@@ -1,11 +1,15 @@
 """Writes a model of a run as Hugging Face folders."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rftmega import weights
 from rftmega.config import TrainerConfig
+from rftmega.hf_folders import export_folder, peft_folder
+from rftmega.shards import TrainedAdapters
 from rftmega.strategy.backend import Trainable
 
 
@@ -37,4 +41,25 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
     )
     if (adapters := model.adapters()) is not None:
         alone = weights.Exporter(adapters.shards, model.replica_group, bucket_bytes=bucket_bytes)
-        weights.export_peft_folder(alone, adapters, model.path, f"{folder}_adapter", write=write)
+        _export_adapters(alone, adapters, model.path, Path(f"{folder}_adapter"), write=write)
+
+
+def _export_adapters(
+    exporter: weights.Exporter, adapters: TrainedAdapters, base: str, target: Path, *, write: bool
+) -> None:
+    """Writes adapters on the model of `base` as PEFT has them."""
+
+    def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        draft = export_folder.begin(target)
+        targets = peft_folder.write_pairs(draft, exporter.planned, tensors)
+        peft_folder.write_config(
+            draft,
+            base=base,
+            rank=adapters.rank,
+            alpha=adapters.alpha,
+            dropout=adapters.dropout,
+            targets=targets,
+        )
+        export_folder.settle(draft, target)
+
+    weights.gather_to(exporter, target, written if write else None)

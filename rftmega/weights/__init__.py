@@ -2,8 +2,8 @@
 engine or a folder.
 """
 
-from rftmega.weights.export import export_hf_folder, export_peft_folder
+from rftmega.weights.export import export_hf_folder, gather_to
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import EngineWeights
 
-__all__ = ["EngineWeights", "Exporter", "export_hf_folder", "export_peft_folder"]
+__all__ = ["EngineWeights", "Exporter", "export_hf_folder", "gather_to"]

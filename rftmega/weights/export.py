@@ -9,18 +9,15 @@ from pathlib import Path
 from torch import Tensor
 
 from rftmega.converters import stacks_of
-from rftmega.converters.adapters import DOWN, UP
 from rftmega.converters.block_scales import block_scales
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.block_scaled_writing import Quantising
 from rftmega.hf_folders.hf_folder import copy_companions, shards_of, write_index, write_shard
-from rftmega.hf_folders.peft_folder import PREFIX, WEIGHTS, target_of, write_config
 from rftmega.hf_folders.stacked_files import Stacking
 from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
-from rftmega.shards import TrainedAdapters
 from rftmega.weights.gather import Exporter
 
 Write = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -60,29 +57,14 @@ def export_hf_folder(
             quantising=_quantising(Path(source)) if quantised else None,
         )
 
-    _export(exporter, target, written if write else None)
+    gather_to(exporter, target, written if write else None)
 
 
-def export_peft_folder(
-    exporter: Exporter,
-    adapters: TrainedAdapters,
-    source: str | Path,
-    target: str | Path,
-    *,
-    write: bool,
-) -> None:
-    """Writes adapters on the model of `source` to `target`, as PEFT has them; else it is like
-    `export_hf_folder`.
+def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> None:
+    """Gathers the tensors of all processes, which `write`, where it is given, puts into `target`.
+
+    Raises CheckpointError, on all of them, where that can't be done.
     """
-
-    def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
-        _write_adapters(tensors, exporter, adapters, str(source), Path(target))
-
-    _export(exporter, target, written if write else None)
-
-
-def _export(exporter: Exporter, target: str | Path, write: Write | None) -> None:
-    """Gathers the tensors of all processes, which `write`, where it is given, puts down."""
     tensors, error = iter(exporter), None
     if write is not None:
         try:
@@ -98,31 +80,6 @@ def _export(exporter: Exporter, target: str | Path, write: Write | None) -> None
         pass
     if errors := list(filter(None, gather_objects(error))):
         raise CheckpointError(errors[0])
-
-
-def _write_adapters(
-    tensors: Iterator[tuple[str, Tensor]],
-    exporter: Exporter,
-    adapters: TrainedAdapters,
-    base: str,
-    target: Path,
-) -> None:
-    draft = export_folder.begin(target)
-    planned = {each.name: each for each in exporter.planned}
-    # a layer that only some HF tensors of a shard have an adapter on has zeros for the others
-    pairs = {name for name in planned if name.removesuffix(UP) + DOWN in planned or DOWN in name}
-    stream = ((PREFIX + name, tensor) for name, tensor in tensors if name in pairs)
-    coming = [each._replace(name=PREFIX + name) for name, each in planned.items() if name in pairs]
-    write_shard(draft / WEIGHTS, coming, stream)
-    write_config(
-        draft,
-        base=base,
-        rank=adapters.rank,
-        alpha=adapters.alpha,
-        dropout=adapters.dropout,
-        targets={target_of(name) for name in pairs},
-    )
-    export_folder.settle(draft, target)
 
 
 def _write(

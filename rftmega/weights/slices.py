@@ -15,7 +15,6 @@ from rftmega.shards import (
     Holding,
     LogicalTensor,
     Shard,
-    ShardPart,
     intersection,
     narrowed,
     shape_of,
@@ -84,21 +83,19 @@ class LocalShards:
             found -= sum(volume(each) for each in common if each)
         return found
 
-    def slice_of(self, wanted: TensorSlice) -> Tensor:
-        """Returns the elements of a slice: they lie within one piece.
+    def slice_of(self, wanted: TensorSlice, pieces: dict[Any, Tensor] | None = None) -> Tensor:
+        """Returns the elements of a slice: they lie within one piece, kept in `pieces` where given.
 
         Of a piece that is computed, all is, whatever the slice: equal bits for all who ask.
         """
-        shard, part = self._part_of(wanted)
-        return narrowed(shard.elements(part), within(wanted.box, part.box))
-
-    def _part_of(self, wanted: TensorSlice) -> tuple[Shard, ShardPart]:
+        pieces = {} if pieces is None else pieces
         shard = self._held.get(wanted.tensor.names)
-        for part in () if shard is None else shard.parts:
-            common = intersection(part.box, wanted.box)
-            if part.number == wanted.number and common == wanted.box:
-                assert shard is not None
-                return shard, part
+        for part in shard.parts if shard else ():
+            if part.number == wanted.number and intersection(part.box, wanted.box) == wanted.box:
+                key = wanted.tensor.names, part
+                if shard and key not in pieces:
+                    pieces[key] = shard.elements(part)
+                return narrowed(pieces[key], within(wanted.box, part.box))
         raise AssertionError(f"planned to send {wanted}, which is not here")
 
     def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
@@ -106,22 +103,12 @@ class LocalShards:
         finds other memory; with addends, computed now, each piece once.
         """
         if self.computed:
-            return self._slices_now(wanted)
+            pieces: dict[Any, Tensor] = {}
+            return [self.slice_of(each, pieces) for each in wanted]
         kept = self._kept.get(id(wanted))
         if kept is None or kept[0] is not wanted:
             kept = self._kept[id(wanted)] = wanted, [self.slice_of(each) for each in wanted]
         return kept[1]
-
-    def _slices_now(self, wanted: list[TensorSlice]) -> list[Tensor]:
-        pieces: dict[tuple[tuple[str, ...], ShardPart], Tensor] = {}
-        found = []
-        for each in wanted:
-            shard, part = self._part_of(each)
-            key = shard.logical.names, part
-            if key not in pieces:
-                pieces[key] = shard.elements(part)
-            found.append(narrowed(pieces[key], within(each.box, part.box)))
-        return found
 
     def look_again(self) -> None:
         """Forgets the kept views if a parameter was given other memory since (`.data = `); a
