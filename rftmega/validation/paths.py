@@ -7,6 +7,7 @@ from rftmega.config.tree import value_of
 
 PATHS = {  # option -> whether an empty one means that there is none
     "model.path": False,
+    "model.lora.path": True,
     "critic.path": True,
     "reward.model_path": True,
     "reward.judge_cache": True,
