@@ -78,7 +78,8 @@ MAY_IMPORT = {
 ONLY_IN = {
     "megatron": "parallel megatron layers model_providers",
     "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel kernels megatron fsdp weights transport strategy checkpoint rollout dispatch observe launch lightrft",
+    "torch.distributed": "parallel kernels megatron fsdp weights transport strategy checkpoint rollout dispatch observe launch"
+    " lightrft",
     "torch.cuda": "device",
     "vllm": "rollout fleet",
     "transformers": "rollout data media model_providers hf_folders fsdp",
