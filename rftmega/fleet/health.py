@@ -5,7 +5,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 DEAD_AFTER = 3  # probes in a row that failed
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the next probe; twice as long after each
+FIRST_WAIT, LONGEST_WAIT = 1.0, 15.0  # seconds before the next probe; twice as long after each
 
 
 class ServerState(StrEnum):

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +66,19 @@ class DiskWeights(RemoteWeights):
                 )
         return [each for theirs in gather_objects(found) for each in theirs]
 
-    def _linked(self, waiting: Sequence[WaitingEngine], control: ThreadPoolExecutor) -> list[str]:
+    def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
         names = [each.name for each in waiting]
         self._joined &= set(names)
         tensors = [told_tensors(planned(bucket)) for bucket in self.buckets]
 
         def joined() -> list[str]:
             new = [name for name in names if name not in self._joined]
-            return self._those(self._asked(control, new, self.engines.join, {"buckets": tensors}))
+            return self._those(self._asked(new, self.engines.join, {"buckets": tensors}))
 
         self._joined.update(self._first(joined))
         return [name for name in names if name in self._joined]
 
-    def _brought(
-        self, names: Sequence[str], version: int, control: ThreadPoolExecutor
-    ) -> tuple[int, Asked]:
+    def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         draft = self.folder / f"version-{version}"
         error = ""
         try:
@@ -95,7 +92,7 @@ class DiskWeights(RemoteWeights):
         self._first(lambda: self._settle(draft, version, [entries for _, _, entries in told]))
         told_folder = {"version": version, "folder": str(draft)}
         moved = sum(written for _, written, _ in told)
-        return moved, self._asked(control, names, self.engines.receive, told_folder)
+        return moved, self._asked(names, self.engines.receive, told_folder)
 
     def _least_bytes(self, landed: Sequence[str]) -> int:
         """Returns the bytes of a whole push; what did not change makes `push_ratio` less than 1."""

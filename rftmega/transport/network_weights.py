@@ -9,7 +9,6 @@ import hashlib
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +21,13 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.watchdog import mark
 from rftmega.shards import Shard, volume
-from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
+from rftmega.transport.remote_weights import (
+    Asked,
+    RemoteReceivers,
+    RemoteWeights,
+    WaitingEngine,
+    begun,
+)
 from rftmega.transport.transfer_group import InFlight, Meeting, TransferGroup, visited, wait_all
 from rftmega.transport.transfer_plan import packed_needs, packed_plan, told_tensors, unpacked_needs
 from rftmega.types import SliceChecksums
@@ -69,6 +74,7 @@ class NetworkWeights(RemoteWeights):
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.seconds, self.trainers = seconds, dist.get_world_size()
+        self.answer_seconds = 2 * seconds
         self._meeting = Meeting(host, seconds=seconds) if self.rank == 0 else None
         port = self._first(lambda: self._meeting.port if self._meeting else 0)
         self.store: dist.Store
@@ -101,7 +107,7 @@ class NetworkWeights(RemoteWeights):
     def close(self) -> None:
         self._forget(set(self._links))
 
-    def _linked(self, waiting: Sequence[WaitingEngine], control: ThreadPoolExecutor) -> list[str]:
+    def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
         """Makes a link with each engine that has none."""
         self._forget(self._links.keys() - {each.name for each in waiting})
         new = [each for each in waiting if each.name not in self._links]
@@ -112,7 +118,7 @@ class NetworkWeights(RemoteWeights):
         joining: Asked = {}
         if self.rank == 0:
             for each in new:
-                joining[each.name] = control.submit(self._join, each, groups[each.name])
+                joining[each.name] = begun(self._join, each, groups[each.name])
         made: dict[str, Link] = {}
         for each in new:
             mark()
@@ -128,10 +134,8 @@ class NetworkWeights(RemoteWeights):
                 self._links[name] = link
         return list(self._links)
 
-    def _brought(
-        self, names: Sequence[str], version: int, control: ThreadPoolExecutor
-    ) -> tuple[int, Asked]:
-        receiving = self._asked(control, names, self.engines.receive, {"version": version})
+    def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
+        receiving = self._asked(names, self.engines.receive, {"version": version})
         return self._send(version), receiving
 
     def _least_bytes(self, landed: Sequence[str]) -> int:
@@ -243,7 +247,7 @@ class NetworkWeights(RemoteWeights):
                 settle()
             mark()
             alike: dict[int, Tensor] = {}  # engines that read alike get the same message
-            begun: dict[str, list[InFlight]] = {}
+            sending: dict[str, list[InFlight]] = {}
             for name, (group, plan) in self._links.items():
                 for target, layout in plan.sends[number].items():
                     if name in broken:
@@ -254,10 +258,10 @@ class NetworkWeights(RemoteWeights):
 
                     work = self._over(name, broken, partial(group.send, message, target))
                     if work is not None:
-                        begun.setdefault(name, []).append(work)
+                        sending.setdefault(name, []).append(work)
                         sent += layout.payload
             held = list(alike.values())
-            in_flight.append((number, begun, held))
+            in_flight.append((number, sending, held))
             at_once = sum(each.nbytes for _, _, kept in in_flight for each in kept)
             self.buffer_bytes = max(self.buffer_bytes, at_once)
         while in_flight:

@@ -3,7 +3,8 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from rftmega.shards import Shard
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.slices import LocalShards, buckets_of, everybodys_tensors
 
-AT_ONCE = 64  # engines that are spoken to at a time
 Result = TypeVar("Result")
 
 
@@ -66,6 +66,7 @@ class RemoteWeights(ABC):
         self.tensors = everybodys_tensors(shards)
         self.buckets = buckets_of(self.tensors, bucket_bytes, for_an_engine=True)
         self.rank = dist.get_rank()
+        self.answer_seconds = 600.0  # after the last byte was sent
         self.buffer_bytes = 0  # of messages that this process held at once in the last push
 
     def push(self, *, version: int) -> Metrics:
@@ -77,11 +78,10 @@ class RemoteWeights(ABC):
         begin = time.perf_counter()
         self.engines.invalidate()
         self.shards.look_again()
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as control:
-            names = self._linked(self._first(self.engines.waiting), control)
-            moved, receiving = self._brought(names, version, control)
-            self.engines.newest = version
-            landed = self._landed(control, receiving, version)
+        names = self._linked(self._first(self.engines.waiting))
+        moved, receiving = self._brought(names, version)
+        self.engines.newest = version
+        landed = self._landed(receiving, version)
         self._forget(set(names) - set(landed))
         if not landed:
             raise EngineFault(
@@ -102,13 +102,11 @@ class RemoteWeights(ABC):
     def checksums(self) -> list[SliceChecksums]: ...
 
     @abstractmethod
-    def _linked(self, waiting: Sequence[WaitingEngine], control: ThreadPoolExecutor) -> list[str]:
+    def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
         """Prepares these engines, and forgets others. Returns those that can take a push."""
 
     @abstractmethod
-    def _brought(
-        self, names: Sequence[str], version: int, control: ThreadPoolExecutor
-    ) -> tuple[int, Asked]:
+    def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         """Sends a push. Returns the bytes that all processes sent, and what engines answer."""
 
     @abstractmethod
@@ -121,7 +119,6 @@ class RemoteWeights(ABC):
 
     def _asked(
         self,
-        control: ThreadPoolExecutor,
         names: Sequence[str],
         work: Callable[..., None],
         *arguments: Any,
@@ -129,27 +126,33 @@ class RemoteWeights(ABC):
         """Begins to ask each engine, on the first process."""
         if self.rank:
             return {}
-        return {name: control.submit(work, name, *arguments) for name in names}
+        return {name: begun(work, name, *arguments) for name in names}
 
     def _those(self, asked: Asked) -> list[str]:
         """Returns the engines that did what they were asked; the others are told of."""
         found = []
+        end = time.monotonic() + self.answer_seconds
         for name, answer in asked.items():
             mark()
             try:
-                answer.result()
+                answer.result(max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                late = (
+                    f"{name} did not say within {self.answer_seconds:g} s that it has the weights."
+                )
+                self.engines.miss(name, EngineFault(late))
             except EngineError as error:
                 self.engines.miss(name, error)
             else:
                 found.append(name)
         return found
 
-    def _landed(self, control: ThreadPoolExecutor, receiving: Asked, version: int) -> list[str]:
+    def _landed(self, receiving: Asked, version: int) -> list[str]:
         """Returns the engines that have the weights and answer."""
 
         def landed() -> list[str]:
             whole = self._those(receiving)
-            return self._those(self._asked(control, whole, self.engines.land, version))
+            return self._those(self._asked(whole, self.engines.land, version))
 
         return self._first(landed)
 
@@ -173,3 +176,21 @@ class RemoteWeights(ABC):
             raise EngineFault(f"{told[1]} (on the first process)")
         result: Result = told[0]
         return result
+
+
+def begun(work: Callable[..., None], *arguments: Any) -> "Future[None]":
+    """Begins `work` in a thread that nobody waits for at the end of the program: the other side may
+    be cut off, and never answer.
+    """
+    answer: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(None)
+
+    Thread(target=run, name="push", daemon=True).start()
+    return answer

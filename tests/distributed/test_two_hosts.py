@@ -100,6 +100,7 @@ def trainer_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
     return seen
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not MAY, reason="needs root and iproute2, to make a second host")
 def test_a_server_on_another_host_follows_the_trainer_over_cuts_and_deaths(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", "qwen3")

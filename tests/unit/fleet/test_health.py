@@ -59,7 +59,7 @@ def test_a_server_that_answers_no_probe_is_dead_and_looked_at_ever_less() -> Non
             clock.now += 0.5
         waits.append(clock.now - before)
         health.probed(False)
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert waits == [1, 2, 4, 8, 15, 15, 15, 15]
     assert health.state == "dead"
     health.came()
     assert health.state == "stale"
