@@ -1,6 +1,7 @@
 """Distance of the engine that sampled from the trainer that learns, and its correction."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from rftmega.options.algorithms import (
     TokenImportance,
 )
 from rftmega.options.parts import IMPLEMENTATIONS, ImportanceSampling, implements
-from rftmega.types import Metrics
+from rftmega.ragged import Ragged, by_rows
+from rftmega.types import Experience, Metrics
 
 
 class Gap(NamedTuple):
@@ -73,6 +75,44 @@ def importance(
         torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), options
     )
     return weights
+
+
+def effective_share(
+    old_logp: Ragged, behaviour_logp: Ragged, mask: Ragged, options: ImportanceSampling
+) -> float:
+    """Returns the effective sample size of the weights as a share of the tokens: (sum w)^2 / (n sum
+    w^2), 1 where all weigh the same (Kong 1992).
+
+    Weights are those that the loss multiplies with, after cap and mask. n counts all tokens of the
+    mask, those that a correction drops (weight 0) among them. Of `sequence`, whose weight all
+    tokens of a row share, rows are counted instead. 0 where nothing has a weight.
+    """
+    weights = by_rows(importance, old_logp, behaviour_logp, mask, options)
+    if isinstance(options, SequenceImportance):
+        learnt = [row[own][:1] for row, own in zip(weights, mask, strict=True)]
+        chosen = torch.cat(learnt).double() if learnt else torch.zeros(0)
+    else:
+        chosen = weights.flat[mask.flat].double()
+    squares = len(chosen) * chosen.square().sum().item()
+    return chosen.sum().item() ** 2 / squares if squares else 0.0
+
+
+def effectiveness_of(
+    options: ImportanceSampling,
+) -> Callable[[Experience[Ragged]], float] | None:
+    """Returns what measures the weights of a rollout (`effective_share`); None where nothing is
+    corrected.
+    """
+    if isinstance(options, NoImportance):
+        return None
+
+    def effective(experience: Experience[Ragged]) -> float:
+        assert experience.old_logp is not None
+        return effective_share(
+            experience.old_logp, experience.behaviour_logp, experience.mask, options
+        )
+
+    return effective
 
 
 @implements(NoImportance)

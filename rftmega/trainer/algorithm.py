@@ -9,6 +9,7 @@ from typing import Any
 from rftmega.algorithms.aggregation import Aggregation, aggregation_of
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
+from rftmega.algorithms.mismatch import effectiveness_of
 from rftmega.algorithms.shaping import Shaping
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
@@ -151,6 +152,7 @@ class Algorithm:
         return Learner(
             policy,
             self.policy_loss(),
+            effective=effectiveness_of(self.chosen.importance_sampling),
             critic=critic,
             value_loss_fn=self.value_loss(),
             frozen_steps=self.config.critic.warmup_steps,

@@ -23,6 +23,7 @@ class Learner:
         policy: Policy,
         loss_fn: LossFn,
         *,
+        effective: Callable[[Experience[Ragged]], float] | None = None,
         critic: ValueModel | None = None,
         value_loss_fn: LossFn | None = None,
         frozen_steps: int = 0,
@@ -32,11 +33,13 @@ class Learner:
         journal: Journal | None = None,
         host: Host | None = None,
     ):
-        """`schedule` cuts a rollout into mini-batches; None: one. `journal`: see `take_steps`.
+        """`effective` measures the importance weights of `loss_fn`; None: it has none. `schedule`
+        cuts a rollout into mini-batches; None: one. `journal`: see `take_steps`.
         `host`: where the experience lies.
         """
         self.host = host or OneProcess()
         self.policy, self.loss_fn = policy, loss_fn
+        self.effective = effective
         self.critic, self.value_loss_fn = critic, value_loss_fn
         self.frozen_steps = frozen_steps
         self.kl = kl
@@ -110,6 +113,11 @@ class Learner:
                 if name.startswith(COUNT)
             }
             metrics |= found | counts
+            if (effective := self.effective) is not None:
+                # Of the whole rollout, which is on every process: a ratio of sums can't be averaged
+                # over micro-batches.
+                weighed = experience if learnt.old_logp is None else learnt
+                metrics["importance_effective"] = self.host.once(lambda: effective(weighed))
         if experience.reference_logp is not None:
             metrics["reference_kl"] = self.host.once(lambda: reference_kl(experience))
             if self.kl is not None:
