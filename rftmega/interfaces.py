@@ -145,7 +145,9 @@ class RolloutStream(Protocol):
         """Puts in a group that had ended before a resume."""
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Forgets groups that the step under way had taken before a resume, and returns them."""
+        """Forgets groups, whether they have ended or not, and returns them: what the step under way
+        had taken before a resume, and what another run has dropped.
+        """
 
 
 class Scorer(Protocol):

@@ -11,6 +11,7 @@ from rftmega.callbacks.alerts import Alerts
 from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
 from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
 from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
+from rftmega.callbacks.learnt_order import LearntOrder
 from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
@@ -83,6 +84,14 @@ def observers_of(
                 every=chosen.trajectories,
                 most_bytes=most_bytes,
                 chat=RunChat.of(config, text.chat),
+            )
+        )
+    if is_main and chosen.max_staleness and not config.rollout.ahead:
+        found.append(
+            LearntOrder(
+                f"{chosen.output}/learnt_order.jsonl",
+                prompts_per_step=chosen.prompts_per_step,
+                max_staleness=chosen.max_staleness,
             )
         )
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]

@@ -262,6 +262,11 @@ class RolloutConfig:
     on over the old weights' cache, whose distribution is neither policy's.
     """
 
+    order: str = ""
+    """File learnt_order.jsonl of an earlier run with trainer.max_staleness: its groups are learnt in
+    its order again, and those that it dropped are dropped; empty: groups are learnt as they finish.
+    """
+
     deadline_seconds: Positive = 3600.0
     """strategy=separate: a server that needs longer for one answer is taken for hung, and started
     again.

@@ -113,7 +113,7 @@ class StreamingPool(ServerPool):
             self._runner.put(group.number, list(rollouts))
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Forgets groups that the step under way had taken before a resume, and returns them."""
+        """Forgets groups, whether they have ended or not, and returns them."""
         if self._runner is not None:
             for number in numbers:
                 self._runner.drop(number)

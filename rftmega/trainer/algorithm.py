@@ -28,11 +28,12 @@ from rftmega.interfaces import (
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
+from rftmega.trainer.learnt_order import read_order
 from rftmega.trainer.optimizer_steps import Schedule
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
-from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Synchronous
+from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Replayed, Synchronous
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
 from rftmega.types import LossFn
 
@@ -208,6 +209,8 @@ class Algorithm:
             return Synchronous()
         if self.config.rollout.ahead:
             return OneAhead(engine, journal)
+        if order := self.config.rollout.order:
+            return Replayed(engine, journal, max_staleness=most, order=read_order(order))
         return Asynchronous(engine, journal, max_staleness=most)
 
     def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:

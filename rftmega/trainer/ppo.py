@@ -212,7 +212,7 @@ class PPOTrainer(Trainer):
         """Returns the scored rows of all whole groups of these answers."""
         self.lengths.learn(requests, rollouts)
         versions = {own for rollout in rollouts if rollout for own in rollout.versions}
-        oldest = self.step - self.schedule.max_staleness
+        oldest = self.schedule.oldest(self.step)
         assert versions <= set(range(oldest, self.step + 1)), (
             f"answers of policies {sorted(versions)} at step {self.step}: a push was missed"
         )

@@ -2,10 +2,12 @@
 learns.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, Protocol
 
+from rftmega.errors import ConfigError
 from rftmega.experience import complete
 from rftmega.interfaces import RolloutGroup, RolloutStream, TakenGroups
 from rftmega.ragged import Ragged
@@ -13,8 +15,11 @@ from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.journal import Journal, packed_answers, unpacked_answers
+from rftmega.trainer.learnt_order import LearntGroups
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Rollout, Samples
+
+log = logging.getLogger(__name__)
 
 
 class Rolls(Protocol):
@@ -47,6 +52,10 @@ class Synchronous:
     def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
         """Returns what is learnt from in this step, and metrics."""
         return trainer.refill(trainer.rollout, batch, trainer.supply)
+
+    def oldest(self, step: int) -> int:
+        """Returns the oldest version that is learnt from after `step` finished steps."""
+        return step - self.max_staleness
 
     def join(self) -> None:
         """Waits until all answers are there."""
@@ -109,33 +118,125 @@ class Asynchronous(OneAhead):
     def __init__(self, stream: RolloutStream, journal: Journal | None, *, max_staleness: int):
         super().__init__(stream, journal)
         self.max_staleness = max_staleness
+        self.learnt = LearntGroups([], [], [])  # in the last step
 
     def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
         stream, wanted = self.stream, len(batch)
         under_way = (self.max_staleness + 1) * wanted
-        dropped = stream.drop(trainer.step - self.max_staleness)
+        dropped = self._drop(trainer.step)
         trainer.begin(stream.stream, trainer.groups(batch))
+        taken: list[TakenGroups] = []
         found: list[Samples[Ragged]] = []
         kept: list[Samples[Ragged]] = []
         left_out = 0
-        while missing := wanted - groups_in(kept):
+        while missing := self._missing(trainer.step, len(taken), wanted - groups_in(kept)):
             room = max(under_way - len(stream.under_way), 0)
             trainer.begin(stream.stream, trainer.groups(trainer.supply.take(room)))
             if not stream.under_way:
                 break
             most = min(missing, len(stream.under_way))
-            answered = _collected(trainer, stream.take(most))
+            taken.append(self._take(trainer.step, len(taken), most))
+            answered = _collected(trainer, taken[-1])
             good = trainer.refill.good(answered)
             found.append(answered)
             kept.append(good)
             left_out += most - groups_in([good])
         kept = [part for part in kept if len(part)] or [trainer.refill.learnt(found[0])]
         samples = Samples.join(kept, trainer.refill.host.once)
+        self.learnt = LearntGroups.of(taken, [group.number for group in dropped])
         seen = described(found) | staleness(samples, trainer.step)
         seen["groups_dropped"] = float(len(dropped))
         seen["groups_left_out"] = float(left_out)
         seen["groups_under_way"] = float(len(stream.under_way))
         return samples, seen
+
+    def _drop(self, step: int) -> Sequence[RolloutGroup]:
+        """Drops, after `step` finished steps, what is too old."""
+        return self.stream.drop(self.oldest(step))
+
+    def _missing(self, step: int, waits: int, missing: int) -> int:
+        """Returns how many groups the step waits for next, `missing` good ones after so many
+        `waits`; 0: none.
+        """
+        return missing
+
+    def _take(self, step: int, waits: int, most: int) -> TakenGroups:
+        """Takes `most` groups, after so many `waits` of this step."""
+        return self.stream.take(most)
+
+
+class Replayed(Asynchronous):
+    """Replayed takes the groups that a recorded run took, in its order, and drops those that it
+    dropped; behind the end of the record it goes on as Asynchronous does.
+
+    Groups begin in the same steps then. The versions that their tokens are drawn under are the
+    engine's business: a group that is older than the bound here is learnt from all the same.
+    """
+
+    def __init__(
+        self,
+        stream: RolloutStream,
+        journal: Journal | None,
+        *,
+        max_staleness: int,
+        order: Mapping[int, LearntGroups],
+    ):
+        """`order`: by the number of the step, counted from 1."""
+        super().__init__(stream, journal, max_staleness=max_staleness)
+        self.order = order
+        self._ended = False  # the end of the record was told
+
+    def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
+        told = self._told(trainer.step)
+        samples, seen = super().samples(trainer, batch)
+        if told is not None:
+            seen["order_version_differs"] = float(self.learnt.differing(told))
+        return samples, seen
+
+    def oldest(self, step: int) -> int:
+        return super().oldest(step) if self._told(step) is None else 0
+
+    def _drop(self, step: int) -> Sequence[RolloutGroup]:
+        if (told := self._told(step)) is None:
+            return super()._drop(step)
+        self._refuse_unknown(step, told.dropped, "drops")
+        return self.stream.drop_these(told.dropped)
+
+    def _missing(self, step: int, waits: int, missing: int) -> int:
+        if (told := self._told(step)) is None:
+            return super()._missing(step, waits, missing)
+        return len(told.taken[waits]) if waits < len(told.taken) else 0
+
+    def _take(self, step: int, waits: int, most: int) -> TakenGroups:
+        if (told := self._told(step)) is None:
+            return super()._take(step, waits, most)
+        self._refuse_unknown(step, told.taken[waits], "takes")
+        return self.stream.take_these(told.taken[waits])
+
+    def _told(self, step: int) -> LearntGroups | None:
+        """Returns what the record has of the step after `step` finished ones; None behind its end."""
+        first, last = min(self.order), max(self.order)
+        if step + 1 < first:
+            raise ConfigError(
+                f"rollout.order begins with step {first}, and this run comes to step {step + 1}. Go on from a checkpoint of "
+                f"step {first - 1}, or give a record that begins earlier."
+            )
+        if step >= last and not self._ended:
+            self._ended = True
+            log.warning(
+                "rollout.order ends with step %d: from step %d on groups are taken as they end.",
+                last,
+                step + 1,
+            )
+        return self.order.get(step + 1)
+
+    def _refuse_unknown(self, step: int, numbers: Sequence[int], does: str) -> None:
+        begun = {group.number for group in self.stream.under_way}
+        if unknown := sorted(set(numbers) - begun):
+            raise ConfigError(
+                f"rollout.order {does} in step {step + 1} the groups {unknown}, which this run has not under way: it is the "
+                "record of a run with other data or options. Give that run's own, or leave rollout.order out."
+            )
 
 
 def staleness(samples: Samples[Ragged], step: int) -> Metrics:
@@ -198,10 +299,17 @@ class JournaledStream:
         return taken or self._kept("these groups", self.stream.take_these(numbers))
 
     def drop(self, oldest: int) -> Sequence[RolloutGroup]:
+        return self._dropped(lambda: self.stream.drop(oldest))
+
+    def drop_these(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
+        """Drops the groups of these numbers, however old, and returns them."""
+        return self._dropped(lambda: self.stream.forget(numbers))
+
+    def _dropped(self, drop: Callable[[], Sequence[RolloutGroup]]) -> Sequence[RolloutGroup]:
         name = "dropped groups"
         if self.journal is not None and self.journal.behind:
             return self.stream.forget(self.journal.replay(name)["numbers"])
-        dropped = self.stream.drop(oldest)
+        dropped = drop()
         if self.journal is not None:
             self.journal.keep(name, {"numbers": [group.number for group in dropped]})
         return dropped

@@ -14,6 +14,7 @@ from rftmega.validation.environment import environment
 from rftmega.validation.faults import faults
 from rftmega.validation.fleet import fleet
 from rftmega.validation.layout import critic, engine, layout, overlap
+from rftmega.validation.learnt_order import learnt_order
 from rftmega.validation.logging import logging_options
 from rftmega.validation.paths import paths
 from rftmega.validation.ranges import choices_and_ranges
@@ -57,5 +58,8 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         numbers += checkpoints(config) + faults(config) + vision(config) + exports(config)
         numbers += adapters(config)
     return (
-        unknown + numbers + paths(config) + (training_data(config) + files(config) if data else [])
+        unknown
+        + numbers
+        + paths(config)
+        + (training_data(config) + files(config) + learnt_order(config) if data else [])
     )

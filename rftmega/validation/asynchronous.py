@@ -4,7 +4,9 @@ from rftmega.config.schema import RolloutConfig, RunConfig
 
 
 def asynchronous(config: RunConfig) -> list[str]:
-    """Lists what does not go with trainer.max_staleness, rollout.ahead and rollout.on_update."""
+    """Lists what does not go with trainer.max_staleness, rollout.ahead, rollout.on_update and
+    rollout.order.
+    """
     most, ahead = config.trainer.max_staleness, config.rollout.ahead
     found = []
     if ahead and most != 1:
@@ -15,6 +17,11 @@ def asynchronous(config: RunConfig) -> list[str]:
         found.append(
             f"rollout.on_update={config.rollout.on_update} needs trainer.max_staleness above 0 without rollout.ahead: no "
             "request is in flight when weights change otherwise."
+        )
+    if config.rollout.order and (ahead or not most):
+        found.append(
+            f"rollout.order={config.rollout.order} needs trainer.max_staleness above 0 without rollout.ahead: groups are learnt "
+            "in the order of their tasks otherwise, in every run. Leave it out."
         )
     if not most:
         return found

@@ -11,6 +11,7 @@ PATHS = {  # option -> whether an empty one means that there is none
     "critic.path": True,
     "reward.model_path": True,
     "reward.judge_cache": True,
+    "rollout.order": True,
     "data.train": True,
     "data.eval": True,
     "data.ptx": True,

@@ -136,6 +136,7 @@ OPTIONS: dict[str, Live] = {
     "rollout.weights_folder": Live("elsewhere", (*SEPARATE, "rollout.transport=disk"), engine, dead=NETWORK),
     "rollout.ahead": Live("1", (*SEPARATE, "trainer.max_staleness=1"), schedule, dead=()),
     "rollout.on_update": Live("keep", (*SEPARATE, "trainer.max_staleness=2"), update, dead=("rollout.ahead=1",)),
+    "rollout.order": Live("{order}", (*SEPARATE, "trainer.max_staleness=2"), schedule, dead=("rollout.ahead=1",)),
     "trainer.max_staleness": Live("1", SEPARATE, schedule, dead=()),
     "rollout.samples_per_prompt": Live("3"),
     "rollout.temperature": Live("0.5"),
@@ -473,6 +474,9 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "my_parts.py").write_text(PLUGIN)
     (folder / "my_rewards.py").write_text(FUNCTIONS)
     (folder / "roster.txt").write_text("http://10.0.0.2:8100\n")
+    step = {"step": 1, "taken": [[0]], "versions": [[[0]]], "dropped": []}
+    learnt = step | {"prompts_per_step": 4, "max_staleness": 2}
+    (folder / "learnt_order.jsonl").write_text(json.dumps(learnt))
     return {
         **files,
         "plugin": str(folder / "my_parts.py"),
@@ -482,6 +486,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "folder": str(folder),
         "roster": str(folder / "roster.txt"),
         "certificates": certifi.where(),
+        "order": str(folder / "learnt_order.jsonl"),
     }
 
 

@@ -1,0 +1,24 @@
+"""LearntOrder records the order in which an asynchronous run learns, for another run to take it."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rftmega.callbacks.step_lines import StepLines
+from rftmega.types import Metrics
+
+
+class LearntOrder(StepLines):
+    """Writes a line a step: the groups that were taken and dropped, and their versions, as
+    `trainer.learnt_order.LearntGroups` has them.
+    """
+
+    what = "learnt groups"
+
+    def __init__(self, path: str | Path, *, prompts_per_step: int, max_staleness: int):
+        """The sizes go into each line: a run with others can't take this order."""
+        super().__init__(path)
+        self.sizes = {"prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self.write({"step": trainer.step, **self.sizes, **asdict(trainer.schedule.learnt)})
