@@ -30,6 +30,12 @@ devices in step.
 At the end it recommends a backend: the quickest layout of each that fits is looked for,
 unless --no-search is given.
 
+With --splits, of a run with strategy=separate, it says instead how many of the devices to give to
+the trainer, and how many to servers: parallel.* and rollout.tensor stay, the data-parallel size and
+rollout.servers differ. A step takes rollout + update where it is synchronous, the longer of both
+one ahead. With trainer.max_staleness=k it takes the longest of update, the servers' work at a step's
+answers with those of k + 1 steps in flight, and the longest answer over k + 1.
+
 The exit code is 0 where all fits, 1 where it does not, 2 where nothing could be planned.
 """
 
@@ -67,6 +73,7 @@ FLAGS = (
     ("--nvlink-gbs", 450.0, "GB/s of a device within a node, one way"),
     ("--nic-gbs", 50.0, "GB/s of a device between nodes, one way"),
     ("--pcie-gbs", 50.0, "GB/s between a device and its host, one way"),
+    ("--mean-length", 0.5, "of --splits, assumed: mean answer over rollout.max_response_tokens"),
     ("--token-ns", 250.0, "ns of a core for each token of a step's rollouts (docs/results.md)"),
 )
 
@@ -99,6 +106,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-search", action="store_true", help="say what does not fit, propose nothing"
     )
+    parser.add_argument(
+        "--splits", action="store_true", help="compare splits between trainer and servers"
+    )
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     return exit_code_of(show, parser.parse_intermixed_args(given))
 
@@ -109,6 +119,7 @@ def show(chosen: argparse.Namespace) -> int:
     from rftmega.planning.memory import Budget
     from rftmega.planning.models import models_of
     from rftmega.planning.times import Speeds
+    from rftmega.tools.plan_splits import show_splits
 
     begin = time.perf_counter()
     if chosen.gpus < 1 or chosen.gpus_per_node < 1 or chosen.gpu_memory <= chosen.reserved_gb:
@@ -136,6 +147,10 @@ def show(chosen: argparse.Namespace) -> int:
     )
     config = fetched(configuration.load(chosen.config, chosen.overrides), weights=False)
     models = models_of(config)
+    if chosen.splits:
+        return show_splits(
+            models, config, machine, mean_length=chosen.mean_length, as_json=chosen.json
+        )
     if problems := refused(models, config, machine):
         raise ConfigError.listing("This can't be planned", problems)
     found = figures(models, config, machine)

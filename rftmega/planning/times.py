@@ -103,25 +103,53 @@ def _generating(
 
     It batches answers as far as the cache and max_batch allow.
     """
-    ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
+    ranks, rollout = config.rollout.tensor, config.rollout
     engines = rollout.servers if config.strategy == "separate" else world // ranks
     prompts = config.trainer.prompts_per_step / engines
+    return generated(policy, config, prompts, cache, speeds).busy
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Generated tells what one engine takes for its part of a step's answers."""
+
+    busy: dict[str, float]  # seconds by kind
+    longest: float  # seconds from the beginning of an answer of full length to its end
+
+
+def generated(
+    policy: PlannedModel,
+    config: RunConfig,
+    prompts: float,
+    cache: Cache,
+    speeds: Speeds,
+    *,
+    under_way: int = 1,
+    mean_length: float = 1.0,
+) -> Generated:
+    """Returns what the answers to so many prompts take, with the answers of `under_way` times as
+    many in flight; `mean_length`: of answers, as a share of the longest.
+    """
+    ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     answers = prompts * rollout.samples_per_prompt
-    together = max(1.0, min(answers, rollout.max_batch, cache.sequences))
+    together = max(1.0, min(answers * under_way, rollout.max_batch, cache.sequences))
     rounds = answers / together
-    middle = rollout.max_prompt_tokens + rollout.max_response_tokens / 2
+    length = rollout.max_response_tokens * mean_length
+    middle = rollout.max_prompt_tokens + length / 2
     a_token = forward_flops(model, [1]) / ranks
     read = _read(policy, ranks, together) + together * middle * engine.cache_bytes(model, ranks)
     exchanged = 2 * model.layers * together * model.hidden * 2 * 2 * (ranks - 1) / ranks
-    steps = rounds * rollout.max_response_tokens
-    return {
-        "prefill": forward_flops(model, [rollout.max_prompt_tokens])
-        / ranks
-        * prompts
-        / speeds.flops,
-        "decode": steps * max(read / speeds.memory, together * a_token / speeds.flops),
-        "tensor exchange": steps * exchanged / speeds.link(ranks),
-    }
+    prefill = forward_flops(model, [rollout.max_prompt_tokens]) / ranks / speeds.flops
+    decode = max(read / speeds.memory, together * a_token / speeds.flops)
+    exchange = exchanged / speeds.link(ranks)
+    return Generated(
+        {
+            "prefill": prefill * prompts,
+            "decode": rounds * length * decode,
+            "tensor exchange": rounds * length * exchange,
+        },
+        prefill + rollout.max_response_tokens * (decode + exchange),
+    )
 
 
 def _read(policy: PlannedModel, ranks: int, tokens: float) -> float:
