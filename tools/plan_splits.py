@@ -144,8 +144,8 @@ def _price(config: RunConfig, machine: "Machine", mean_length: float) -> list[st
     )
     if machine.devices > machine.speeds.node:
         said += textwrap.wrap(
-            f"strategy=separate runs within one host so far, and these are {machine.devices} devices of hosts with "
-            f"{machine.speeds.node} (--gpus-per-node).",
+            f"strategy=separate needs all processes of the trainer on one host, and these are {machine.devices} devices of hosts "
+            f"with {machine.speeds.node} (--gpus-per-node). Servers may be on others (docs/fleet.md).",
             WIDTH,
             break_on_hyphens=False,
         )

@@ -175,4 +175,4 @@ def test_the_table_has_a_line_a_split_and_marks_the_recommended_one(
     lines = [line for line in said if " x 8 " in line]
     assert [line[:2] for line in lines] == ["* ", "  ", "  "]
     assert "rollout.servers=4, 96 devices for the trainer" in " ".join(said)
-    assert "strategy=separate runs within one host so far" in " ".join(said)
+    assert "needs all processes of the trainer on one host" in " ".join(said)
