@@ -129,12 +129,14 @@ class Asynchronous(OneAhead):
         found: list[Samples[Ragged]] = []
         kept: list[Samples[Ragged]] = []
         left_out = 0
+        left = wanted * (1 + trainer.refill.rounds)  # groups that the step may look at
         while missing := self._missing(trainer.step, len(taken), wanted - groups_in(kept)):
             room = max(under_way - len(stream.under_way), 0)
             trainer.begin(stream.stream, trainer.groups(trainer.supply.take(room)))
-            if not stream.under_way:
+            most = min(missing, len(stream.under_way), left)
+            if not most:
                 break
-            most = min(missing, len(stream.under_way))
+            left -= most
             taken.append(self._take(trainer.step, len(taken), most))
             answered = _collected(trainer, taken[-1])
             good = trainer.refill.good(answered)

@@ -196,12 +196,20 @@ def test_every_group_is_learnt_once_dropped_or_under_way_and_none_is_too_old(mos
 
 
 def test_groups_that_do_not_differ_are_left_out_and_others_are_learnt() -> None:
-    run = made(Streams(delayed), asynchronous(2), refill=DynamicSampler(3)).fit(6)
+    run = made(Streams(delayed), asynchronous(2), refill=DynamicSampler(30)).fit(6)
     assert [len(tasks) for tasks in run.learnt.tasks] == [BATCH] * 6
     left_out = sum(metrics["groups_left_out"] for metrics in run.learnt.metrics)
     begun, learnt = len(run.policy.begun), 6 * BATCH
     dropped = sum(metrics["groups_dropped"] for metrics in run.learnt.metrics)
     assert left_out > 0 and begun == learnt + left_out + dropped + len(run.policy.under)
+
+
+def test_a_step_looks_at_no_more_groups_than_its_rounds_allow() -> None:
+    refill = DynamicSampler(2)
+    nothing = torch.zeros(0, dtype=torch.long)
+    refill.good = lambda samples: samples.select(nothing)  # type: ignore[method-assign]
+    run = made(Streams(delayed), asynchronous(2), refill=refill).fit(3)
+    assert [metrics["groups_left_out"] for metrics in run.learnt.metrics] == [3.0 * BATCH] * 3
 
 
 def saved(run: Made) -> Any:
