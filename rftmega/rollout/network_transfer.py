@@ -84,14 +84,24 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
         self._buckets = unpacked_plan(store.get(f"{init_info.name}/plan/{worker}"))
 
     def receive_weights(self, update_info: NetworkUpdate) -> None:
-        """Takes all buckets: each travels while the one before it is loaded."""
+        """Takes all buckets: each travels while the one before it is loaded.
+
+        A worker that fails leaves the group, so that the trainer does not wait for it.
+        """
+        try:
+            self._receive(update_info.version)
+        except Exception:
+            self.shutdown()
+            raise
+
+    def _receive(self, version: int) -> None:
         coming = self._posted(0)
         for number, bucket in enumerate(self._buckets):
             messages, in_flight = coming
             coming = self._posted(number + 1)
             wait_all(in_flight)
             for source, message in messages.items():
-                refuse_damaged(message, bucket.layouts[source], update_info.version, source)
+                refuse_damaged(message, bucket.layouts[source], version, source)
             self.load(self._on_demand(bucket, messages))
         self.refuse_gaps()
 

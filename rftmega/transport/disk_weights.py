@@ -100,6 +100,8 @@ class DiskWeights(RemoteWeights):
 
     def _forget(self, names: set[str]) -> None:
         self._joined -= names
+        if names:  # perhaps of what they found in the files
+            self._entries = {}
 
     def _write(self, draft: Path) -> None:
         """Writes this process's slices that changed, a file a bucket."""

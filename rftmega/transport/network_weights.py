@@ -37,6 +37,7 @@ from rftmega.weights.replay import message_order
 from rftmega.weights.slice_sums import sum_of
 from rftmega.weights.slices import TensorSlice, planned
 
+PATIENCE = 10  # times as long as the trainer a worker waits: others may hold the trainer up
 IN_FLIGHT = 2  # buckets: one travels while the next is written
 FAILED = b"failed"  # in the place of needs
 Result = TypeVar("Result")
@@ -153,7 +154,7 @@ class NetworkWeights(RemoteWeights):
             "trainers": self.trainers,
             "host": engine.host,
             "tensors": told_tensors(planned(self.tensors)),
-            "seconds": self.seconds,
+            "seconds": PATIENCE * self.seconds,
         }
         try:
             self.engines.join(engine.name, told)
