@@ -51,6 +51,10 @@ class RemoteReceivers(Protocol):
 
     def invalidate(self) -> None: ...
 
+    def measures(self) -> Metrics:
+        """Returns how the engines are."""
+        ...
+
 
 Asked = dict[str, "Future[None]"]  # engine -> its answer; empty but on the first process
 
@@ -96,7 +100,7 @@ class RemoteWeights(ABC):
             "push_ratio": moved / least if least else 1.0,
             "push_buffer_bytes": float(self.buffer_bytes),
             "push_missed": float(len(names) - len(landed)),
-        }
+        } | self._first(self.engines.measures)
 
     @abstractmethod
     def checksums(self) -> list[SliceChecksums]: ...

@@ -51,6 +51,10 @@ class Receivers(Protocol):
 
     def invalidate(self) -> None: ...
 
+    def measures(self) -> Metrics:
+        """Returns how the engines are."""
+        ...
+
 
 class SegmentEntry(NamedTuple):
     """SegmentEntry tells where in a memory segment a tensor lies."""
@@ -117,7 +121,9 @@ class SharedWeights:
         self._ask(self.engines.finish, version)
         self._agree(f"Push {version}")
         self.engines.version = version
-        return {
+        told: list[Metrics] = [self.engines.measures()]
+        dist.broadcast_object_list(told)
+        return told[0] | {
             "push_seconds": time.perf_counter() - begin,
             "push_bytes": float(moved),
             "push_bytes_least": float(self.total_bytes),

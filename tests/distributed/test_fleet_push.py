@@ -1,7 +1,5 @@
 """Weights that reach each server for itself: over a process group, or through files."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,7 @@ class Trainer:
 
 def push_body(world: Any, folder: Path, logs: Path, parallel: ParallelConfig, rollout: Any) -> Any:
     trainer = Trainer(world, folder, logs, parallel, **rollout)
-    weights, engine = trainer.weights, trainer.engine
+    weights = trainer.weights
     seen: dict[str, Any] = {"pushes": []}
     try:
         for version in range(3):
@@ -72,10 +70,8 @@ def push_body(world: Any, folder: Path, logs: Path, parallel: ParallelConfig, ro
             seen.setdefault("intact", []).append(all(each.intact for each in weights.checksums()))
             trainer.change(0.9)
         seen["changed since"] = not any(each.intact for each in weights.checksums())
-        if world.rank == 0 and rollout.get("servers", 1) > 1:
-            os.killpg(engine.servers[1]._process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
     finally:
-        engine.close()
+        trainer.engine.close()
     return seen
 
 
@@ -105,4 +101,6 @@ def test_servers_answer_under_each_push_as_the_trainer_scores(
         for version, (metrics, (gap, versions)) in enumerate(seen["pushes"]):
             assert gap < 1e-5 and versions == {version}
             assert metrics["push_ratio"] == 1 and metrics["push_missed"] == 0
+            assert metrics["servers_healthy"] == metrics["server_starts"] == given.get("servers", 1)
+            assert metrics["server_0_requests"] == 3 * version
         assert seen["intact"] == [True] * 3 and seen["changed since"]

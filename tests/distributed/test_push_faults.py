@@ -109,6 +109,9 @@ class Engines:
     def land(self, name: str, version: int) -> None:
         self.landed.append((name, version))
 
+    def measures(self) -> dict[str, float]:
+        return {"servers_healthy": 2.0 - len(self.missed)}
+
     def miss(self, name: str, error: EngineError) -> None:
         self.missed[name] = str(error)
 
@@ -186,6 +189,7 @@ def network_body(world: World, folder: Path, fault: str) -> Any:
     later = weights.push(version=1)
     held = [whole(actor, engines.workers[n].model.tensors if engines.workers else {}) for n in "ab"]
     weights.close()
+    assert metrics["servers_healthy"] == 2.0 - len(missed) if world.rank == 0 else metrics
     ratios = [each["push_ratio"] for each in (metrics, later)]
     return missed, ratios, later["push_missed"], held, engines.landed, seconds
 

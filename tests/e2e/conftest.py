@@ -103,7 +103,8 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
 
 
 # What is of the machine and not of the run.
-UNLIKE = ("time", "seconds", "per_second", "work_", "memory_", "tflops", "mfu", "pipeline_idle")
+UNLIKE = ("time", "seconds", "per_second", "work_", "memory_", "tflops", "mfu", "pipeline_idle",
+          "server_", "servers_")  # fmt: skip
 
 
 def numbers_of(output: Path) -> list[dict[str, Any]]:
