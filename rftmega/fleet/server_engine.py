@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega import transport
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door, wire
@@ -36,7 +35,10 @@ from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
 from rftmega.shards import Shard
+from rftmega.transport.disk_weights import DiskWeights
+from rftmega.transport.network_weights import NetworkWeights
 from rftmega.transport.remote_weights import WaitingEngine
+from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Sampling
 
 EXPECT = "init_weight_transfer_engine"
@@ -137,7 +139,7 @@ class ServerEngine(Engine):
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         config = self.config
         if config.transport == "network":
-            return transport.NetworkWeights(
+            return NetworkWeights(
                 shards,
                 self,
                 bucket_bytes=bucket_bytes,
@@ -146,8 +148,8 @@ class ServerEngine(Engine):
             )
         if config.transport == "disk":
             folder = config.weights_folder or self._logs.parent / "weights"
-            return transport.DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder)
-        return transport.SharedWeights(shards, self, bucket_bytes=bucket_bytes)
+            return DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder)
+        return SharedWeights(shards, self, bucket_bytes=bucket_bytes)
 
     def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
         """Notes that a server failed: it is asked nothing more, until it answers a probe, or gets
@@ -372,7 +374,7 @@ class ServerEngine(Engine):
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise EngineError(
-            "A server takes no tensors from this process; weights reach it through transport.SharedWeights."
+            "A server takes no tensors from this process; weights reach it through rollout.transport."
         )
 
     def _sleep(self) -> None:

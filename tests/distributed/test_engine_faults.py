@@ -23,7 +23,7 @@ from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.transport import SharedWeights
+from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from tests.layouts import build_actor
 from tests.ranks import run_ranks

@@ -18,7 +18,9 @@ from torch import Tensor
 from rftmega.config import ParallelConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.process_group import World
-from rftmega.transport import DiskWeights, NetworkWeights, disk_weights
+from rftmega.transport import disk_weights
+from rftmega.transport.disk_weights import DiskWeights
+from rftmega.transport.network_weights import NetworkWeights
 from rftmega.transport.remote_weights import WaitingEngine
 from rftmega.weights import Exporter
 from tests.layouts import build_actor

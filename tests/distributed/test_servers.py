@@ -16,7 +16,7 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
 from rftmega.fleet import door
-from rftmega.transport import SharedWeights
+from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Prompt, Sampling
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks

@@ -26,7 +26,7 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.transport import SharedWeights
+from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Sampling
 from rftmega.weights import EngineWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least

@@ -484,7 +484,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         patch.setattr(servers, "Server", Server)
         patch.setattr(servers, "ServerClient", elsewhere)
         for way in ("SharedWeights", "NetworkWeights", "DiskWeights"):
-            patch.setattr(servers.transport, way, sync)
+            patch.setattr(servers, way, sync)
         patch.setattr(servers, "devices_of", lambda *_: {})
         made = engines.create(
             config,
