@@ -130,7 +130,10 @@ class Asynchronous(OneAhead):
         kept: list[Samples[Ragged]] = []
         left_out = 0
         left = wanted * (1 + trainer.refill.rounds)  # groups that the step may look at
-        while missing := self._missing(trainer.step, len(taken), wanted - groups_in(kept)):
+        # `left` comes first: a replayed run begins nothing after a step's last wait either
+        while left and (
+            missing := self._missing(trainer.step, len(taken), wanted - groups_in(kept))
+        ):
             room = max(under_way - len(stream.under_way), 0)
             trainer.begin(stream.stream, trainer.groups(trainer.supply.take(room)))
             most = min(missing, len(stream.under_way), left)
