@@ -31,6 +31,8 @@ parser.add_argument("--hang", default="")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--version", default="", help="that it says whatever it is given")
 parser.add_argument("--vllm", default="", help="version that it says it is of")
+parser.add_argument("--ssl-certfile")
+parser.add_argument("--ssl-keyfile")
 given, _ = parser.parse_known_args()
 turn = asyncio.Lock()  # one thing at a time
 state: dict[str, Any] = {"names": None, "version": "random weights", "answers": 0}
@@ -107,7 +109,14 @@ def completion(ask: wire.Ask) -> wire.ServerAnswer:
 
 if __name__ == "__main__":
     server = uvicorn.Server(
-        uvicorn.Config(application, host=given.host, port=given.port, log_level="error")
+        uvicorn.Config(
+            application,
+            host=given.host,
+            port=given.port,
+            log_level="error",
+            ssl_certfile=given.ssl_certfile,
+            ssl_keyfile=given.ssl_keyfile,
+        )
     )
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     server.run()

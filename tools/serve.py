@@ -81,6 +81,9 @@ def serve(chosen: argparse.Namespace) -> int:
         raise ConfigError(
             "rollout.transport=shared_memory reaches no other host. Set it to network, or to disk, for the trainer too."
         )
+    for file in chosen.tls or ():
+        if not Path(file).is_file():
+            raise ConfigError(f"--tls {file} is no file. Give a certificate and its key, as PEM.")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,11 +101,6 @@ class Servers:
 
         device.current()
         self._arguments = arguments_of(config.model.path, config.rollout, dtype=config.model.dtype)
-        self._scheme = "http"
-        if chosen.tls:
-            certificate, private = chosen.tls
-            self._arguments += [f"--ssl-certfile={certificate}", f"--ssl-keyfile={private}"]
-            self._scheme = "https"
         environment = environment_of(key)
         tensor = config.rollout.tensor
         self._environments = [
@@ -152,7 +150,7 @@ class Servers:
             Path(chosen.logs) / f"server-{chosen.listen}-{number}.log",
             host=chosen.listen,
             port=chosen.port and chosen.port + number,
-            scheme=self._scheme,
+            tls=chosen.tls,
         )
 
     def _enter(self, address: str) -> None:

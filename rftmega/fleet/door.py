@@ -22,7 +22,7 @@ SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
 IDENTITY = "/identity"  # answered here: another one after each start
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 PATHS = {
-    *("/health", "/version", "/get_world_size"),
+    *("/health", "/version", "/get_world_size", "/is_paused"),
     *("/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
     *(
         "/init_weight_transfer_engine",

@@ -117,25 +117,24 @@ class Fleet:
         Returns why servers did not come up; those are dead.
         """
         self._follow_roster()
-        self._each(self._look_at, self.members)
+        each_at_once(self._look_at, self.members)
         dead = [each for each in self.members if each.state is ServerState.DEAD and each.server.own]
         for member in dead:
             member.health.restarting()
             member.server.close()
             member.server = self._start(member.number)
-        return [error for error in self._each(self._came_up, dead) if error is not None]
+        return [error for error in each_at_once(self._came_up, dead) if error is not None]
 
     def probe(self, member: FleetMember) -> None:
-        """Asks a server for one token, and notes whether it gave it."""
+        """Finds out whether a server works, and notes it."""
         try:
-            if member.paused:  # by a push that broke off
-                member.server.post("resume", None, 5.0)
-                member.paused = False
-            member.server.probe()
+            member.server.probe(paused=member.paused)  # by a push that broke off
         except EngineError as error:
             log.warning("server %d answered no probe: %s", member.number, error)
             member.health.probed(False)
         else:
+            if not member.server.own and self._identity(member.server) != member.identity:
+                member.health.missed()  # it was started again since, with random weights
             member.health.probed(True)
 
     def measures(self) -> Metrics:
@@ -233,10 +232,11 @@ class Fleet:
             return []
         return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
-    @staticmethod
-    def _each(work: Callable[[FleetMember], Any], members: Sequence[FleetMember]) -> list[Any]:
-        with ThreadPoolExecutor(max(1, len(members))) as pool:
-            return list(pool.map(work, members))
+
+def each_at_once(work: Callable[[FleetMember], Any], members: Sequence[FleetMember]) -> list[Any]:
+    """Returns what `work` gives for each member; all are worked on at once."""
+    with ThreadPoolExecutor(max(1, len(members))) as pool:
+        return list(pool.map(work, members))
 
 
 def post_to_each(
@@ -254,5 +254,4 @@ def post_to_each(
             failed(member.server, fault)
             raise
 
-    with ThreadPoolExecutor(max(1, len(members))) as pool:
-        list(pool.map(post, members))
+    each_at_once(post, members)

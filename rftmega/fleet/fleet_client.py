@@ -58,7 +58,8 @@ class FleetClient:
             try:
                 found = await self._part(server, request, sampling, found)
             except EngineFault as fault:
-                self.engine.note_fault(server, fault)
+                if server in self.engine.healthy:  # else it is known, and no fault of the request's
+                    self.engine.note_fault(server, fault)
             finally:
                 self._busy[server] -= 1
         return found.whole()

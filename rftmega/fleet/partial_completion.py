@@ -4,9 +4,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import wire
 from rftmega.types import Completion
+
+
+class StaleAnswer(EngineFault):
+    """StaleAnswer is a server's that says that it has other weights than it was given."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,15 @@ class PartialCompletion:
 
     @staticmethod
     def of(answer: wire.ServerAnswer) -> "PartialCompletion":
-        """Raises EngineError for tokens without a log-prob or a version of ours."""
+        """Raises StaleAnswer for tokens of no push, EngineError for some without a version or a log-prob."""
         ids, logprobs = wire.numbers("i", answer.token_ids), wire.numbers("f", answer.logprobs)
         versions = array("i")
         for version, start, end in answer.spans:
-            if not version.isdecimal() or start != len(versions):
-                raise EngineError(
-                    f"A server answered under weights {version!r} from token {start} on."
-                )
+            said = f"A server answered under weights {version!r} from token {start} on."
+            if not version.isdecimal():
+                raise StaleAnswer(said)
+            if start != len(versions):
+                raise EngineError(said)
             versions.extend([int(version)] * (end - start))
         if not len(ids) == len(logprobs) == len(versions):
             raise EngineError(

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -45,23 +46,29 @@ class Server(ServerClient):
         *,
         host: str = LOOPBACK,
         port: int = 0,
-        scheme: str = "http",
+        tls: tuple[str, str] | None = None,
     ):
         """Returns at once; `wait` for it.
 
         The `environment` has the key that it asks everybody for. `host`: the address of this host
-        that it listens at. `port` 0: a free one. `scheme`: https where `arguments` name certificate
-        and key.
+        that it listens at. `port` 0: a free one. `tls`: files of the certificate and its key, where it
+        speaks https.
         """
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             port = probe.getsockname()[1]
         named = f"[{host}]" if ":" in host else host
-        super().__init__(f"{scheme}://{named}:{port}", door.headers(environment[door.KEY]))
+        super().__init__(
+            f"{'https' if tls else 'http'}://{named}:{port}",
+            door.headers(environment[door.KEY]),
+            tls=_believes(tls[0]) if tls else None,
+        )
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", PROGRAM, "--host", host, "--port", str(port)]
+        if tls:
+            command += ["--ssl-certfile", tls[0], "--ssl-keyfile", tls[1]]
         with log.open("a") as file:
             self._begin = file.tell()  # in the log
             self._process = subprocess.Popen(
@@ -113,6 +120,14 @@ class Server(ServerClient):
     def last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"The end of {self.log}:\n" + "\n".join(lines[-5:])
+
+
+def _believes(certificate: str) -> ssl.SSLContext:
+    """Returns what takes this certificate alone, whatever host it names and whoever signed it."""
+    believed = ssl.create_default_context(cafile=certificate)
+    believed.check_hostname = False
+    believed.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return believed
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

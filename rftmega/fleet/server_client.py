@@ -18,6 +18,7 @@ START_SECONDS = 600.0
 CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs
 LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
 LONG = ("update_weights", "init_weight_transfer_engine", "pause?mode=wait")
+HEALTH_SECONDS = 5.0  # that it may take to say that it is there
 PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
 
 
@@ -65,7 +66,7 @@ class ServerClient:
         Raises EngineError where it does not take the key.
         """
         try:
-            response = self._get("/health", 5.0)
+            response = self._asked("GET", "/health", HEALTH_SECONDS)
         except EngineFault:
             return False
         if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -79,17 +80,7 @@ class ServerClient:
     ) -> None:
         """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
         limit = seconds or (LONG_SECONDS if path in LONG else CONTROL_SECONDS)
-        try:
-            response = httpx.post(
-                f"{self.address}/{path}",
-                json=body,
-                timeout=limit,
-                headers=self.headers,
-                trust_env=False,
-                verify=self.verified,
-            )
-        except httpx.TransportError as error:
-            raise self.fault(f"does not answer ({error!r})") from error
+        response = self._asked("POST", f"/{path}", limit, json=body)
         if response.is_error:
             raise EngineError(
                 f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
@@ -97,7 +88,7 @@ class ServerClient:
 
     def told(self, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns what it tells at this path. Raises EngineFault where it does not answer."""
-        response = self._get(path, CONTROL_SECONDS, parameters)
+        response = self._asked("GET", path, CONTROL_SECONDS, params=parameters)
         if response.is_error:
             raise self.fault(f"failed in {path}: {response.text[:500]}")
         found: dict[str, Any] = response.json()
@@ -119,10 +110,16 @@ class ServerClient:
                 "transport of weights may differ. Install the same version on both."
             )
 
-    def probe(self, seconds: float = PROBE_SECONDS) -> None:
-        """Asks for one token. Raises EngineError where it does not come in time."""
+    def probe(self, *, paused: bool = False) -> None:
+        """Asks for one token; where it is `paused` for a push, whether it is, since it may hold half
+        of the weights. Raises EngineError where the answer does not come in PROBE_SECONDS.
+        """
+        if paused:
+            self._asked("GET", "/is_paused", PROBE_SECONDS)
+            return
         sampling = {"max_tokens": 1, "temperature": 0.0}
-        self.post("inference/v1/generate", {"token_ids": [0], "sampling_params": sampling}, seconds)
+        body = {"token_ids": [0], "sampling_params": sampling}
+        self.post("inference/v1/generate", body, PROBE_SECONDS)
 
     async def answer(
         self, client: httpx.AsyncClient, body: dict[str, Any], seconds: float
@@ -188,17 +185,16 @@ class ServerClient:
         """Returns what is known of why."""
         return "Its log is where it was started."
 
-    def _get(
-        self, path: str, seconds: float, parameters: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
+    def _asked(self, method: str, path: str, seconds: float, **content: Any) -> httpx.Response:
         try:
-            return httpx.get(
+            return httpx.request(
+                method,
                 f"{self.address}{path}",
-                params=parameters,
                 timeout=seconds,
                 headers=self.headers,
-                trust_env=False,
+                trust_env=False,  # no proxy has the key
                 verify=self.verified,
+                **content,
             )
         except httpx.TransportError as error:
             raise self.fault(f"does not answer ({error!r})") from error

@@ -18,8 +18,8 @@ from torch import Tensor
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door, wire
-from rftmega.fleet.fleet import Fleet, post_to_each
-from rftmega.fleet.partial_completion import NOTHING, PartialCompletion
+from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
+from rftmega.fleet.partial_completion import NOTHING, PartialCompletion, StaleAnswer
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
@@ -49,10 +49,6 @@ PAUSES = {  # rollout.on_update -> how a server stops for new weights
     "recompute": "pause?mode=keep&clear_cache=true",
     "keep": "pause?mode=keep&clear_cache=false",
 }
-
-
-class StaleAnswer(EngineFault):
-    """StaleAnswer is a server's that says that it has other weights than it was given."""
 
 
 class ServerEngine(Engine):
@@ -235,22 +231,25 @@ class ServerEngine(Engine):
         Raises EngineFault where there is none.
         """
         errors = self.fleet.renew()
-        found = []
-        for member in self.fleet.reachable:
-            try:
-                member.server.post(PAUSES[self.config.on_update])
-                member.paused = True
-                workers = self.config.tensor
-                if not member.server.own:
-                    workers = member.server.told("/get_world_size")["world_size"]
-            except EngineError as error:
-                self.fleet.note_miss(member, error)
-            else:
-                found.append(WaitingEngine(member.name, workers, member.server.host))
+        stopped = each_at_once(self._stopped, self.fleet.reachable)
+        found = [each for each in stopped if each is not None]
         if not found:
             told = f" {errors[0]}" if errors else ""
             raise EngineFault(f"No server of {len(self.servers)} can be given weights.{told}")
         return found
+
+    def _stopped(self, member: FleetMember) -> WaitingEngine | None:
+        """Has a server stop for new weights. None where it does not."""
+        try:
+            member.server.post(PAUSES[self.config.on_update])
+            member.paused = True
+            workers = self.config.tensor
+            if not member.server.own:
+                workers = member.server.told("/get_world_size")["world_size"]
+        except EngineError as error:
+            self.fleet.note_miss(member, error)
+            return None
+        return WaitingEngine(member.name, workers, member.server.host)
 
     def join(self, name: str, init_info: dict[str, Any]) -> None:
         self.fleet.named(name).server.post(EXPECT, {"init_info": init_info})

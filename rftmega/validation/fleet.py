@@ -1,5 +1,6 @@
 """Rules of servers, and of how weights reach them."""
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from rftmega.config.schema import RolloutConfig, RunConfig
@@ -35,8 +36,15 @@ def fleet(config: RunConfig) -> list[str]:
         found.append(
             f"rollout.tls_ca={rollout.tls_ca} is of servers elsewhere: set rollout.addresses or rollout.roster, or leave it out."
         )
+    if rollout.tls_ca and not Path(rollout.tls_ca).is_file():
+        found.append(f"rollout.tls_ca={rollout.tls_ca} is no file.")
     far = [each for each in rollout.addresses if urlsplit(each).hostname not in LOOPBACK]
-    if far and rollout.transport == "network" and rollout.listen in LOOPBACK:
+    if not rollout.listen.strip():
+        found.append(
+            f"rollout.listen={rollout.listen} is empty, which is every address of this host. Set it to the one at which servers "
+            "reach it."
+        )
+    elif far and rollout.transport == "network" and rollout.listen in LOOPBACK:
         found.append(
             f"rollout.listen={rollout.listen} is this host's alone, and {far[0]} is elsewhere. Set it to the address at which "
             "that host reaches this one."

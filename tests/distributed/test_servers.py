@@ -93,6 +93,11 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     ]
     if world.rank == 0:
         found["from outside"] = from_outside(engine, logs)
+        (member,) = engine.fleet.members
+        member.health.failed()
+        member.paused = True
+        engine.fleet.probe(member)
+        found["probed"] = str(member.state)
     real = weights._write
     weights._write = lambda bucket, memory: [each + 1 for each in real(bucket, memory)]  # type: ignore[method-assign]
     found["damaged"] = refusal(2)
@@ -189,6 +194,7 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     assert outside["victim"] == (b"thesis", False)
     assert outside["listens"] == {"127.0.0.1"}
     assert not any(outside["key told"])
+    assert told["probed"] == "healthy"  # though it holds half of the weights of a push
     assert "is not as it was written" in told["damaged"]
     assert "The push ended without model.norm.weight" in told["incomplete"]
     assert "bytes were written in push 3" in told["too few bytes"]

@@ -603,6 +603,7 @@ TEXTS = (  # options that are texts and neither paths nor choices
         )
     ),
     "data.system_prompt",
+    "rollout.listen",
     *(
         "reward.answer_pattern",
         "reward.format_pattern",

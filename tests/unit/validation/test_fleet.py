@@ -1,0 +1,55 @@
+"""Servers that can't be reached, or get no weights, are refused before they are looked for."""
+
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import load
+from rftmega.validation.fleet import fleet
+
+NETWORK = ["strategy=separate", "rollout.transport=network"]
+NEAR, FAR = "rollout.addresses=[http://127.0.0.1:8100]", "rollout.addresses=[http://10.0.0.2:8100]"
+
+
+def reasons(config_file: Path, *options: str) -> list[str]:
+    return fleet(load(config_file, list(options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([NEAR], "needs strategy=separate: colocated engines are no servers"),
+        (["rollout.transport=disk"], "rollout.transport=disk needs strategy=separate"),
+        (["strategy=separate", NEAR], "rollout.transport=shared_memory does not reach"),
+        ([*NETWORK, NEAR, "rollout.servers=2"], "rollout.servers=2 are started here only without"),
+        ([*NETWORK, f"rollout.tls_ca={__file__}"], "is of servers elsewhere: set rollout.addresses"),
+        ([*NETWORK, NEAR, "rollout.tls_ca=ca.pem"], "rollout.tls_ca=ca.pem is no file"),
+        ([*NETWORK, FAR], "rollout.listen=127.0.0.1 is this host's alone"),
+        ([*NETWORK, NEAR, "rollout.listen="], "is empty, which is every address of this host"),
+        (["rollout.weights_folder=w"], "is read with rollout.transport=disk alone"),
+        (["strategy=separate", "rollout.listen=10.0.0.1"], "is read with rollout.transport=network"),
+        ([*NETWORK, "rollout.addresses=[10.0.0.2:8100]"], "'10.0.0.2:8100', which is no address"),
+        ([*NETWORK, "rollout.addresses=[http://10.0.0.2]"], "'http://10.0.0.2', which is no"),
+        ([*NETWORK, "rollout.addresses=[http://a:b]"], "'http://a:b', which is no address"),
+        ([*NETWORK, "rollout.addresses=[http://a:8100/v1]"], "'http://a:8100/v1', which is no"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_refused(options: list[str], said: str, config_file: Path) -> None:
+    found = reasons(config_file, *options)
+    assert any(said in reason for reason in found), found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["strategy=separate", "rollout.servers=2"],
+        [*NETWORK, NEAR],
+        [*NETWORK, FAR, "rollout.listen=10.0.0.1"],
+        ["strategy=separate", "rollout.transport=disk", FAR, "rollout.weights_folder=w"],
+        [*NETWORK, "rollout.addresses=[https://a:8100/]", "rollout.listen=b", f"rollout.tls_ca={__file__}"],
+        [*NETWORK, 'rollout.addresses=["http://[::1]:8100"]'],
+    ],
+)  # fmt: skip
+def test_what_can_be_is_not(options: list[str], config_file: Path) -> None:
+    assert reasons(config_file, *options) == []
