@@ -3,6 +3,7 @@ before anything is written.
 
     launch.py slurm CONFIG [option=value ...] --nodes N --gpus-per-node G [--time 24:00:00 --partition P --account A] [--submit]
     launch.py slurm CONFIG [option=value ...] --nodes N --processes-per-node P     # nodes without GPUs
+    launch.py slurm CONFIG strategy=separate rollout.transport=network ... --server-nodes M [--servers-per-node K]
     launch.py local CONFIG [option=value ...] --processes N
 
 The file is trainer.output/slurm/run.sbatch; logs go beside it, JOB.log of the job and
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rftmega.errors import ConfigError, exit_code_of
+from rftmega.tools import server_step
 
 if TYPE_CHECKING:
     from rftmega.config import RunConfig
@@ -98,6 +100,7 @@ def arguments(command: str) -> argparse.ArgumentParser:
     add("--nodes", type=int, required=True, metavar="N")
     add("--gpus-per-node", type=int, default=0, metavar="G", help="0: the run is on CPUs (0)")
     add("--processes-per-node", type=int, metavar="P", help="ranks a node (as many as GPUs)")
+    server_step.add_arguments(parser)
     add(
         "--cpus-per-process",
         type=int,
@@ -173,7 +176,8 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     keep_private()  # the file has this shell's environment
     if chosen.processes_per_node is None:
         chosen.processes_per_node = chosen.gpus_per_node
-    config = fetched(configuration.load(chosen.config, chosen.overrides))
+    servers = server_step.overrides(chosen, "of the job", "of its first node")
+    config = fetched(configuration.load(chosen.config, [*chosen.overrides, *servers]))
     if found := problems(chosen, config):
         raise ConfigError.listing("This can't be started", found)
     processes = chosen.nodes * chosen.processes_per_node
@@ -234,17 +238,21 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
                 name == "processes_per_node"
             )
             found.append(f"--{name.replace('_', '-')} {value} must be at least 1.{hint}")
-    engines = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
+    separate = config.strategy == "separate"
+    elsewhere = bool(config.rollout.addresses or config.rollout.roster)
+    engines = config.rollout.servers * config.rollout.tensor if separate and not elsewhere else 0
     if engines and chosen.nodes > 1:
         found.append(
-            "strategy=separate shares memory with its servers, so it works on --nodes 1 only. Take strategy=colocated."
+            "strategy=separate shares memory with its servers, so it works on --nodes 1 only. Give them nodes of their own with "
+            "--server-nodes, or take strategy=colocated."
         )
     if gpus and ranks + engines > gpus:
         beside = f" and {engines} processes of vLLM's servers" if engines else ""
         found.append(
             f"{ranks} ranks{beside} a node are more than --gpus-per-node {gpus}; each needs its own."
         )
-    if config.algorithm.task == "rl" and not engines and ranks >= 1:
+    found += server_step.problems(chosen, config)
+    if config.algorithm.task == "rl" and not separate and ranks >= 1:
         tensor = config.rollout.tensor
         over = nodes_of_engine(tensor, ranks)
         if not over:
@@ -314,6 +322,8 @@ def script(
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
     train = shlex.join([python, "-u", *TRAIN, chosen.config, *chosen.overrides])
+    found_by = server_step.overrides(chosen, server_step.ROSTER, server_step.LISTEN)
+    shared, of_trainer = srun(chosen, folder)
     values = {
         "COMMAND": shlex.join(command).replace("\n", "\n# "),
         "FILE": shlex.quote(str(target)),
@@ -327,8 +337,9 @@ def script(
         "WORLD_SIZE": chosen.nodes * chosen.processes_per_node,
         "LOCAL_WORLD_SIZE": chosen.processes_per_node,
         "WAIT": WAIT,
-        "SRUN": " \\\n    ".join(srun(chosen, folder)),
-        "TRAIN": train,
+        "SRUN": " \\\n    ".join([*of_trainer, *shared]),
+        "TRAIN": " ".join([train, *found_by]),
+        **server_step.values(chosen, folder, python, shared),
         "SAVED": saved,
         "LOGS": folder,
         "LATEST": shlex.quote(str(latest)),
@@ -343,7 +354,7 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
     alone = ["--exclusive", "--mem=0"]
     return [
         f"--job-name={chosen.job_name or folder.parent.name}",
-        f"--nodes={chosen.nodes}",
+        f"--nodes={chosen.nodes + chosen.server_nodes}",
         f"--ntasks-per-node={chosen.processes_per_node}",
         *([f"--gpus-per-node={chosen.gpus_per_node}"] if chosen.gpus_per_node else []),
         *([f"--cpus-per-task={chosen.cpus_per_process}"] if chosen.cpus_per_process else alone),
@@ -357,8 +368,8 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
-def srun(chosen: argparse.Namespace, folder: Path) -> list[str]:
-    """Options of srun."""
+def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
+    """Returns the options of srun that each step gets, and those of the trainer alone."""
     mounts = chosen.mounts or ",".join(
         f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())])
     )
@@ -372,8 +383,12 @@ def srun(chosen: argparse.Namespace, folder: Path) -> list[str]:
         f"--container-mounts={mounts}",
         f"--container-workdir={Path.cwd()}",
     ]
-    options = [f"--wait={WAIT}", cores, f"--output={folder}/%j-rank-%t.log", "--open-mode=append"]
-    return [shlex.quote(option) for option in [*options, *(inside if chosen.container else [])]]
+    shared = [cores, "--open-mode=append", *(inside if chosen.container else [])]
+    of_trainer = [f"--wait={WAIT}", f"--output={folder}/%j-rank-%t.log"]
+    return (
+        [shlex.quote(option) for option in shared],
+        [shlex.quote(option) for option in [*of_trainer, *server_step.placed(chosen)]],
+    )
 
 
 def captured(

@@ -88,6 +88,7 @@ def serve(chosen: argparse.Namespace) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm asks a whole job to save
     Servers(config, chosen, key).run(ending)
     return 0
 

@@ -1,6 +1,7 @@
 """Fleet keeps the servers of a run: which there are, which answer, and which have the newest weights."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door
+from rftmega.fleet import door, server_client
 from rftmega.fleet.health import ServerHealth, ServerState
 from rftmega.fleet.server_client import ServerClient
 from rftmega.types import Metrics
 
+LOOK_SECONDS = 0.5  # between two looks whether a server has come
 log = logging.getLogger(__name__)
 
 
@@ -65,11 +67,32 @@ class Fleet:
         return FleetMember(self._numbers - 1, server)
 
     def wait(self) -> None:
-        """Waits for the servers that this process started. Raises what one of them raises."""
+        """Waits for the servers that this process started, and for the first one elsewhere.
+
+        Raises what one of the former raises, and EngineError where nobody elsewhere comes in
+        START_SECONDS.
+        """
         for member in self.members:
             member.server.wait()
             self._check(member.server)
             member.health.came()
+        if self._client is not None:
+            self._wait_for_one_elsewhere()
+
+    def _wait_for_one_elsewhere(self) -> None:
+        asked = [*self._addresses, *([f"those of {self._roster}"] if self._roster else [])]
+        begin = time.monotonic()
+        self.renew()
+        if not self.reachable:
+            log.info("waiting for a server: %s", ", ".join(asked))
+        while not self.reachable:
+            if time.monotonic() - begin > server_client.START_SECONDS:
+                raise EngineError(
+                    f"No server answered in {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether `rftmega serve` "
+                    "runs there, with the same key."
+                )
+            time.sleep(LOOK_SECONDS)
+            self.renew()
 
     @property
     def servers(self) -> list[ServerClient]:

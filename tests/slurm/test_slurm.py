@@ -58,7 +58,10 @@ class Job:
         return self.cluster.job(self.number)["JobState"]
 
 
-def submit(cluster: Cluster, config: Path, output: Path, *options: str) -> Job:
+def submit(
+    cluster: Cluster, config: Path, output: Path, *options: str, nodes: tuple[str, ...] = ("2",)
+) -> Job:
+    """`nodes`: the trainer's, and further options."""
     command = [
         sys.executable,
         str(ROOT / "tools/launch.py"),
@@ -67,7 +70,15 @@ def submit(cluster: Cluster, config: Path, output: Path, *options: str) -> Job:
         f"trainer.output={output}",
         *options,
     ]
-    command += ["--nodes", "2", "--processes-per-node", "1", "--cpus-per-process", "1", "--submit"]
+    command += [
+        "--nodes",
+        *nodes,
+        "--processes-per-node",
+        "1",
+        "--cpus-per-process",
+        "1",
+        "--submit",
+    ]
     done = subprocess.run(
         command,
         env=cluster.environment,
@@ -99,6 +110,29 @@ def test_a_run_on_two_nodes_finishes(cluster: Cluster, arithmetic: Path, tmp_pat
     assert "processes: 2" in job.log("-rank-0")
     assert "finished" in job.log()
     assert cluster.job(job.number)["NodeList"] == "n[1-2]"
+
+
+def test_servers_run_on_nodes_of_their_own(
+    cluster: Cluster, arithmetic: Path, tmp_path: Path
+) -> None:
+    job = submit(
+        cluster,
+        arithmetic / "run.yaml",
+        tmp_path / "out",
+        *("strategy=separate", "rollout.transport=network", "rollout.engine=vllm"),
+        *("rollout.cpu_cache_gib=0.05", "algorithm.kl.coef=0"),
+        nodes=("1", "--server-nodes", "1"),
+    )
+    job.wait()
+    assert job.steps() == [0, 1, 2, 3]
+    assert "processes: 1" in job.log("-rank-0")
+    assert "finished" in job.log()
+    learnt = [record for record in metrics_of(job.output) if "loss" in record]
+    assert {record["servers_healthy"] for record in learnt} == {1.0}
+    assert max(record["logprob_gap_max"] for record in learnt) < 1e-4
+    assert "server 0 answers at http://127.0.0.1:" in job.log("-servers-n2")
+    roster = job.output / f"slurm/{job.number}-roster"
+    until(lambda: roster.read_text() == "", START, "the servers have left")
 
 
 def test_what_a_restart_cannot_mend_ends_the_job(

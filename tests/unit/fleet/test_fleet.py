@@ -1,8 +1,16 @@
 """What a fleet makes of servers elsewhere; their faults in runs are in tests/fleet_chaos.py."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rftmega.errors import EngineError
+from rftmega.fleet import fleet as fleet_module
+from rftmega.fleet import server_client
 from rftmega.fleet.fleet import Fleet, FleetMember
+
+absent = set[str]()  # addresses where nobody answers
 
 
 class Elsewhere:
@@ -14,7 +22,7 @@ class Elsewhere:
         self.address, self.identity = address, "first"
 
     def there(self) -> bool:
-        return True
+        return self.address not in absent
 
     def probe(self, *, paused: bool) -> None: ...
 
@@ -22,14 +30,17 @@ class Elsewhere:
         return {"identity": self.identity}
 
 
-def fleet_of_one() -> tuple[Fleet, FleetMember, Any]:
-    """Returns a fleet whose server has the newest weights and has just failed a request."""
-
+def fleet_of(*addresses: str, roster: str | Path = "") -> Fleet:
     def none_of_ours(number: int) -> Any:
         raise AssertionError(number)
 
     client: Any = Elsewhere
-    fleet = Fleet(none_of_ours, client=client, addresses=["http://10.0.0.2:8100"])
+    return Fleet(none_of_ours, client=client, addresses=addresses, roster=roster)
+
+
+def fleet_of_one() -> tuple[Fleet, FleetMember, Any]:
+    """Returns a fleet whose server has the newest weights and has just failed a request."""
+    fleet = fleet_of("http://10.0.0.2:8100")
     fleet.renew()
     (member,) = fleet.members
     member.health.landed()
@@ -51,3 +62,22 @@ def test_a_server_elsewhere_that_was_started_again_is_stale_when_it_answers_a_pr
     fleet.renew()
     member.health.landed()
     assert (member.health.starts, fleet.healthy) == (2, [server])
+
+
+def test_a_trainer_that_is_there_first_waits_for_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fleet_module.time, "sleep", lambda seconds: roster.write_text("http://10.0.0.3:8100\n")
+    )
+    roster = tmp_path / "roster.txt"
+    fleet = fleet_of(roster=roster)
+    fleet.wait()
+    assert [member.server.address for member in fleet.reachable] == ["http://10.0.0.3:8100"]
+
+
+def test_a_trainer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "START_SECONDS", 0.0)
+    monkeypatch.setitem(globals(), "absent", {"http://10.0.0.2:8100"})
+    with pytest.raises(EngineError, match=r"No server answered in 0 s: http://10\.0\.0\.2:8100"):
+        fleet_of("http://10.0.0.2:8100").wait()

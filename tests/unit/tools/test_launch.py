@@ -20,6 +20,11 @@ from tests.tiny_models import save_tiny
 
 SRUN = """#!/bin/bash
 echo "srun $*" >> calls
+if [[ "$*" == *" serve "* ]]; then
+    while [[ $1 == --* ]]; do shift; done
+    for node in 0 1; do SLURM_NODEID=$node "$@"; done
+    exec sleep 60
+fi
 while [[ $1 == --* ]]; do shift; done
 for task in 0 1 2 3; do SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) "$@"; done
 exit "${SRUN_CODE:-0}"
@@ -28,14 +33,22 @@ SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> calls
 case "$*" in
 "show hostnames n[1-2]") printf 'n1\\nn2\\n' ;;
-"--oneliner show node n1") echo "NodeName=n1 CPUs=4 NodeAddr=10.0.0.1 NodeHostName=n1" ;;
+"show hostnames n[1-4]") printf 'n1\\nn2\\nn3\\nn4\\n' ;;
+"--oneliner show node n"?) echo "NodeName=n1 CPUs=4 NodeAddr=10.0.0.${4#n} NodeHostName=n1" ;;
 esac
 """
 RANK = """#!/usr/bin/env python3
 import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG",
+         "RFTMEGA_SERVER_KEY")
 print(json.dumps({name: os.environ.get(name) for name in names} | {"arguments": sys.argv[1:]}))
 """
+
+
+SERVERS = [
+    *("rollout.engine=vllm", "strategy=separate", "rollout.transport=network"),
+    *("--server-nodes", "2"),
+]
 
 
 @pytest.fixture
@@ -72,8 +85,8 @@ def write(*more: str, code: int = 0) -> str:
     return Path("out/slurm/run.sbatch").read_text() if code == 0 else ""
 
 
-def run(code: int = 0, job: int = 7) -> "subprocess.CompletedProcess[str]":
-    slurm = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[1-2]", "SRUN_CODE": str(code)}
+def run(code: int = 0, job: int = 7, nodes: str = "n[1-2]") -> "subprocess.CompletedProcess[str]":
+    slurm = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": nodes, "SRUN_CODE": str(code)}
     return subprocess.run(
         ["bash", "out/slurm/run.sbatch"],
         env=os.environ | slurm,
@@ -159,6 +172,35 @@ def test_every_rank_is_told_who_it_is_and_where_all_meet(folder: Path) -> None:
         ]
     assert f"--output={folder}/out/slurm/%j-rank-%t.log" in Path("calls").read_text()
     assert done.returncode == 0
+
+
+def test_servers_have_nodes_of_their_own_and_the_trainer_finds_them(folder: Path) -> None:
+    text = write(*SERVERS, "--servers-per-node", "4", "--python", str(folder / "bin/rank"))
+    assert {"--nodes=4", "--ntasks-per-node=2"} < set(asked(text))
+    subprocess.run(["bash", "-n", "out/slurm/run.sbatch"], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "out/slurm/run.sbatch"], check=True)
+    done = run(nodes="n[1-4]")
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    servers = [each for each in told if "serve" in each["arguments"]]
+    trainer = [each for each in told if "serve" not in each["arguments"]]
+    roster = f"{folder}/out/slurm/7-roster"
+    for each, address in zip(servers, ("10.0.0.3", "10.0.0.4"), strict=True):
+        assert each["arguments"] == [
+            *("-u", "-m", "rftmega", "serve", "run.yaml"), *SERVERS[:3], "--servers=4",
+            *(f"--logs={folder}/out/slurm", "--listen", address, "--roster", roster),
+        ]  # fmt: skip
+    assert len(trainer) == 4
+    for each in trainer:
+        assert (each["WORLD_SIZE"], each["MASTER_ADDR"]) == ("4", "10.0.0.1")
+        assert each["arguments"][-2:] == [f"rollout.roster={roster}", "rollout.listen=10.0.0.1"]
+    (key,) = {each["RFTMEGA_SERVER_KEY"] for each in told}
+    assert len(key) == 64 and key not in text
+    steps = [line for line in Path("calls").read_text().splitlines() if line.startswith("srun")]
+    of_servers, of_trainer = sorted(steps, key=lambda line: " serve " not in line)
+    assert "--nodes=2 --relative=2 --ntasks=2 --ntasks-per-node=1" in of_servers
+    assert "--nodes=2 --relative=0 --ntasks=4 --ntasks-per-node=2" in of_trainer
 
 
 def test_the_environment_is_written_down_and_secrets_are_not(
@@ -248,6 +290,15 @@ def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_st
         (["rollout.tensor=4"], "rollout.tensor=4 is more than a node's 2 ranks: on CPUs"),
         (["--nodes", "3", "rollout.tensor=3"], "rollout.tensor=3 does not fit a node's 2 ranks"),
         (["strategy=separate", "rollout.engine=vllm"], "--nodes 1 only"),
+        (
+            ["--server-nodes", "1", "rollout.engine=vllm"],
+            "--server-nodes 1 needs strategy=separate",
+        ),
+        (
+            [*SERVERS, "--gpus-per-node", "2", "--servers-per-node", "3"],
+            "--servers-per-node 3 of rollout.tensor=1 processes are more than --gpus-per-node 2",
+        ),
+        ([*SERVERS, "--servers-per-node", "0"], "--servers-per-node 0 must be at least 1"),
         (["--time", "10:00"], "--time 10:00 is not longer than --save-seconds 600"),
         (["--time", "soon"], "--time soon is no time"),
         (["--mounts", "/a:/a"], "--mounts needs --container"),

@@ -1,0 +1,106 @@
+"""The part of a Slurm job that runs vLLM's servers: a step of its own, on nodes of its own."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rftmega.config import RunConfig
+
+TEMPLATE = Path(__file__).with_name("servers.sbatch")
+ROSTER, LISTEN = '"$RFTMEGA_ROSTER"', '"$MASTER_ADDR"'  # variables of the script
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server-nodes",
+        type=int,
+        default=0,
+        metavar="M",
+        help="nodes beside those of --nodes, for vLLM servers (strategy=separate, rollout.transport=network)",
+    )
+    parser.add_argument(
+        "--servers-per-node",
+        type=int,
+        default=1,
+        metavar="K",
+        help="each of rollout.tensor processes (1)",
+    )
+
+
+def overrides(chosen: argparse.Namespace, roster: str, listen: str) -> list[str]:
+    """Returns the options by which a trainer finds the servers; none where there are no nodes of
+    theirs.
+    """
+    if not chosen.server_nodes:
+        return []
+    return [f"rollout.roster={roster}", f"rollout.listen={listen}"]
+
+
+def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
+    """Lists what is wrong with the nodes of servers, each with what to change."""
+    if not chosen.server_nodes:
+        return []
+    found = [
+        f"--{name.replace('_', '-')} {getattr(chosen, name)} must be at least 1."
+        for name in ("server_nodes", "servers_per_node")
+        if getattr(chosen, name) < 1
+    ]
+    rollout = config.rollout
+    if config.strategy != "separate" or rollout.transport != "network":
+        found.append(
+            f"--server-nodes {chosen.server_nodes} needs strategy=separate and rollout.transport=network, not "
+            f"strategy={config.strategy} and rollout.transport={rollout.transport}."
+        )
+    needed = chosen.servers_per_node * rollout.tensor
+    if 0 < chosen.gpus_per_node < needed:
+        found.append(
+            f"--servers-per-node {chosen.servers_per_node} of rollout.tensor={rollout.tensor} processes are more than "
+            f"--gpus-per-node {chosen.gpus_per_node}; each needs its own."
+        )
+    return found
+
+
+def placed(chosen: argparse.Namespace) -> list[str]:
+    """Returns the options of srun that keep the trainer on its own nodes."""
+    if not chosen.server_nodes:
+        return []
+    per_node = chosen.processes_per_node
+    return [
+        f"--nodes={chosen.nodes}",
+        "--relative=0",
+        f"--ntasks={chosen.nodes * per_node}",
+        f"--ntasks-per-node={per_node}",
+    ]
+
+
+def values(
+    chosen: argparse.Namespace, folder: Path, python: str, options: list[str]
+) -> dict[str, str]:
+    """Returns what the script gets for SERVERS and END: nothing where there are no servers.
+
+    `options`: those of srun that both steps share.
+    """
+    if not chosen.server_nodes:
+        return {"SERVERS": "", "END": ""}
+    srun = [
+        f"--nodes={chosen.server_nodes}",
+        f"--relative={chosen.nodes}",
+        f"--ntasks={chosen.server_nodes}",
+        "--ntasks-per-node=1",
+        shlex.quote(f"--output={folder}/%j-servers-%n.log"),
+        *options,
+    ]
+    serve = [python, "-u", "-m", "rftmega", "serve", chosen.config, *chosen.overrides]
+    serve += [f"--servers={chosen.servers_per_node}", f"--logs={folder}"]
+    given = {
+        "SERVER_NODES": str(chosen.server_nodes),
+        "LOGS": str(folder),
+        "SERVER_SRUN": " \\\n    ".join(srun),
+        "SERVE": shlex.join(serve),
+    }
+    text = TEMPLATE.read_text()
+    for name, value in given.items():
+        text = text.replace(f"{{{{{name}}}}}", value)
+    return {"SERVERS": text, "END": 'kill "$servers" 2> /dev/null; wait "$servers"\n'}
