@@ -77,9 +77,10 @@ def serve(chosen: argparse.Namespace) -> int:
             f'    export {door.KEY}="$(openssl rand -hex 32)"'
         )
     config = configuration.load(chosen.config, chosen.overrides)
-    if config.rollout.transport == "shared_memory":
+    if config.rollout.transport not in ("network", "disk"):
         raise ConfigError(
-            "rollout.transport=shared_memory reaches no other host. Set it to network, or to disk, for the trainer too."
+            f"rollout.transport={config.rollout.transport} is not for servers of `rftmega serve`. Set it to network, or to disk, "
+            "for the trainer too."
         )
     for file in chosen.tls or ():
         if not Path(file).is_file():

@@ -179,9 +179,9 @@ class RolloutConfig:
     during the run.
     """
 
-    transport: Literal["shared_memory", "network", "disk"] = "shared_memory"
+    transport: Literal["shared_memory", "network", "disk", "checkpoint"] = "shared_memory"
     """How weights reach servers: through memory of one host; slices over a process group of trainer
-    and servers; or files that both see.
+    and servers; files that both see; or Hugging Face folders, for vLLM servers without this package.
     """
 
     listen: str = "127.0.0.1"
@@ -190,8 +190,8 @@ class RolloutConfig:
     """
 
     weights_folder: str = ""
-    """transport=disk: a folder that trainer and servers see under one path; empty: weights, in
-    trainer.output.
+    """transport=disk or checkpoint: a folder that trainer and servers see under one path; empty:
+    weights, in trainer.output.
     """
 
     tls_ca: str = ""

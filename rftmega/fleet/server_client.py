@@ -17,7 +17,7 @@ from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConn
 START_SECONDS = 600.0
 CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs
 LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
-LONG = ("update_weights", "init_weight_transfer_engine", "pause?mode=wait")
+LONG = ("update_weights", "collective_rpc", "init_weight_transfer_engine", "pause?mode=wait")
 HEALTH_SECONDS = 5.0  # that it may take to say that it is there
 PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
 

@@ -35,6 +35,7 @@ from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
 from rftmega.shards import Shard
+from rftmega.transport.checkpoint_weights import CheckpointWeights
 from rftmega.transport.disk_weights import DiskWeights
 from rftmega.transport.network_weights import NetworkWeights
 from rftmega.transport.remote_weights import WaitingEngine
@@ -75,7 +76,8 @@ class ServerEngine(Engine):
         self.newest = -1  # version that a server may answer under
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         self._media = SharedMedia()
-        self._logs = Path(logs)
+        self._model, self._logs = folder, Path(logs)
+        self._stock = config.transport == "checkpoint"  # servers have nothing of this package
         self.fleet = Fleet(self._started)
         if not world.is_main:
             return
@@ -142,9 +144,13 @@ class ServerEngine(Engine):
                 host=config.listen,
                 seconds=MESSAGE_SECONDS,
             )
+        folder = config.weights_folder or self._logs.parent / "weights"
         if config.transport == "disk":
-            folder = config.weights_folder or self._logs.parent / "weights"
             return DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder)
+        if self._stock:
+            return CheckpointWeights(
+                shards, self, bucket_bytes=bucket_bytes, model=self._model, folder=folder
+            )
         return SharedWeights(shards, self, bucket_bytes=bucket_bytes)
 
     def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
@@ -257,6 +263,10 @@ class ServerEngine(Engine):
     def receive(self, name: str, update_info: dict[str, Any]) -> None:
         """Has a server take a push. Raises EngineError where it does not."""
         member = self.fleet.named(name)
+        if self._stock:
+            body = {"method": "reload_weights", "kwargs": update_info}
+            member.server.post("collective_rpc", body)
+            return
         if member.updating:  # one that broke off; a worker that failed has ended it
             with suppress(EngineError):
                 member.server.post("finish_weight_update")
@@ -267,8 +277,11 @@ class ServerEngine(Engine):
     def land(self, name: str, version: int) -> None:
         """Has a server answer under a push that it took."""
         member = self.fleet.named(name)
-        member.server.post("finish_weight_update", {"weight_version": str(version)})
-        member.updating = False
+        if self._stock:
+            member.server.post("update_weight_version", {"new_version": str(version)})
+        else:
+            member.server.post("finish_weight_update", {"weight_version": str(version)})
+            member.updating = False
         member.server.post("resume")
         member.paused = False
         member.health.landed()
@@ -332,9 +345,14 @@ class ServerEngine(Engine):
         parameters["seed"] = continued_seed(request.seed, len(before.token_ids))
         context = [*request.token_ids, *before.token_ids]
         seconds, oldest = self.config.deadline_seconds, self.newest
-        if not request.pictures:
-            # what other weights have computed is not for a new request
-            salt = str(oldest) if self.config.on_update == "keep" else ""
+        # what other weights have computed is not for a new request
+        salt = str(oldest) if self.config.on_update == "keep" else ""
+        if self._stock:
+            asked = {"token_ids": context, "sampling_params": parameters}
+            asked |= {"cache_salt": salt} if salt else {}
+            reply = await line.server.answer(line.client, asked, seconds)
+            answer = _read(reply["choices"][0])
+        elif not request.pictures:
             answer = await line.server.complete(
                 line.connection, context, parameters, seconds, salt=salt
             )

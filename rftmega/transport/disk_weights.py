@@ -44,7 +44,7 @@ class DiskWeights(RemoteWeights):
         """`folder`: seen under the same path by every process and engine."""
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.folder = Path(folder).absolute()
-        self._writes = _own_writes(self.buckets, self.rank)
+        self._writes = own_writes(self.buckets, self.rank)
         self._joined: set[str] = set()
         self._entries: dict[str, list[Any]] = {}  # of this process's slices in the last push
         self._written = 0
@@ -153,7 +153,7 @@ class DiskWeights(RemoteWeights):
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:
+def own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:
     """Returns what this process writes of each bucket: every element once in all, spread evenly
     over those that hold it.
     """

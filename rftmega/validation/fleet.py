@@ -28,6 +28,11 @@ def fleet(config: RunConfig) -> list[str]:
             "rollout.addresses and rollout.roster are of servers elsewhere, which rollout.transport=shared_memory does not "
             "reach. Set it to network, or to disk."
         )
+    if rollout.transport == "checkpoint" and not elsewhere:
+        found.append(
+            "rollout.transport=checkpoint is for servers that others start: set rollout.addresses or rollout.roster, or take "
+            "another transport."
+        )
     if elsewhere and rollout.servers != RolloutConfig.servers:
         found.append(
             f"rollout.servers={rollout.servers} are started here only without rollout.addresses and rollout.roster. Leave it out."
@@ -55,11 +60,12 @@ def fleet(config: RunConfig) -> list[str]:
 def _unread(config: RunConfig) -> list[str]:
     """Lists options of another transport."""
     found = []
-    for option, transport in (("listen", "network"), ("weights_folder", "disk")):
+    read_by = {"listen": ("network",), "weights_folder": ("disk", "checkpoint")}
+    for option, transports in read_by.items():
         value = getattr(config.rollout, option)
-        if value != getattr(RolloutConfig, option) and config.rollout.transport != transport:
+        if value != getattr(RolloutConfig, option) and config.rollout.transport not in transports:
             found.append(
-                f"rollout.{option}={value} is read with rollout.transport={transport} alone. Leave it out."
+                f"rollout.{option}={value} is read with rollout.transport={' or '.join(transports)} alone. Leave it out."
             )
     return found
 

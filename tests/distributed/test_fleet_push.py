@@ -1,5 +1,12 @@
 """Weights that reach each server for itself: over a process group, or through files."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.fleet import door
 from rftmega.types import Prompt, Sampling
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
@@ -104,3 +112,45 @@ def test_servers_answer_under_each_push_as_the_trainer_scores(
             assert metrics["servers_healthy"] == metrics["server_starts"] == given.get("servers", 1)
             assert metrics["server_0_requests"] == 3 * version
         assert seen["intact"] == [True] * 3 and seen["changed since"]
+
+
+@contextmanager
+def another_vllm(folder: Path, log: Path) -> Iterator[str]:
+    """Yields the address of a vLLM server that somebody started who knows nothing of this package."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"),
+        *("--host=127.0.0.1", f"--port={port}", "--enable-scale-out", "--dtype=float32"),
+        *("--logprobs-mode=processed_logprobs", "--skip-tokenizer-init", "--max-model-len=64"),
+        *("--kv-cache-memory-bytes=50000000", "--enforce-eager", "--api-key=the key"),
+    ]
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            command, env=os.environ | own, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.mark.parametrize("on_update", ["wait", pytest.param("keep", marks=pytest.mark.ranks)])
+def test_a_vllm_server_without_this_package_answers_under_each_push(
+    on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(door.KEY, "the key")
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with another_vllm(folder, tmp_path / "vllm.log") as address:
+        given = {"transport": "checkpoint", "addresses": [address], "on_update": on_update}
+        layout = ParallelConfig(tensor=2)
+        for seen in run_ranks(2, push_body, folder, tmp_path, layout, given, timeout=300):
+            for version, (metrics, (gap, versions)) in enumerate(seen["pushes"]):
+                assert gap < 1e-5 and versions == {version}
+                assert metrics["push_ratio"] == metrics["servers_healthy"] == 1
+            assert seen["intact"] == [True] * 3 and seen["changed since"]
+    kept = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert kept == {"version-1", "version-2"}
