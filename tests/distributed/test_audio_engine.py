@@ -96,8 +96,8 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
 @pytest.mark.parametrize(
     ("processes", "parallel", "engine_size"),
     [
-        (2, ParallelConfig(tensor=2), 1),
-        pytest.param(1, ParallelConfig(), 1, marks=pytest.mark.ranks),
+        pytest.param(2, ParallelConfig(tensor=2), 1, marks=pytest.mark.ranks),
+        (1, ParallelConfig(), 1),
         pytest.param(2, ParallelConfig(pipeline=2), 2, marks=pytest.mark.ranks),
     ],
 )

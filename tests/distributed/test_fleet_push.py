@@ -92,7 +92,13 @@ LAYOUTS = [
         id="network-tp2-pp2-two-servers-of-two",
         marks=pytest.mark.ranks,
     ),
-    pytest.param("disk", {"tensor": 2, "sequence": True, "expert": 2}, {}, id="disk-tp2-ep2"),
+    pytest.param(
+        "disk",
+        {"tensor": 2, "sequence": True, "expert": 2},
+        {},
+        id="disk-tp2-ep2",
+        marks=pytest.mark.ranks,
+    ),
 ]
 
 
@@ -138,7 +144,8 @@ def another_vllm(folder: Path, log: Path) -> Iterator[str]:
         process.wait(60)
 
 
-@pytest.mark.parametrize("on_update", ["wait", pytest.param("keep", marks=pytest.mark.ranks)])
+@pytest.mark.ranks
+@pytest.mark.parametrize("on_update", ["wait", "keep"])
 def test_a_vllm_server_without_this_package_answers_under_each_push(
     on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

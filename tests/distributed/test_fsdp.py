@@ -233,7 +233,7 @@ MEGATRON = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.ranks), "bfloat16"])
 @pytest.mark.parametrize("variant", MEGATRON)
 def test_a_run_of_one_backend_goes_on_under_the_other(
     variant: str, dtype: str, tmp_path: Path

@@ -204,12 +204,10 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
             elsewhere[name]
             == f"Push {version} failed (see the first process); no engine has weights now."
         )
+    made = set(os.listdir("/dev/shm")) - shared
     mapped = files_of_processes("maps")  # by other programs
-    assert not [
-        name
-        for name in set(os.listdir("/dev/shm")) - shared
-        if not any(name.encode() in maps for maps in mapped)
-    ]
+    unmapped = {name for name in made if not any(name.encode() in maps for maps in mapped)}
+    assert not unmapped & set(os.listdir("/dev/shm"))  # what others made meanwhile, they removed
     assert not [line for line in files_of_processes("cmdline") if str(folder).encode() in line]
 
 

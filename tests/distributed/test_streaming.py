@@ -208,7 +208,7 @@ def behaviour(
         pytest.param("wait", marks=pytest.mark.ranks),
         "abort",
         pytest.param("recompute", marks=pytest.mark.ranks),
-        "keep",
+        pytest.param("keep", marks=pytest.mark.ranks),
     ],
 )
 def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(

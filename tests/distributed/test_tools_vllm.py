@@ -127,7 +127,7 @@ def test_log_probs_of_every_turn_are_those_of_transformers_over_the_whole_row(
     ("world", "kind"),
     [
         (2, "tensor"),
-        (1, "servers"),
+        pytest.param(1, "servers", marks=pytest.mark.ranks),
         pytest.param(2, "engines", marks=pytest.mark.ranks),
         pytest.param(2, "servers", marks=pytest.mark.ranks),
     ],

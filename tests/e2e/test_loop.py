@@ -234,6 +234,7 @@ def learnt_alike(
     return seen
 
 
+@pytest.mark.ranks
 def test_given_answers_are_learnt_alike_under_two_layouts(arithmetic: Path, tmp_path: Path) -> None:
     options = ["algorithm.task=sft", "data.response_key=label"]
     learnt_alike(arithmetic / "given.yaml", options, "eval_cross_entropy", tmp_path)

@@ -4,6 +4,8 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import Run, metrics_of
 from tests.unit.config.test_plugins import PARTS
 
@@ -78,6 +80,7 @@ def halved(log_ratio, options):
 """
 
 
+@pytest.mark.ranks
 def test_an_environment_and_an_importance_weight_of_a_users_own_are_learnt_from(
     arithmetic: Path, train: Run, tmp_path: Path
 ) -> None:

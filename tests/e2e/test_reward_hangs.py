@@ -74,6 +74,7 @@ def test_a_reward_that_never_returns_is_named_with_its_limit(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.ranks
 def test_a_request_to_stop_is_not_held_up_by_it(
     arithmetic: Path, tmp_path: Path, silent: str
 ) -> None:

@@ -48,7 +48,7 @@ trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 120, outpu
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("qwen2_5_vl", "parallel.pipeline=2"),
+        pytest.param("qwen2_5_vl", "parallel.pipeline=2", marks=pytest.mark.ranks),
         pytest.param("qwen3_vl_moe", "parallel.expert=2", marks=pytest.mark.ranks),
     ],
 )

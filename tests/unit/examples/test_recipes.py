@@ -181,7 +181,17 @@ def save_model(folder: Path, variant: str) -> None:
     encode.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("recipe", RUN, ids=lambda recipe: recipe.file)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            recipe,
+            id=recipe.file,
+            marks=[pytest.mark.ranks] if "code" in recipe.file or "dapo" in recipe.file else [],
+        )
+        for recipe in RUN
+    ],
+)
 def test_a_tiny_model_goes_through_every_line(recipe: Recipe, tmp_path: Path) -> None:
     made(tmp_path)
     save_model(tmp_path / "model", recipe.tiny)
