@@ -130,7 +130,7 @@ def test_servers_run_on_nodes_of_their_own(
     learnt = [record for record in metrics_of(job.output) if "loss" in record]
     assert {record["servers_healthy"] for record in learnt} == {1.0}
     assert max(record["logprob_gap_max"] for record in learnt) < 1e-4
-    assert "server 0 answers at http://127.0.0.1:" in job.log("-servers-n2")
+    assert "server 0 answers at http://127.0.0.1:" in job.log("-servers-0")
     roster = job.output / f"slurm/{job.number}-roster"
     until(lambda: roster.read_text() == "", START, "the servers have left")
 
