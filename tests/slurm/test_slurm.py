@@ -131,8 +131,15 @@ def test_servers_run_on_nodes_of_their_own(
     assert {record["servers_healthy"] for record in learnt} == {1.0}
     assert max(record["logprob_gap_max"] for record in learnt) < 1e-4
     assert "server 0 answers at http://127.0.0.1:" in job.log("-servers-0")
-    roster = job.output / f"slurm/{job.number}-roster"
-    until(lambda: roster.read_text() == "", START, "the servers have left")
+    until(lambda: not servers_of(arithmetic / "model"), START, "the servers have ended")
+
+
+def servers_of(model: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if f"--model={model}" in (process.info["cmdline"] or ())
+    ]
 
 
 def test_what_a_restart_cannot_mend_ends_the_job(
