@@ -64,6 +64,14 @@ def test_a_server_elsewhere_that_was_started_again_is_stale_when_it_answers_a_pr
     assert (member.health.starts, fleet.healthy) == (2, [server])
 
 
+def test_a_server_that_was_started_again_and_failed_no_request_is_stale_at_the_next_push() -> None:
+    fleet, member, server = fleet_of_one()
+    member.health.probed(True)
+    server.identity = "second"
+    fleet.renew()
+    assert (member.state, member.health.starts) == ("stale", 2)
+
+
 def test_a_trainer_that_is_there_first_waits_for_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

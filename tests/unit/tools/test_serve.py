@@ -105,8 +105,12 @@ def test_a_server_that_would_never_come_up_ends_all(
         listen="127.0.0.1", port=0, servers=1, roster=None, tls=None, logs=str(tmp_path)
     )
     servers = serve.Servers(configuration.load(config_file, []), chosen, KEY)
+    ending = threading.Event()
+    limit = threading.Timer(60, ending.set)
+    limit.start()
     with pytest.raises(server_module.EngineError, match="did not come up"):
-        servers.run(threading.Event())
+        servers.run(ending)
+    limit.cancel()
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def reasons(config_file: Path, *options: str) -> list[str]:
         (["strategy=separate", "rollout.listen=10.0.0.1"], "is read with rollout.transport=network"),
         ([*NETWORK, "rollout.addresses=[10.0.0.2:8100]"], "'10.0.0.2:8100', which is no address"),
         ([*NETWORK, "rollout.addresses=[http://10.0.0.2]"], "'http://10.0.0.2', which is no"),
+        ([*NETWORK, "rollout.addresses=[ftp://a:8100]"], "'ftp://a:8100', which is no address"),
         ([*NETWORK, "rollout.addresses=[http://a:b]"], "'http://a:b', which is no address"),
         ([*NETWORK, "rollout.addresses=[http://a:8100/v1]"], "'http://a:8100/v1', which is no"),
     ],
