@@ -463,7 +463,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
 
     def elsewhere(address: str, headers: Any, *, tls: Any) -> Any:
         seen.append((address, tls is not None))
-        return SimpleNamespace(own=False, address=address, there=lambda: False)
+        return SimpleNamespace(own=False, address=address, there=lambda: True, told=lambda path: {})
 
     def sync(shards: Any, engine: Any, **given: Any) -> None:
         seen.append(given)
@@ -483,9 +483,10 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         )
         patch.setattr(servers, "Server", Server)
         patch.setattr(servers, "ServerClient", elsewhere)
-        for way in ("SharedWeights", "NetworkWeights", "DiskWeights"):
+        for way in ("SharedWeights", "NetworkWeights", "DiskWeights", "CheckpointWeights"):
             patch.setattr(servers, way, sync)
         patch.setattr(servers, "devices_of", lambda *_: {})
+        patch.setattr(servers.ServerEngine, "_check", lambda self, server: None)
         made = engines.create(
             config,
             World(0, processes, 0, processes, torch.device("cpu")),
