@@ -1,4 +1,4 @@
-"""The part of a Slurm job that runs vLLM's servers: a step of its own, on nodes of its own."""
+"""Writes the step of a Slurm job that runs vLLM's servers on nodes of their own."""
 
 import argparse
 import shlex

@@ -88,8 +88,8 @@ class Fleet:
         while not self.reachable:
             if time.monotonic() - begin > server_client.START_SECONDS:
                 raise EngineError(
-                    f"No server answered in {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether `rftmega serve` "
-                    "runs there, with the same key."
+                    f"No server could be used within {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether "
+                    "`rftmega serve` runs there, with the same key and vLLM; one that answers and does not fit is named above."
                 )
             time.sleep(LOOK_SECONDS)
             self.renew()

@@ -86,9 +86,14 @@ class ServerClient:
                 f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
             )
 
-    def told(self, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns what it tells at this path. Raises EngineFault where it does not answer."""
-        response = self._asked("GET", path, CONTROL_SECONDS, params=parameters)
+    def told(
+        self,
+        path: str,
+        parameters: Mapping[str, Any] | None = None,
+        seconds: float = CONTROL_SECONDS,
+    ) -> dict[str, Any]:
+        """Returns what it tells at this path. Raises EngineFault where it does not in `seconds`."""
+        response = self._asked("GET", path, seconds, params=parameters)
         if response.is_error:
             raise self.fault(f"failed in {path}: {response.text[:500]}")
         found: dict[str, Any] = response.json()
@@ -115,7 +120,7 @@ class ServerClient:
         of the weights. Raises EngineError where the answer does not come in PROBE_SECONDS.
         """
         if paused:
-            self._asked("GET", "/is_paused", PROBE_SECONDS)
+            self.told("/is_paused", seconds=PROBE_SECONDS)
             return
         sampling = {"max_tokens": 1, "temperature": 0.0}
         body = {"token_ids": [0], "sampling_params": sampling}

@@ -26,7 +26,7 @@ def fleet(config: RunConfig) -> list[str]:
     if elsewhere and rollout.transport == "shared_memory":
         found.append(
             "rollout.addresses and rollout.roster are of servers elsewhere, which rollout.transport=shared_memory does not "
-            "reach. Set it to network, or to disk."
+            "reach. Set it to network, disk or checkpoint."
         )
     if rollout.transport == "checkpoint" and not elsewhere:
         found.append(

@@ -1,14 +1,17 @@
 """What a fleet makes of servers elsewhere; their faults in runs are in tests/fleet_chaos.py."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import fleet as fleet_module
 from rftmega.fleet import server_client
 from rftmega.fleet.fleet import Fleet, FleetMember
+from rftmega.fleet.server_client import ServerClient
 
 absent = set[str]()  # addresses where nobody answers
 
@@ -84,8 +87,23 @@ def test_a_trainer_that_is_there_first_waits_for_a_server(
     assert [member.server.address for member in fleet.reachable] == ["http://10.0.0.3:8100"]
 
 
+@pytest.mark.parametrize(("status", "fault"), [(200, False), (500, True), (404, True)])
+def test_a_paused_server_answers_a_probe_only_where_its_engine_does(
+    status: int, fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's front end answers 500 where its engine is dead."""
+    server = ServerClient("http://10.0.0.2:8100", {})
+    monkeypatch.setattr(
+        httpx, "request", lambda *_, **__: httpx.Response(status, json={"is_paused": True})
+    )
+    with pytest.raises(EngineFault, match="is_paused") if fault else nullcontext():
+        server.probe(paused=True)
+
+
 def test_a_trainer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "START_SECONDS", 0.0)
     monkeypatch.setitem(globals(), "absent", {"http://10.0.0.2:8100"})
-    with pytest.raises(EngineError, match=r"No server answered in 0 s: http://10\.0\.0\.2:8100"):
+    with pytest.raises(
+        EngineError, match=r"No server could be used within 0 s: http://10\.0\.0\.2:8100"
+    ):
         fleet_of("http://10.0.0.2:8100").wait()

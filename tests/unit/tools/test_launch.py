@@ -23,8 +23,10 @@ echo "srun $*" >> calls
 if [[ "$*" == *" serve "* ]]; then
     while [[ $1 == --* ]]; do shift; done
     for node in 0 1; do SLURM_NODEID=$node "$@"; done
+    touch served
     exec sleep 60
 fi
+if [ -n "${RFTMEGA_ROSTER:-}" ]; then until [ -e served ]; do sleep 0.05; done; fi # a trainer needs servers
 while [[ $1 == --* ]]; do shift; done
 for task in 0 1 2 3; do SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) "$@"; done
 exit "${SRUN_CODE:-0}"
