@@ -69,7 +69,7 @@ def addresses(roster: Path) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
+    for _ in range(2400):
         if condition():
             return
         time.sleep(0.05)
