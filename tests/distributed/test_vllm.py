@@ -408,7 +408,7 @@ def pushed_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     manager = build_manager(folder, parallel)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     EngineWeights(manager.shards(), engine, bucket_bytes=50_000).push(version=0)
-    found = said(engine.generate(PROMPTS, seeds=[0] * 3, temperature=0.0))
+    found = said(engine.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0)))
     dist.barrier()
     engine.close()
     return found
@@ -418,7 +418,7 @@ def oracle_body(world: Any, folder: Path) -> Any:
     config = RolloutConfig(max_prompt_tokens=32, max_response_tokens=12)
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     oracle.load_weights(load_file(folder / "model.safetensors").items(), version=0)
-    return said(oracle.generate(PROMPTS, seeds=[0] * 3, temperature=0.0))
+    return said(oracle.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0)))
 
 
 @pytest.mark.ranks
