@@ -3,7 +3,9 @@ tools costs beside a plain loop over the same engine.
 """
 
 import asyncio
+import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +39,8 @@ STEPS = (0.02, 0.2)
 UNDER_WAY, TASKS, TURNS = 1000, 2000, 4
 ANSWER = 20  # tokens of an answer in the mean; a tool takes half as many steps
 SIZE = 64  # rollouts
+ROUNDS = {1: 11, 94: 11, 394: 3}  # of a comparison, by words of an answer
+CALL = re.compile("<tool_call>(.*?)</tool_call>", re.DOTALL)
 PLACES = (1, 2, 4)  # rollouts under way for each answer that the engine generates at once
 FUNCTION = '''
 import asyncio
@@ -156,14 +160,15 @@ class Clock:
 
 
 def tools_against_a_plain_loop(folder: Path) -> dict[str, float]:
-    """Turns a second of the environment of tools on vLLM, and of a loop that appends the same
-    replies to the same answers by hand: answers of 7 tokens, of 100 and of 400.
+    """Turns a second of the environment of tools on vLLM, and of two loops of asyncio: one that reads
+    calls, awaits the tool and applies the chat template as a user's own would, and a bare one that
+    knows every reply beforehand. Answers have 7 tokens, 100 and 400.
     """
     found: dict[str, float] = {}
-    for words in (1, 94, 394):
+    for words in ROUNDS:
         own = folder / str(words)
         own.mkdir()
-        (row,) = run_ranks(1, turns_body, own, words, timeout=900)
+        (row,) = run_ranks(1, turns_body, own, words, timeout=1200)
         found |= {f"{words + 6} tokens: {name}": value for name, value in row.items()}
     return found
 
@@ -192,17 +197,27 @@ def turns_body(world: World, folder: Path, words: int) -> dict[str, float]:
     known = [_parts(rollout) for rollout in rollouts if rollout is not None]
     turns = sum(len(answers) for _, answers, _ in known)
 
-    def plainly() -> None:
-        plain = PlainLoop(engine, known)
-        assert plain.run() == [answers for _, answers, _ in known], "other answers"
+    def run(loop: PlainLoop) -> None:
+        assert loop.run() == [answers for _, answers, _ in known], "other answers"
 
-    both = compare(lambda: pool.generate(prompts, **asked), plainly, rounds=5)
-    pool.close()
-    return {
-        "environment_turns_a_second": turns / both.ours,
-        "plain_turns_a_second": turns / both.theirs,
-        "environment_over_plain": both.ratio,
+    found = {}
+    loops: dict[str, Callable[[], PlainLoop]] = {
+        "plain": lambda: OwnLoop(engine, known, tokenizer.inner, specs_of(options)),
+        "bare": lambda: PlainLoop(engine, known),
     }
+    for name, made in loops.items():
+        both = compare(
+            lambda: pool.generate(prompts, **asked),
+            lambda made=made: run(made()),
+            rounds=ROUNDS[words],
+        )
+        found |= {
+            f"environment_turns_a_second beside the {name} loop": turns / both.ours,
+            f"{name}_turns_a_second": turns / both.theirs,
+            f"environment_over_{name}": both.ratio,
+        }
+    pool.close()
+    return found
 
 
 Known = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]
@@ -220,7 +235,8 @@ def _parts(rollout: Rollout) -> Known:
 
 
 class PlainLoop:
-    """PlainLoop runs a coroutine a rollout over an engine of vLLM, with nothing beside.
+    """PlainLoop runs a coroutine a rollout over an engine of vLLM, with nothing beside: it knows what
+    tools reply.
 
     The engine is asked as any of vLLM's users would: it stops by itself, and queues what it has no
     place for. It is the `requests` of the engine, which it gives everything at once.
@@ -278,3 +294,37 @@ class PlainLoop:
         self._asked += 1
         self._new.append(request)
         return await future
+
+
+class OwnLoop(PlainLoop):
+    """OwnLoop reads the calls, awaits the tool, and makes tokens of the whole conversation by the
+    chat template in every turn.
+    """
+
+    def __init__(self, engine: Any, known: Sequence[Known], tokenizer: Any, specs: list[Any]):
+        """`tokenizer`: transformers' own. `specs`: the tools as OpenAI's API has them."""
+        super().__init__(engine, known)
+        self._tokenizer, self._specs = tokenizer, specs
+
+    async def _rollout(self, place: int) -> list[tuple[int, ...]]:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "1+3?"}]
+        found: list[tuple[int, ...]] = []
+        while True:
+            context = self._tokenizer.apply_chat_template(
+                messages, tools=self._specs, add_generation_prompt=True, return_dict=False
+            )
+            seed = turn_seed(place, len(found))
+            completion = await self._ask(Request(tuple(context), seed, place, 0.0))
+            found.append(tuple(completion.token_ids))
+            text = self._tokenizer.decode(completion.token_ids).removesuffix(END)
+            messages.append({"role": "assistant", "content": text})
+            call = CALL.search(text)
+            if call is None or len(found) == TURNS:
+                return found
+            reply = await added(**json.loads(call[1])["arguments"])
+            messages.append({"role": "tool", "content": json.dumps(reply)})
+
+
+async def added(a: int) -> int:
+    await asyncio.sleep(0)
+    return a + 3

@@ -43,6 +43,7 @@ class Parsed:
     reasoning: str
     calls: tuple[Call, ...]
     spoken: str  # text up to the first call, thinking included
+    text: str  # all of it, special tokens by their names
 
 
 Parser = Callable[[ChatTokenizer, SampledAnswer], Parsed]
@@ -90,10 +91,11 @@ def hermes(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
         fields = _json(match[1]) if match[2] else None
         calls.append(call_of(fields, match[0]))
     if not found:
-        return Parsed(behind, reasoning, (), text)
+        return Parsed(behind, reasoning, (), text, text)
     before = len(text) - len(behind) + found[0].start()
     content = behind[: found[0].start()].rstrip("\n")
-    return Parsed(content, reasoning, tuple(calls), text[:before].rstrip("\n"))
+    spoken = text[:before].rstrip("\n")
+    return Parsed(content, reasoning, tuple(calls), spoken, text)
 
 
 def mistral(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
@@ -109,7 +111,7 @@ def mistral(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
         fields = _json(each)
         listed = fields if isinstance(fields, list) else [fields]
         calls += [call_of(one, each) for one in listed]
-    return Parsed(content, "", tuple(calls), content)
+    return Parsed(content, "", tuple(calls), content, text)
 
 
 def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
@@ -118,8 +120,8 @@ def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     written = text.strip().removeprefix("<|python_tag|>")
     fields = _json(written)
     if isinstance(fields, dict) and "name" in fields:
-        return Parsed("", "", (call_of(fields, written),), "")
-    return Parsed(text, "", (), text)
+        return Parsed("", "", (call_of(fields, written),), "", text)
+    return Parsed(text, "", (), text, text)
 
 
 def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
@@ -159,11 +161,11 @@ def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any)
     reasoning = (response.reasoning_content or "").strip("\n")
     text = text_of(tokenizer, token_ids)
     if not calls:
-        return Parsed(response.content, reasoning, (), text)
+        return Parsed(response.content, reasoning, (), text, text)
     behind = text.find(UNTHINK) + len(UNTHINK) if UNTHINK in text else 0
     at = text.find(response.content, behind)
     spoken = text[: at + len(response.content)] if at >= 0 else response.content
-    return Parsed(response.content, reasoning, tuple(calls), spoken)
+    return Parsed(response.content, reasoning, tuple(calls), spoken, text)
 
 
 def _read(call: Any) -> Call:

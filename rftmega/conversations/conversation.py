@@ -68,14 +68,23 @@ class Conversation:
         self._asked: tuple[int, ...] | None = None  # the context of the last answer
 
     @classmethod
-    def of(cls, task: Prompt, renderer: ConversationRenderer, tools: Specs = ()) -> "Conversation":
+    def of(
+        cls,
+        task: Prompt,
+        renderer: ConversationRenderer,
+        tools: Specs = (),
+        *,
+        checked: bool = False,
+    ) -> "Conversation":
         """Begins with a task, whose record has its messages.
 
-        Raises DataError for a task whose tokens are not what the chat template makes of them.
+        Raises DataError for a task whose tokens are not what the chat template makes of them;
+        `checked` says that they are known to be.
         """
         messages, pictures = messages_of(task), bool(task.pictures)
         found = cls(task.token_ids, renderer, tools, messages=messages, pictures=pictures)
-        if not pictures and renderer.render(messages, tools) != found.context:
+        known = checked or pictures
+        if not known and renderer.render(messages, tools) != found.context:
             raise DataError(
                 f"prompt {task.index} is not what the chat template makes of its messages and the tools. Set "
                 "data.chat_template=true; tokens of a task are to be made with the tools of its environment."

@@ -189,9 +189,11 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
 
 def _remembering(inner: Any) -> Any:
     """Returns a tokenizer that keeps the tokens of short texts: a renderer asks for the words of its
-    format several times a turn, and transformers takes 0.1 ms for each.
+    format several times a turn, and transformers takes 0.1 ms for each. It also asks twice a turn
+    whether the tokenizer tells places in the text, by calling its `__call__` with a letter.
     """
     kept = lru_cache(REMEMBERED)(lambda text: tuple(inner.encode(text, add_special_tokens=False)))
+    letter = lru_cache(1)(lambda text, **options: inner(text, **options))
 
     def encode(text: str, *given: Any, **options: Any) -> list[int]:
         if len(text) <= SHORT and not given and options == {"add_special_tokens": False}:
@@ -199,8 +201,20 @@ def _remembering(inner: Any) -> Any:
         found: list[int] = inner.encode(text, *given, **options)
         return found
 
+    def decode(token_ids: Any, *given: Any, **options: Any) -> str:
+        if not given and options == {"skip_special_tokens": False}:
+            text: str = inner.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+        else:
+            text = inner.decode(token_ids, *given, **options)
+        return text
+
+    def call(text: str, **options: Any) -> Any:
+        return letter(text, **options) if text == "a" else inner(text, **options)
+
     found = copy.copy(inner)
-    found.encode = encode
+    found.encode, found.__call__ = encode, call
+    if inner.is_fast and not inner.clean_up_tokenization_spaces:
+        found.decode = decode  # see replies.text_of
     return found
 
 

@@ -14,7 +14,6 @@ from rftmega.conversations.replies import (
     Reply,
     Specs,
     ToolCall,
-    text_of,
 )
 from rftmega.conversations.template_bridge import TemplateBridge
 
@@ -87,7 +86,7 @@ class ConversationRenderer:
             calls,
             ended,
             UNREAD if any(call.arguments is None for call in calls) else "",
-            text_of(self.tokenizer, answer.token_ids),
+            parsed.text,
             parsed.spoken,
         )
 

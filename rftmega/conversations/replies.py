@@ -70,9 +70,13 @@ class ChatTokenizer(Protocol):
 
 def text_of(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
     """Returns the text of tokens, special ones by their names."""
-    text: str = tokenizer.inner.decode(
-        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    inner, ids = tokenizer.inner, list(token_ids)
+    if (
+        inner.is_fast
+    ):  # what transformers looks at first, token by token, takes longer than the text
+        text: str = inner.backend_tokenizer.decode(ids, skip_special_tokens=False)
+    else:
+        text = inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rftmega.conversations.conversation import Conversation
 from rftmega.conversations.renderer import ConversationRenderer
-from rftmega.conversations.replies import Reply, ToolCall
+from rftmega.conversations.replies import Reply, Specs, ToolCall
 from rftmega.errors import ContextTooLong
 from rftmega.interfaces import Model
 from rftmega.options.environments import Tools
@@ -33,6 +33,9 @@ class ToolsEnvironment:
             tokenizer, options.renderer, tool_parser=options.tool_parser
         )
         self.stop_ids: Sequence[int] = self.renderer.stop_ids
+        # the task whose tokens were last found to be what the chat template makes of it: the samples
+        # of one prompt come together
+        self._known: tuple[str, tuple[int, ...]] | None = None
 
     @staticmethod
     def specs(options: Tools) -> list[dict[str, Any]]:
@@ -49,7 +52,7 @@ class ToolsEnvironment:
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
         specs = [spec.openai() for spec in await self.tools.open()]
-        conversation = Conversation.of(task, self.renderer, specs)
+        conversation = self._begun(task, specs)
         async with self.tools.runner(task) as runner:
             over = await self._converse(conversation, runner, model)
             rewards = await runner.rewards()
@@ -61,6 +64,14 @@ class ToolsEnvironment:
         if over:
             trajectories[-1] = replace(trajectories[-1], truncated=True)
         return self._limited(Rollout(tuple(trajectories), rewards=rewards, measures=measures), over)
+
+    def _begun(self, task: Prompt, specs: Specs) -> Conversation:
+        """Begins the conversation of a task. Raises DataError for one as `check` does."""
+        known = task.record, task.token_ids
+        checked, self._known = known == self._known, None
+        found = Conversation.of(task, self.renderer, specs, checked=checked)
+        self._known = known
+        return found
 
     async def close(self) -> None:
         """Ends what tools began: servers, processes and threads."""
