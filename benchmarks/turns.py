@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +198,18 @@ def turns_body(world: World, folder: Path, words: int) -> dict[str, float]:
     known = [_parts(rollout) for rollout in rollouts if rollout is not None]
     turns = sum(len(answers) for _, answers, _ in known)
 
-    def run(loop: PlainLoop) -> None:
-        assert loop.run() == [answers for _, answers, _ in known], "other answers"
+    def run(loop_of: Callable[[], PlainLoop]) -> None:
+        assert loop_of().run() == [answers for _, answers, _ in known], "other answers"
 
-    found = {}
+    found: dict[str, float] = {}
     loops: dict[str, Callable[[], PlainLoop]] = {
         "plain": lambda: OwnLoop(engine, known, tokenizer.inner, specs_of(options)),
         "bare": lambda: PlainLoop(engine, known),
     }
-    for name, made in loops.items():
+    for name, loop_of in loops.items():
         both = compare(
             lambda: pool.generate(prompts, **asked),
-            lambda made=made: run(made()),
+            partial(run, loop_of),
             rounds=ROUNDS[words],
         )
         found |= {

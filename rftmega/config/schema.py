@@ -158,9 +158,9 @@ class OptimizerConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: Literal["vllm", "transformers", "scripted"] = "vllm"
-    """vllm (fast), transformers (slow and obvious, the oracle) or scripted (no model: seeded
-    tokens).
+    engine: Literal["vllm", "sglang", "transformers", "scripted"] = "vllm"
+    """vllm (fast), sglang (servers that others start), transformers (slow and obvious, the oracle) or
+    scripted (no model: seeded tokens).
     """
 
     tensor: Count = 1
@@ -181,7 +181,7 @@ class RolloutConfig:
 
     transport: Literal["shared_memory", "network", "disk", "checkpoint"] = "shared_memory"
     """How weights reach servers: through memory of one host; slices over a process group of trainer
-    and servers; files that both see; or Hugging Face folders, for vLLM servers without this package.
+    and servers; files that both see; or Hugging Face folders, for servers without this package.
     """
 
     listen: str = "127.0.0.1"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door, server_client
+from rftmega.fleet import server_client
 from rftmega.fleet.health import ServerHealth, ServerState
 from rftmega.fleet.server_client import ServerClient
 from rftmega.types import Metrics
@@ -26,7 +26,7 @@ class FleetMember:
         """`number`: its place in the fleet, which it keeps over restarts."""
         self.number, self.server = number, server
         self.health = ServerHealth()
-        self.paused = self.updating = False  # a push began that has not ended
+        self.paused = False  # a push began that has not ended
         self.identity = ""  # of its process, where it tells
 
     @property
@@ -210,13 +210,13 @@ class Fleet:
             member.health.absent()
             return
         member.identity = identity
-        member.paused = member.updating = False
+        member.paused = member.server.updating = False
         member.health.came()
         log.info("server %d at %s has come", member.number, member.server.address)
 
     def _identity(self, server: ServerClient) -> str:
         with suppress(EngineError):
-            return str(server.told(door.IDENTITY).get("identity", ""))
+            return server.identity()
         return ""
 
     def _came_up(self, member: FleetMember) -> EngineError | None:
@@ -226,7 +226,7 @@ class Fleet:
         except EngineError as error:
             member.health.died()
             return error
-        member.paused = member.updating = False
+        member.paused = member.server.updating = False
         member.health.came()
         return None
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 
 from rftmega.errors import EngineFault
 from rftmega.fleet.health import ServerState
+from rftmega.fleet.line import Line, line_to
 from rftmega.fleet.partial_completion import NOTHING, PartialCompletion
 from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.fleet.server_requests import Line, line_to
 from rftmega.requests import Request
 from rftmega.types import Completion, Sampling
 

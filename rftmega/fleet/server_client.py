@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,13 +14,20 @@ import httpx
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door, wire
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
+from rftmega.fleet.line import Line
 
 START_SECONDS = 600.0
 CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs
 LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
-LONG = ("update_weights", "collective_rpc", "init_weight_transfer_engine", "pause?mode=wait")
+EXPECT = "init_weight_transfer_engine"
 HEALTH_SECONDS = 5.0  # that it may take to say that it is there
 PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
+PAUSES = {  # rollout.on_update -> how a server stops for new weights
+    "wait": "pause?mode=wait",
+    "abort": "pause?mode=abort",
+    "recompute": "pause?mode=keep&clear_cache=true",
+    "keep": "pause?mode=keep&clear_cache=false",
+}
 
 
 class ServerClient:
@@ -29,6 +37,10 @@ class ServerClient:
     """
 
     own = False  # whether this process started it
+    generates = "inference/v1/generate"  # the path of requests over HTTP
+    kind = "vLLM"
+    long: tuple[str, ...] = ("update_weights", "collective_rpc", EXPECT, "pause?mode=wait")  # paths
+    updating = False  # whether it has begun to take a push, and not ended
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
@@ -79,11 +91,11 @@ class ServerClient:
         self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> None:
         """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
-        limit = seconds or (LONG_SECONDS if path in LONG else CONTROL_SECONDS)
+        limit = seconds or (LONG_SECONDS if path in self.long else CONTROL_SECONDS)
         response = self._asked("POST", f"/{path}", limit, json=body)
         if response.is_error:
             raise EngineError(
-                f"The vLLM server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
+                f"The {self.kind} server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
             )
 
     def told(
@@ -106,14 +118,53 @@ class ServerClient:
         """
         return self.told(door.SAMPLES, dict(tokens))
 
-    def refuse_other_version(self, version: str) -> None:
-        """Raises EngineError where it runs another version of vLLM than `version`."""
+    def refuse_other_version(self) -> None:
+        """Raises EngineError where it runs another version of vLLM than the trainer has."""
+        from vllm import __version__ as version
+
         theirs = self.told("/version").get("version")
         if theirs != version:
             raise EngineError(
                 f"The server at {self.address} runs vLLM {theirs}, and the trainer's is {version}: their log-probs and their "
                 "transport of weights may differ. Install the same version on both."
             )
+
+    def identity(self) -> str:
+        """Returns what is another one after each start; "" where it does not tell."""
+        return str(self.told(door.IDENTITY).get("identity", ""))
+
+    def workers(self) -> int:
+        """Returns how many processes its model has. Raises EngineFault where it does not tell."""
+        return int(self.told("/get_world_size")["world_size"])
+
+    # how it takes a push; each raises EngineError where it does not
+
+    def stop(self, on_update: str) -> None:
+        """Has it stop for new weights, as `rollout.on_update` says."""
+        self.post(PAUSES[on_update])
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """Tells it how weights will come."""
+        self.post(EXPECT, {"init_info": init_info})
+
+    def take(self, update_info: dict[str, Any]) -> None:
+        """Has it take the weights of a push."""
+        if self.updating:  # one broke off; a worker that failed has ended it
+            with suppress(EngineError):
+                self.post("finish_weight_update")
+        self.updating = True
+        self.post("start_weight_update")
+        self.post("update_weights", {"update_info": update_info})
+
+    def land(self, version: int) -> None:
+        """Has it answer under a push that it took."""
+        self.post("finish_weight_update", {"weight_version": str(version)})
+        self.updating = False
+        self.post("resume")
+
+    def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
+        """Breaks off whatever it generates."""
+        self.post("abort_requests", {}, seconds)
 
     def probe(self, *, paused: bool = False) -> None:
         """Asks for one token; where it is `paused` for a push, whether it is, since it may hold half
@@ -124,19 +175,17 @@ class ServerClient:
             return
         sampling = {"max_tokens": 1, "temperature": 0.0}
         body = {"token_ids": [0], "sampling_params": sampling}
-        self.post("inference/v1/generate", body, PROBE_SECONDS)
+        self.post(self.generates, body, PROBE_SECONDS)
 
-    async def answer(
-        self, client: httpx.AsyncClient, body: dict[str, Any], seconds: float
-    ) -> dict[str, Any]:
+    async def answer(self, line: Line, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Returns the reply to a request with one choice, as the server gives it.
 
         Raises EngineFault where it breaks off, fails or needs over `seconds`.
         """
         try:
             async with asyncio.timeout(seconds):
-                response = await client.post(
-                    f"{self.address}/inference/v1/generate", json=body, headers=self.headers
+                response = await line.client.post(
+                    f"{self.address}/{self.generates}", json=body, headers=self.headers
                 )
         except TimeoutError as error:
             raise self._late(seconds) from error
@@ -149,22 +198,23 @@ class ServerClient:
         reply: dict[str, Any] = response.json()
         return reply
 
-    async def complete(
+    async def ask(
         self,
-        connection: ServerConnection,
+        line: Line,
         token_ids: Sequence[int],
         sampling: Mapping[str, Any],
         seconds: float,
         *,
         salt: str = "",
     ) -> wire.ServerAnswer:
-        """Returns the completion of these tokens; see ServerConnection.ask.
+        """Returns the completion of these tokens; see ServerConnection.ask. `sampling`: what vLLM's
+        SamplingParams takes.
 
         Raises EngineFault where it breaks off, fails or needs over `seconds`.
         """
         try:
             async with asyncio.timeout(seconds):
-                return await connection.ask(token_ids, sampling, salt=salt)
+                return await line.connection.ask(token_ids, sampling, salt=salt)
         except TimeoutError as error:
             raise self._late(seconds) from error
         except Disconnected as error:
@@ -181,10 +231,10 @@ class ServerClient:
     def close(self) -> None:
         """Leaves it as it is, but for what it was asked to generate."""
         with suppress(EngineError):
-            self.post("abort_requests", {}, PROBE_SECONDS)
+            self.abort_all(PROBE_SECONDS)
 
     def fault(self, what: str) -> EngineFault:
-        return EngineFault(f"The vLLM server at {self.address} {what}. {self.last_words()}")
+        return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.last_words()}")
 
     def last_words(self) -> str:
         """Returns what is known of why."""
@@ -208,4 +258,12 @@ class ServerClient:
         return self.fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)")
 
     def _refused(self, why: str) -> EngineError:
-        return EngineError(f"The vLLM server at {self.address} refused a prompt: {why}")
+        return EngineError(f"The {self.kind} server at {self.address} refused a prompt: {why}")
+
+
+def answer_of(choice: dict[str, Any]) -> wire.ServerAnswer:
+    """Reads what vLLM's own endpoint answers."""
+    spans = [(part["version"], part["start"], part["end"]) for part in choice["weight_versions"]]
+    logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
+    ids = wire.integers(choice["token_ids"])
+    return wire.ServerAnswer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import ssl
-from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,13 +16,16 @@ from torch import Tensor
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door, wire
+from rftmega.fleet import door
 from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
+from rftmega.fleet.line import Line
 from rftmega.fleet.partial_completion import NOTHING, PartialCompletion, StaleAnswer
 from rftmega.fleet.server import Server
-from rftmega.fleet.server_client import ServerClient
+from rftmega.fleet.server_client import EXPECT, PAUSES, ServerClient, answer_of
 from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
-from rftmega.fleet.server_requests import Line, ServerRequests
+from rftmega.fleet.server_requests import ServerRequests
+from rftmega.fleet.sglang_client import SGLangClient
+from rftmega.fleet.stock_client import StockClient
 from rftmega.interfaces import WeightSync
 from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
@@ -35,6 +37,7 @@ from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
 from rftmega.shards import Shard
+from rftmega.transport.broadcast_weights import BroadcastWeights
 from rftmega.transport.checkpoint_weights import CheckpointWeights
 from rftmega.transport.disk_weights import DiskWeights
 from rftmega.transport.network_weights import NetworkWeights
@@ -42,14 +45,7 @@ from rftmega.transport.remote_weights import WaitingEngine
 from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Sampling
 
-EXPECT = "init_weight_transfer_engine"
 MESSAGE_SECONDS = 120.0  # that one message of a push may take
-PAUSES = {  # rollout.on_update -> how a server stops for new weights
-    "wait": "pause?mode=wait",
-    "abort": "pause?mode=abort",
-    "recompute": "pause?mode=keep&clear_cache=true",
-    "keep": "pause?mode=keep&clear_cache=false",
-}
 
 
 class ServerEngine(Engine):
@@ -77,7 +73,6 @@ class ServerEngine(Engine):
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         self._media = SharedMedia()
         self._model, self._logs = folder, Path(logs)
-        self._stock = config.transport == "checkpoint"  # servers have nothing of this package
         self.fleet = Fleet(self._started)
         if not world.is_main:
             return
@@ -113,7 +108,13 @@ class ServerEngine(Engine):
 
     def _elsewhere(self, address: str) -> ServerClient:
         headers = door.headers(self._environment[door.KEY])
-        return ServerClient(address, headers, tls=self._tls)
+        return self._kind()(address, headers, tls=self._tls)
+
+    def _kind(self) -> type[ServerClient]:
+        """Returns how servers elsewhere are spoken to."""
+        if self.config.engine == "sglang":
+            return SGLangClient
+        return StockClient if self.config.transport == "checkpoint" else ServerClient
 
     def _started(self, number: int) -> ServerClient:
         # behind the trainer's devices each server has its own
@@ -124,9 +125,7 @@ class ServerEngine(Engine):
     def _check(self, server: ServerClient) -> None:
         """Raises EngineError for a server that does not fit the run."""
         if not server.own:
-            from vllm import __version__
-
-            server.refuse_other_version(__version__)
+            server.refuse_other_version()
         if self._processor is not None:
             self._check_samples(server, self._processor)
 
@@ -137,7 +136,8 @@ class ServerEngine(Engine):
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         config = self.config
         if config.transport == "network":
-            return NetworkWeights(
+            over_network = BroadcastWeights if config.engine == "sglang" else NetworkWeights
+            return over_network(
                 shards,
                 self,
                 bucket_bytes=bucket_bytes,
@@ -147,7 +147,7 @@ class ServerEngine(Engine):
         folder = config.weights_folder or self._logs.parent / "weights"
         if config.transport == "disk":
             return DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder)
-        if self._stock:
+        if config.transport == "checkpoint":
             return CheckpointWeights(
                 shards, self, bucket_bytes=bucket_bytes, model=self._model, folder=folder
             )
@@ -247,42 +247,25 @@ class ServerEngine(Engine):
     def _stopped(self, member: FleetMember) -> WaitingEngine | None:
         """Has a server stop for new weights. None where it does not."""
         try:
-            member.server.post(PAUSES[self.config.on_update])
+            member.server.stop(self.config.on_update)
             member.paused = True
-            workers = self.config.tensor
-            if not member.server.own:
-                workers = member.server.told("/get_world_size")["world_size"]
+            workers = self.config.tensor if member.server.own else member.server.workers()
         except EngineError as error:
             self.fleet.note_miss(member, error)
             return None
         return WaitingEngine(member.name, workers, member.server.host)
 
     def join(self, name: str, init_info: dict[str, Any]) -> None:
-        self.fleet.named(name).server.post(EXPECT, {"init_info": init_info})
+        self.fleet.named(name).server.join(init_info)
 
     def receive(self, name: str, update_info: dict[str, Any]) -> None:
         """Has a server take a push. Raises EngineError where it does not."""
-        member = self.fleet.named(name)
-        if self._stock:
-            body = {"method": "reload_weights", "kwargs": update_info}
-            member.server.post("collective_rpc", body)
-            return
-        if member.updating:  # one that broke off; a worker that failed has ended it
-            with suppress(EngineError):
-                member.server.post("finish_weight_update")
-        member.updating = True
-        member.server.post("start_weight_update")
-        member.server.post("update_weights", {"update_info": update_info})
+        self.fleet.named(name).server.take(update_info)
 
     def land(self, name: str, version: int) -> None:
         """Has a server answer under a push that it took."""
         member = self.fleet.named(name)
-        if self._stock:
-            member.server.post("update_weight_version", {"new_version": str(version)})
-        else:
-            member.server.post("finish_weight_update", {"weight_version": str(version)})
-            member.updating = False
-        member.server.post("resume")
+        member.server.land(version)
         member.paused = False
         member.health.landed()
 
@@ -317,7 +300,15 @@ class ServerEngine(Engine):
         # a closed connection cancels its request some time; the engine must have none before it is
         # pushed to
         if unfinished:
-            self._all("abort_requests", {})
+            each_at_once(self._aborted, self.fleet.reachable)
+
+    def _aborted(self, member: FleetMember) -> None:
+        """Has a server break off what it generates. Raises EngineFault where it does not answer."""
+        try:
+            member.server.abort_all()
+        except EngineFault as fault:
+            self.fleet.note_fault(member.server, fault)
+            raise
 
     async def _asked(self, line: Line, request: Request, *, sampling: Sampling) -> Completion:
         completion = await self.part(line, request, sampling)
@@ -347,24 +338,17 @@ class ServerEngine(Engine):
         seconds, oldest = self.config.deadline_seconds, self.newest
         # what other weights have computed is not for a new request
         salt = str(oldest) if self.config.on_update == "keep" else ""
-        if self._stock:
-            asked = {"token_ids": context, "sampling_params": parameters}
-            asked |= {"cache_salt": salt} if salt else {}
-            reply = await line.server.answer(line.client, asked, seconds)
-            answer = _read(reply["choices"][0])
-        elif not request.pictures:
-            answer = await line.server.complete(
-                line.connection, context, parameters, seconds, salt=salt
-            )
+        if not request.pictures:
+            answer = await line.server.ask(line, context, parameters, seconds, salt=salt)
         else:
             # one placeholder a picture, since vLLM's processor expands it
             body: dict[str, Any] = {"sampling_params": parameters}
             body["token_ids"] = unexpanded(context, request.pictures)
             async with self._media.shown(request) as parts:
                 body |= {"content_parts": parts, "return_token_ids": True}
-                reply = await line.server.answer(line.client, body, seconds)
+                reply = await line.server.answer(line, body, seconds)
             check_expanded(request, reply["prompt_token_ids"])
-            answer = _read(reply["choices"][0])
+            answer = answer_of(reply["choices"][0])
         added = PartialCompletion.of(answer)
         self.fleet.note_answer(line.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
@@ -411,11 +395,3 @@ def _given_key() -> str:
         f"{door.KEY} is not set, which the servers of rollout.addresses and rollout.roster ask for. Set it to what they were "
         "started with."
     )
-
-
-def _read(choice: dict[str, Any]) -> wire.ServerAnswer:
-    """Reads what vLLM's own endpoint answers."""
-    spans = [(part["version"], part["start"], part["end"]) for part in choice["weight_versions"]]
-    logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
-    ids = wire.integers(choice["token_ids"])
-    return wire.ServerAnswer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)

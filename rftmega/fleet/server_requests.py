@@ -3,42 +3,17 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
-
-import httpx
+from typing import Any
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
-from rftmega.fleet.connection import ServerConnection
+from rftmega.fleet.line import Line, line_to
 from rftmega.fleet.server_client import ServerClient
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import Waiting, ordered
 from rftmega.types import Completion
 
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
-
-
-class Line(NamedTuple):
-    """Line is how one event loop speaks to one server."""
-
-    server: ServerClient
-    client: httpx.AsyncClient
-    connection: ServerConnection
-
-    async def close(self) -> None:
-        await self.connection.close()
-        await self.client.aclose()
-
-
-def line_to(server: ServerClient) -> Line:
-    """Returns a new line; nothing is opened yet."""
-    limits = httpx.Limits(max_connections=None)
-    timeout = httpx.Timeout(None, connect=30.0)
-    # no proxy has the key
-    client = httpx.AsyncClient(
-        timeout=timeout, limits=limits, trust_env=False, verify=server.verified
-    )
-    return Line(server, client, server.connection())
 
 
 Ask = Callable[[Line, Request], Coroutine[Any, Any, Completion]]

@@ -17,7 +17,7 @@ def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequen
         return TransformersEngine(
             config.model.path, config.rollout, stop_ids=stop_ids, where=world.device
         )
-    assert config.rollout.engine == "vllm", config.rollout.engine
+    assert config.rollout.engine in ("vllm", "sglang"), config.rollout.engine
     if config.strategy == "separate":
         from rftmega.fleet.server_engine import ServerEngine
 

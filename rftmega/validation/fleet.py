@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from rftmega.config.schema import RolloutConfig, RunConfig
 
 ELSEWHERE = ("addresses", "roster", "tls_ca")
+SGLANG_TRANSPORTS = ("network", "checkpoint")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -33,6 +34,7 @@ def fleet(config: RunConfig) -> list[str]:
             "rollout.transport=checkpoint is for servers that others start: set rollout.addresses or rollout.roster, or take "
             "another transport."
         )
+    found += _sglang(config)
     if elsewhere and rollout.servers != RolloutConfig.servers:
         found.append(
             f"rollout.servers={rollout.servers} are started here only without rollout.addresses and rollout.roster. Leave it out."
@@ -55,6 +57,38 @@ def fleet(config: RunConfig) -> list[str]:
             "that host reaches this one."
         )
     return found + _unread(config)
+
+
+def _sglang(config: RunConfig) -> list[str]:
+    """Lists what SGLang servers can't do."""
+    rollout, found = config.rollout, []
+    if rollout.engine != "sglang":
+        return []
+    if not (rollout.addresses or rollout.roster):
+        found.append(
+            "rollout.engine=sglang: nothing here starts SGLang. Start `python -m sglang.launch_server` and set rollout.addresses "
+            "or rollout.roster."
+        )
+    if rollout.transport not in SGLANG_TRANSPORTS:
+        found.append(
+            f"rollout.transport={rollout.transport} needs this package in the server, which SGLang has not. Set it to "
+            f"{' or '.join(SGLANG_TRANSPORTS)}."
+        )
+    trainer = config.trainer
+    if trainer.eval_top_p < 1 and (trainer.eval_top_k or trainer.eval_min_p):
+        found.append(
+            f"trainer.eval_top_p={trainer.eval_top_p} with eval_top_k={trainer.eval_top_k} and eval_min_p={trainer.eval_min_p}: "
+            "SGLang takes top_p of all tokens, vLLM of those that the others keep. Set one of them alone with "
+            "rollout.engine=sglang."
+        )
+    read_by_vllm = {"memory_fraction", "cpu_cache_gib"}
+    for option in sorted(read_by_vllm):
+        value = getattr(rollout, option)
+        if value != getattr(RolloutConfig, option):
+            found.append(
+                f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
+            )
+    return found
 
 
 def _unread(config: RunConfig) -> list[str]:

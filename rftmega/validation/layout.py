@@ -110,11 +110,16 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
     if "" in config.rollout.stop:
         found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")
     if config.strategy == "separate":
-        if config.rollout.engine != "vllm":
+        if config.rollout.engine not in ("vllm", "sglang"):
             found.append(
-                f"strategy=separate starts vLLM servers, not rollout.engine={config.rollout.engine}. Set it to vllm."
+                f"strategy=separate takes servers of vLLM and SGLang, not rollout.engine={config.rollout.engine}. Set it to vllm."
             )
         return found
+    if config.rollout.engine == "sglang":
+        return [
+            *found,
+            "rollout.engine=sglang is for servers that others start. Set strategy=separate and rollout.addresses, or take vllm.",
+        ]
     if config.rollout.deadline_seconds != RolloutConfig.deadline_seconds:
         found.append(
             f"rollout.deadline_seconds={config.rollout.deadline_seconds:g} needs strategy=separate: what hangs in the trainer's "

@@ -33,7 +33,7 @@ class Exporter:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, whole tensor), layer by layer, always in the same order."""
         for bucket in self.buckets:
-            yield from self._gather(bucket)
+            yield from self.gathered(bucket)
 
     @property
     def planned(self) -> list[PlannedTensor]:
@@ -45,10 +45,10 @@ class Exporter:
         return sum(tensor.bytes for bucket in self.buckets for tensor in bucket)
 
     @torch.no_grad()
-    def _gather(self, bucket: Sequence[LogicalTensor]) -> list[tuple[str, Tensor]]:
-        """Gathers a bucket: one holder of each shard sends what it has of the bucket as one flat
-        tensor, which everybody copies to its places.
-        """
+    def gathered(self, bucket: Sequence[LogicalTensor]) -> list[tuple[str, Tensor]]:
+        """Gathers a bucket; a collective. Returns (HF name, whole tensor) in the order of `planned`."""
+        # one holder of each shard sends what it has of the bucket as one flat tensor, which
+        # everybody copies to its places
         # replicas of a shard are equal: the first sends
         sent: dict[int, list[tuple[LogicalTensor, Holding]]] = {}
         for tensor in bucket:

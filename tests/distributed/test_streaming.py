@@ -130,15 +130,22 @@ def test_groups_are_learnt_whichever_servers_die(tmp_path: Path) -> None:
 LENGTH, WAVES = 100, 3
 
 
-def in_flight_body(world: World, folder: Path, logs: Path, on_update: str) -> Any:
-    """Two versions of the weights, and answers that see both: what transformers says of each token."""
+def in_flight_body(world: World, folder: Path, logs: Path, on_update: str, **rollout: Any) -> Any:
+    """Two versions of the weights, and answers that see both: what transformers says of each token.
+    `rollout`: further options of it.
+    """
     # the trainer has a core of its own: on a shared one its collectives wait until the engine is idle
     core = str(min(os.sched_getaffinity(0)))
     server_engine.devices_of = lambda *_: {"VLLM_CPU_OMP_THREADS_BIND": core}
     actor = build_actor(folder, ParallelConfig(tensor=2), temperature=0.7, token_cap=512)
     config = RolloutConfig(
-        max_prompt_tokens=8, max_response_tokens=LENGTH, cpu_cache_gib=0.05, max_batch=4, on_update=on_update
-    )  # fmt: skip
+        max_prompt_tokens=8,
+        max_response_tokens=LENGTH,
+        cpu_cache_gib=0.05,
+        max_batch=4,
+        on_update=on_update,
+        **rollout,
+    )
     engine = ServerEngine(folder, config, world, dtype="float32", stop_ids=[], logs=logs)
     weights = engine.weight_sync(actor.manager.shards(), bucket_bytes=100_000)
     pool: Any = pool_of(
@@ -217,10 +224,15 @@ def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
     """Weights come while answers are generated. How many of these get tokens of both depends on when
     a busy server hears of it; tests/unit/fleet/test_fleet_client.py has such answers.
     """
-    from transformers import AutoModelForCausalLM
-
     folder = save_tiny(tmp_path / "model", "qwen3")
     found, _ = run_ranks(2, in_flight_body, folder, tmp_path, on_update)
+    assert_exact(folder, found, kept=on_update == "keep")
+
+
+def assert_exact(folder: Path, found: Any, *, kept: bool) -> set[int]:
+    """Holds what `in_flight_body` found against transformers. Returns how many versions answers had."""
+    from transformers import AutoModelForCausalLM
+
     old, new = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     with torch.no_grad():
         for parameter in new.parameters():
@@ -229,9 +241,10 @@ def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
     for ids, logprobs, versions in rows:
         own = versions[3:]
         assert len(own) == LENGTH and own == sorted(own) and set(own) <= {3, 4}
-        expected = behaviour((old, new), ids, versions, kept=on_update == "keep")
+        expected = behaviour((old, new), ids, versions, kept=kept)
         assert logprobs == pytest.approx(expected, abs=1e-5), versions
     assert set(last[2][3:]) == {4}
     assert last[1] == pytest.approx(behaviour((old, new), *last[::2], kept=False), abs=1e-5), (
         "a new request reads what old weights have computed"
     )
+    return {len(set(versions[3:])) for _, _, versions in rows}

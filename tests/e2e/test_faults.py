@@ -140,7 +140,7 @@ BAD = {
     "a world size and layers that do not divide": (
         lambda a, t: "parallel.pipeline=3",
         "does not divide the 2 launched processes", "parallel.pipeline=3 does not divide the model's 4 layers"),
-    "an unknown engine": (lambda a, t: "rollout.engine=sglang", "Choose one of: vllm, transformers, scripted"),
+    "an unknown engine": (lambda a, t: "rollout.engine=vlm", "Choose one of: vllm, sglang, transformers, scripted"),
     "a typo": (lambda a, t: "trainer.step=1", "Did you mean trainer.steps?"),
 }  # fmt: skip
 

@@ -45,6 +45,10 @@ from tests.fleets import set_servers
 from tests.rollouts import Alone
 
 WORDS, STOP = 4, 3
+WAYS = (
+    *("SharedWeights", "NetworkWeights", "DiskWeights"),
+    *("CheckpointWeights", "BroadcastWeights"),
+)
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 Seen = list[Any]
 
@@ -463,7 +467,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
 
     def elsewhere(address: str, headers: Any, *, tls: Any) -> Any:
         seen.append((address, tls is not None))
-        return SimpleNamespace(own=False, address=address, there=lambda: True, told=lambda path: {})
+        return SimpleNamespace(own=False, address=address, there=lambda: True, identity=lambda: "")
 
     def sync(shards: Any, engine: Any, **given: Any) -> None:
         seen.append(given)
@@ -482,8 +486,9 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
             device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32)
         )
         patch.setattr(servers, "Server", Server)
-        patch.setattr(servers, "ServerClient", elsewhere)
-        for way in ("SharedWeights", "NetworkWeights", "DiskWeights", "CheckpointWeights"):
+        for spoken in ("ServerClient", "StockClient", "SGLangClient"):
+            patch.setattr(servers, spoken, elsewhere)
+        for way in WAYS:
             patch.setattr(servers, way, sync)
         patch.setattr(servers, "devices_of", lambda *_: {})
         patch.setattr(servers.ServerEngine, "_check", lambda self, server: None)

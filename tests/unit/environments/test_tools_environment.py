@@ -227,3 +227,34 @@ def test_a_task_that_did_not_go_through_the_chat_template_is_refused_at_the_star
         check(environment, [plain])
     check(environment, [Prompt(encode.encode("1+3?", chat_template=True), record=record)])
     check(create(SingleTurn(), encode), [plain])
+
+
+def test_every_other_task_is_held_to_the_chat_template(tmp_path: Path) -> None:
+    """Samples of one prompt are not rendered again, and all others are."""
+    (tmp_path / "my_tools.py").write_text(SOURCE)
+    options = Tools(tools=[f"{tmp_path}/my_tools.py:add"])
+    encode = tokenizer(tmp_path / "model", FORM, tools=specs_of(options))
+    ids = encode.encode("1+3?", chat_template=True)
+    task = Prompt(ids, record=json.dumps({"prompt": "1+3?"}))
+    strangers = [
+        Prompt(encode.encode_reply("1+3?"), record=task.record),
+        Prompt(ids, record=json.dumps({"prompt": "2+3?"})),
+    ]
+    environment: Any = create(options, encode)
+
+    async def run(prompt: Prompt) -> Rollout:
+        model: Any = Says(encode.encode_reply, f"7{FORM.ends[0]}", room=len(ids) + 100)
+        found: Rollout = await environment.run(prompt, model)
+        return found
+
+    async def run_all() -> None:
+        try:
+            for stranger in strangers:
+                assert await run(task) == await run(task)
+                for _ in range(2):
+                    with pytest.raises(DataError, match=r"data\.chat_template=true"):
+                        await run(stranger)
+        finally:
+            await environment.close()
+
+    asyncio.run(run_all())

@@ -17,20 +17,20 @@ absent = set[str]()  # addresses where nobody answers
 
 
 class Elsewhere:
-    """A server that somebody else starts: `identity` changes with each start."""
+    """A server that somebody else starts: `start` changes with each."""
 
     own = False
 
     def __init__(self, address: str):
-        self.address, self.identity = address, "first"
+        self.address, self.start = address, "first"
 
     def there(self) -> bool:
         return self.address not in absent
 
     def probe(self, *, paused: bool) -> None: ...
 
-    def told(self, path: str) -> dict[str, Any]:
-        return {"identity": self.identity}
+    def identity(self) -> str:
+        return self.start
 
 
 def fleet_of(*addresses: str, roster: str | Path = "") -> Fleet:
@@ -59,7 +59,7 @@ def test_a_server_elsewhere_that_answers_a_probe_is_healthy_again() -> None:
 
 def test_a_server_elsewhere_that_was_started_again_is_stale_when_it_answers_a_probe() -> None:
     fleet, member, server = fleet_of_one()
-    server.identity = "second"
+    server.start = "second"
     fleet.probe(member)
     assert member.state == "stale"
     fleet.renew()
@@ -70,7 +70,7 @@ def test_a_server_elsewhere_that_was_started_again_is_stale_when_it_answers_a_pr
 def test_a_server_that_was_started_again_and_failed_no_request_is_stale_at_the_next_push() -> None:
     fleet, member, server = fleet_of_one()
     member.health.probed(True)
-    server.identity = "second"
+    server.start = "second"
     fleet.renew()
     assert (member.state, member.health.starts) == ("stale", 2)
 

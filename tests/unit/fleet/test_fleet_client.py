@@ -39,8 +39,8 @@ class Says:
         self.left, self.asked = [*answers], list[tuple[list[int], dict[str, Any], str]]()
         self.posted = list[str]()
 
-    async def complete(
-        self, connection: Any, token_ids: Any, sampling: Any, seconds: float, *, salt: str = ""
+    async def ask(
+        self, line: Any, token_ids: Any, sampling: Any, seconds: float, *, salt: str = ""
     ) -> wire.ServerAnswer:
         self.asked.append((list(token_ids), dict(sampling), salt))
         return self.left.pop(0)(self)

@@ -8,6 +8,7 @@ from rftmega.config import load
 from rftmega.validation.fleet import fleet
 
 NETWORK = ["strategy=separate", "rollout.transport=network"]
+SGLANG = ["strategy=separate", "rollout.engine=sglang"]
 NEAR, FAR = "rollout.addresses=[http://127.0.0.1:8100]", "rollout.addresses=[http://10.0.0.2:8100]"
 
 
@@ -34,6 +35,11 @@ def reasons(config_file: Path, *options: str) -> list[str]:
         ([*NETWORK, "rollout.addresses=[ftp://a:8100]"], "'ftp://a:8100', which is no address"),
         ([*NETWORK, "rollout.addresses=[http://a:b]"], "'http://a:b', which is no address"),
         ([*NETWORK, "rollout.addresses=[http://a:8100/v1]"], "'http://a:8100/v1', which is no"),
+        (SGLANG, "nothing here starts SGLang"),
+        ([*SGLANG, FAR, "rollout.transport=disk"], "needs this package in the server, which SGLang"),
+        ([*SGLANG, *NETWORK, NEAR, "rollout.memory_fraction=0.7"], "rollout.memory_fraction=0.7 needs rollout.engine=vllm"),
+        ([*SGLANG, *NETWORK, NEAR, "trainer.eval_top_p=0.9", "trainer.eval_top_k=5"], "SGLang takes top_p of all tokens"),
+        ([*SGLANG, *NETWORK, NEAR, "trainer.eval_top_p=0.9", "trainer.eval_min_p=0.1"], "SGLang takes top_p of all tokens"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_is_refused(options: list[str], said: str, config_file: Path) -> None:
@@ -52,6 +58,8 @@ def test_what_can_not_be_is_refused(options: list[str], said: str, config_file: 
         ["strategy=separate", "rollout.transport=disk", FAR, "rollout.weights_folder=w"],
         [*NETWORK, "rollout.addresses=[https://a:8100/]", "rollout.listen=b", f"rollout.tls_ca={__file__}"],
         [*NETWORK, 'rollout.addresses=["http://[::1]:8100"]'],
+        [*SGLANG, "rollout.transport=network", NEAR, "trainer.eval_top_k=5", "trainer.eval_min_p=0.1"],
+        [*SGLANG, "rollout.transport=checkpoint", FAR, "rollout.weights_folder=w", "trainer.eval_top_p=0.9"],
     ],
 )  # fmt: skip
 def test_what_can_be_is_not(options: list[str], config_file: Path) -> None:

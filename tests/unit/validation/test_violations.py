@@ -32,7 +32,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         (
             "rollout.engine=vlm",
             1,
-            "rollout.engine=vlm is unknown. Choose one of: vllm, transformers, scripted",
+            "rollout.engine=vlm is unknown. Choose one of: vllm, sglang, transformers, scripted",
         ),
         ("rollout.temperature=0", 1, "rollout.temperature=0.0 must be positive"),
         ("trainer.push_to_hub=mine", 1, "trainer.push_to_hub=mine is no repository of the hub"),
@@ -553,14 +553,14 @@ def test_a_model_folder_without_weights_or_with_a_missing_shard_is_refused(
     assert "names model-1.safetensors, which is missing" in violations(config, 1)[0]
 
 
-def test_servers_are_vllms(tmp_path: Path) -> None:
+def test_servers_have_a_model(tmp_path: Path) -> None:
     config = load(
         ROOT / "examples/arithmetic/grpo.yaml",
         ["strategy=separate", "rollout.tensor=3", "rollout.engine=scripted"],
     )
     found = [reason for reason in violations(config, 4) if "rollout" in reason]
     assert found == [
-        "strategy=separate starts vLLM servers, not rollout.engine=scripted. Set it to vllm."
+        "strategy=separate takes servers of vLLM and SGLang, not rollout.engine=scripted. Set it to vllm."
     ]
 
 

@@ -1,0 +1,185 @@
+"""SGLangClient speaks to an SGLang server, in the requests of SGLang 0.5.23.
+
+They were checked against a stand-in that was made from its request classes, and never against SGLang.
+"""
+
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rftmega.errors import EngineError
+from rftmega.fleet import wire
+from rftmega.fleet.line import Line
+from rftmega.fleet.server_client import CONTROL_SECONDS, PROBE_SECONDS, ServerClient
+
+VERSION = "0.5.23"
+# rollout.on_update -> how it stops; SGLang itself lets answers end before it takes weights
+PAUSES = {"abort": "abort", "recompute": "retract", "keep": "in_place"}
+ALL = -1  # tokens that top_k keeps
+log = logging.getLogger(__name__)
+
+
+class SGLangClient(ServerClient):
+    """SGLangClient is an SGLang server that somebody else started."""
+
+    kind = "SGLang"
+    generates = "generate"
+    long = (
+        *("update_weights_from_disk", "update_weights_from_distributed"),
+        *("init_weights_update_group", "begin_weight_update", "end_weight_update"),
+        "pause_generation",
+    )
+    _keeps_cache = False  # over the push that it has stopped for
+    _group = ""  # over which weights come
+
+    def refuse_other_version(self) -> None:
+        """Raises EngineError where it is no SGLang of VERSION."""
+        known = self._info()
+        theirs = known.get("version")
+        if theirs != VERSION:
+            raise EngineError(
+                f"The server at {self.address} runs SGLang {theirs}; requests are written for {VERSION}. Install that one."
+            )
+        if not known.get("enable_deterministic_inference"):
+            log.warning(
+                "The SGLang server at %s draws without the seeds of requests: a run with it can't be repeated. Start it with "
+                "--enable-deterministic-inference.",
+                self.address,
+            )
+
+    def identity(self) -> str:
+        return str(self._info().get("startup_time", ""))
+
+    def workers(self) -> int:
+        return int(self._info()["tp_size"])
+
+    def probe(self, *, paused: bool = False) -> None:
+        if paused:  # nothing answers then but what needs no engine
+            self.told("/model_info", seconds=PROBE_SECONDS)
+            return
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        body = {"input_ids": [0], "sampling_params": sampling}
+        self.post(self.generates, body, PROBE_SECONDS)
+
+    def stop(self, on_update: str) -> None:
+        self._keeps_cache = on_update == "keep"
+        if on_update in PAUSES:
+            self.post("pause_generation", {"mode": PAUSES[on_update]})
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """`init_info`: the fields of InitWeightsUpdateGroupReqInput.
+
+        Raises EngineError where it has replicas or stages of its own, which SGLang does not send to.
+        """
+        known = self._info()
+        if known.get("dp_size", 1) > 1 or known.get("pp_size", 1) > 1:
+            raise EngineError(
+                f"The SGLang server at {self.address} has dp_size={known.get('dp_size')} and pp_size={known.get('pp_size')}; a "
+                "group for weights reaches tensor-parallel processes alone. Set rollout.transport=checkpoint."
+            )
+        if self._group:
+            with suppress(EngineError):  # it is gone after a start of the server's
+                self.post("destroy_weights_update_group", {"group_name": self._group})
+        self._group = init_info["group_name"]
+        self.post("init_weights_update_group", init_info)
+
+    def take(self, update_info: dict[str, Any]) -> None:
+        """`update_info`: the `version`, and `weights_path` of a Hugging Face folder or `messages`, the
+        names, dtypes and shapes of the tensors that are broadcast together.
+        """
+        last = {
+            "weight_version": str(update_info["version"]),
+            "flush_cache": not self._keeps_cache,
+        }
+        if "weights_path" in update_info:
+            body = {"model_path": update_info["weights_path"], **last}
+            self.post("update_weights_from_disk", body)
+            return
+        if self.updating:
+            with suppress(EngineError):
+                self.post("end_weight_update", {})
+        self.updating = True
+        self.post("begin_weight_update", {})
+        messages = update_info["messages"]
+        for number, message in enumerate(messages, start=1):
+            end = last if number == len(messages) else {"flush_cache": False}
+            body = {**message, "group_name": self._group, **end}
+            self.post("update_weights_from_distributed", body)
+        self.post("end_weight_update", {})
+        self.updating = False
+
+    def land(self, version: int) -> None:
+        self.post("continue_generation", {})
+
+    def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
+        self.post("abort_request", {"abort_all": True}, seconds)
+
+    async def ask(
+        self,
+        line: Line,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        seconds: float,
+        *,
+        salt: str = "",
+    ) -> wire.ServerAnswer:
+        body: dict[str, Any] = {
+            "input_ids": list(token_ids),
+            "sampling_params": sampling_of(sampling),
+            "return_logprob": True,
+        }
+        if filters(sampling):
+            body["return_sampling_mask"] = True
+        if salt:
+            body["cache_salt"] = salt
+        reply = await self.answer(line, body, seconds)
+        return answer_of(reply["meta_info"])
+
+    def _info(self) -> dict[str, Any]:
+        return self.told("/server_info")
+
+
+def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what vLLM's SamplingParams takes in the names of SGLang's."""
+    found = {
+        "max_new_tokens": sampling["max_tokens"],
+        "temperature": sampling["temperature"],
+        "top_p": sampling["top_p"],
+        "top_k": sampling["top_k"] or ALL,
+        "min_p": sampling["min_p"],
+        "sampling_seed": sampling["seed"],
+        "stop_token_ids": list(sampling["stop_token_ids"]),
+        "ignore_eos": True,  # the stop tokens are ours alone
+        "no_stop_trim": True,  # tokens and log-probs belong together
+    }
+    if sampling.get("stop"):
+        found["stop"] = list(sampling["stop"])
+    return found
+
+
+def filters(sampling: Mapping[str, Any]) -> bool:
+    """Says whether tokens are drawn from a part of the distribution. SGLang's log-probs are of all of
+    it, at its temperature; those of the part come with its mask.
+    """
+    part = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
+    return bool(sampling["temperature"] > 0 and part)
+
+
+def answer_of(told: Mapping[str, Any]) -> wire.ServerAnswer:
+    """Reads `meta_info` of a reply.
+
+    Raises EngineError where it does not say of which version each token is.
+    """
+    reason = told["finish_reason"]["type"]
+    pairs = told.get("output_token_logprobs") or []
+    ids = [int(token) for _, token, *_ in pairs]
+    logprobs = told.get("output_token_sampling_logprobs") or [value for value, *_ in pairs]
+    versions = told.get("weight_versions") or ()
+    spans = [(part["version"], part["start"], part["end"]) for part in versions]
+    if ids and not spans:
+        raise EngineError(
+            "An SGLang server answered without meta_info.weight_versions, and nobody knows which weights gave its tokens."
+        )
+    return wire.ServerAnswer(0, wire.integers(ids), array("f", logprobs).tobytes(), reason, spans)

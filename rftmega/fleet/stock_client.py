@@ -1,0 +1,39 @@
+"""StockClient speaks to a vLLM server that has nothing of this package."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rftmega.fleet import wire
+from rftmega.fleet.line import Line
+from rftmega.fleet.server_client import ServerClient, answer_of
+
+
+class StockClient(ServerClient):
+    """StockClient is a vLLM server of the trainer's version that somebody else started."""
+
+    def take(self, update_info: dict[str, Any]) -> None:
+        """`update_info`: `weights_path`, of a Hugging Face folder."""
+        loaded = {"weights_path": update_info["weights_path"]}
+        self.post("collective_rpc", {"method": "reload_weights", "kwargs": loaded})
+
+    def land(self, version: int) -> None:
+        self.post("update_weight_version", {"new_version": str(version)})
+        self.post("resume")
+
+    def identity(self) -> str:
+        return ""  # a start again shows by the version of its answers
+
+    async def ask(
+        self,
+        line: Line,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        seconds: float,
+        *,
+        salt: str = "",
+    ) -> wire.ServerAnswer:
+        asked: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
+        if salt:
+            asked["cache_salt"] = salt
+        reply = await self.answer(line, asked, seconds)
+        return answer_of(reply["choices"][0])

@@ -1,0 +1,188 @@
+"""BroadcastWeights brings weights to engines that join a process group of torch by its address: the
+first process sends every tensor whole, as SGLang takes it.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from rftmega.errors import EngineFault
+from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.parallel.watchdog import mark
+from rftmega.shards import Shard
+from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine, begun
+from rftmega.transport.transfer_group import Meeting
+from rftmega.transport.whole_weights import WholeWeights
+from rftmega.weights.slices import planned
+
+WORKS = "The engines' group"
+
+
+class BroadcastWeights(WholeWeights):
+    """BroadcastWeights has a process group with each engine, so that one that dies breaks its own
+    alone.
+
+    Its bytes are the model's, once an engine; they all pass through the first process, which holds a
+    bucket at a time.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        engines: RemoteReceivers,
+        *,
+        bucket_bytes: int,
+        host: str,
+        seconds: float,
+    ):
+        """`host`: address of the first process that engines reach; `seconds`: that one tensor may
+        take.
+        """
+        super().__init__(shards, engines, bucket_bytes=bucket_bytes)
+        self._host, self._limit = host, timedelta(seconds=seconds)
+        self.answer_seconds = 2 * seconds
+        self._groups: dict[str, EngineGroup] = {}  # on the first process
+        self._joins = 0
+
+    def close(self) -> None:
+        self._forget(set(self._groups))
+
+    def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
+        """Makes a group with each engine that has none."""
+        return self._first(lambda: self._met(waiting))
+
+    def _met(self, waiting: Sequence[WaitingEngine]) -> list[str]:
+        self._forget(self._groups.keys() - {each.name for each in waiting})
+        joining: Asked = {}
+        made: dict[str, EngineGroup] = {}
+        for each in waiting:
+            if each.name in self._groups:
+                continue
+            self._joins += 1
+            group = EngineGroup(
+                self._host, f"push-{self._joins}-{each.name}", each.workers, self._limit
+            )
+            joining[each.name] = begun(self.engines.join, each.name, group.told(self.shards.device))
+            made[each.name] = group
+        # an engine that does not come is told of by its answer
+        for group in made.values():
+            mark()
+            with suppress(EngineFault):
+                group.open(self.shards.device)
+        for name in self._those(joining):
+            if made[name].is_open:
+                self._groups[name] = made[name]
+        return list(self._groups)
+
+    def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
+        buckets = self._exporter.buckets
+        told = {"version": version, "messages": [_described(planned(each)) for each in buckets]}
+        asked = self._asked(names, self.engines.receive, told)
+        for bucket in buckets:
+            tensors = [tensor.contiguous() for _, tensor in self._exporter.gathered(bucket)]
+            for name in asked:
+                mark()
+                self._send(name, tensors, asked[name])
+        return self._exporter.total_bytes * len(names), asked
+
+    def _send(self, name: str, tensors: Sequence[Tensor], answer: "Future[None]") -> None:
+        """Sends a bucket to an engine, unless it has given up already."""
+        group = self._groups.get(name)
+        if group is None:
+            return
+        try:
+            if answer.done() and answer.exception() is not None:
+                raise EngineFault(f"{WORKS} {group.name} has nobody who takes weights.")
+            group.broadcast(tensors)
+        except EngineFault:  # its answer says why
+            self._forget({name})
+
+    def _least_bytes(self, landed: Sequence[str]) -> int:
+        return self._exporter.total_bytes * len(landed)
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names & self._groups.keys():
+            self._groups.pop(name).close()
+
+
+class EngineGroup:
+    """EngineGroup is the group of the trainer's first process, number 0, and the workers of one
+    engine. They find each other as torch's own `init_process_group` would have them.
+    """
+
+    def __init__(self, host: str, name: str, workers: int, limit: timedelta):
+        """Opens the address where they meet."""
+        self.name, self.size, self._limit = name, 1 + workers, limit
+        self._meeting = Meeting(host, seconds=limit.total_seconds())
+        self._group: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
+    def told(self, device: torch.device) -> dict[str, Any]:
+        """Returns what the engine is asked to join, in the fields of SGLang."""
+        return {
+            "master_address": self._meeting.host,
+            "master_port": self._meeting.port,
+            "rank_offset": 1,
+            "world_size": self.size,
+            "group_name": self.name,
+            "backend": _backend(device),
+        }
+
+    def open(self, device: torch.device) -> None:
+        """Waits for the workers. Raises EngineFault where they do not come."""
+        store = dist.PrefixStore(self.name, self._meeting.store)
+        try:
+            # torch has no public way to a group beside the default one's processes
+            self._group, _ = c10d._new_process_group_helper(
+                self.size,
+                0,
+                [],
+                dist.Backend(_backend(device)),
+                store,
+                group_name=c10d.GroupName(self.name),
+                timeout=self._limit,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise EngineFault(f"{WORKS} {self.name} did not come together: {error}") from error
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Sends tensors to all workers, in this order. Raises EngineFault where one is gone."""
+        try:
+            sent = [
+                dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+                for tensor in tensors
+            ]
+            for work in sent:
+                work.wait(self._limit)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise EngineFault(f"{WORKS} {self.name} broke off: {error}") from error
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(dist.DistError, RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _described(tensors: Sequence[PlannedTensor]) -> dict[str, list[Any]]:
+    """Returns names, dtypes and shapes of tensors, as JSON has them."""
+    return {
+        "names": [each.name for each in tensors],
+        "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors],
+        "shapes": [list(each.shape) for each in tensors],
+    }

@@ -1,0 +1,42 @@
+"""WholeWeights is what the ways share that bring whole tensors of Hugging Face's names to engines."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from rftmega.parallel.collectives import gather_objects
+from rftmega.shards import Shard
+from rftmega.transport.disk_weights import READER, own_writes
+from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights
+from rftmega.types import SliceChecksums
+from rftmega.weights import Exporter
+from rftmega.weights.slice_sums import sum_of
+
+
+class WholeWeights(RemoteWeights):
+    """WholeWeights gives engines that have nothing of this package all of the model."""
+
+    def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
+        super().__init__(shards, engines, bucket_bytes=bucket_bytes)
+        self._exporter = Exporter(shards, None, bucket_bytes=bucket_bytes)
+        self._own = [each for bucket in own_writes(self.buckets, self.rank) for each in bucket]
+        self._sums = dict[str, int]()  # of this process's slices in the last push
+
+    def checksums(self) -> list[SliceChecksums]:
+        """Returns the checksums of every slice of the last push; a collective, with the policy's
+        weights on the device. What engines took is checked by nobody: they have no checksums.
+        """
+        self.shards.look_again()
+        found = []
+        for each in self._own:
+            held, sent = sum_of(self.shards.slice_of(each)), self._sums.get(str(each))
+            found.append(SliceChecksums(each.name, each.box, self.rank, READER, held, sent, sent))
+        return [each for theirs in gather_objects(found) for each in theirs]
+
+    def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
+        moved, asked = self._gave(names, version)
+        self._sums = {str(each): sum_of(self.shards.slice_of(each)) for each in self._own}
+        return moved, asked
+
+    @abstractmethod
+    def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
+        """Gives these engines the tensors; see `_brought`."""

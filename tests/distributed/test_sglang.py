@@ -1,0 +1,165 @@
+"""Servers that speak as SGLang 0.5.23 does (tests/sglang_server.py): checked against that stand-in, and
+never against SGLang.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import ParallelConfig
+from rftmega.fleet import door
+from rftmega.types import Prompt, Sampling
+from tests.distributed.test_fleet_push import Trainer, push_body
+from tests.distributed.test_streaming import assert_exact, in_flight_body
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+KEY = "the key"
+
+
+@contextmanager
+def sglang(folder: Path, *arguments: str) -> Iterator[str]:
+    """Yields the address of a server that takes KEY."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "tests.sglang_server", f"--model-path={folder}"),
+        *(f"--port={port}", f"--api-key={KEY}", *arguments),
+    ]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env=os.environ.copy())
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+@pytest.fixture(autouse=True)
+def the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(door.KEY, KEY)
+
+
+@pytest.mark.parametrize(
+    ("transport", "servers", "layout"),
+    [
+        ("network", 2, ParallelConfig(tensor=2)),
+        ("checkpoint", 1, ParallelConfig(tensor=2)),
+        pytest.param("network", 1, ParallelConfig(tensor=2, pipeline=2), marks=pytest.mark.ranks),
+    ],
+)
+def test_servers_answer_under_each_push_as_the_trainer_scores(
+    transport: str, servers: int, layout: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with sglang(folder) as first, sglang(folder) as second:
+        addresses = [first, second][:servers]
+        given = {"engine": "sglang", "transport": transport, "addresses": addresses}
+        size = layout.tensor * layout.pipeline
+        for seen in run_ranks(size, push_body, folder, tmp_path, layout, given):
+            for version, (metrics, (gap, versions)) in enumerate(seen["pushes"]):
+                assert gap < 1e-5 and versions == {version}
+                assert metrics["push_ratio"] == 1 and metrics["push_missed"] == 0
+                assert metrics["servers_healthy"] == servers
+            assert seen["intact"] == [True] * 3 and seen["changed since"]
+
+
+@pytest.mark.parametrize(
+    ("on_update", "transport"),
+    [
+        ("wait", "network"),
+        ("abort", "checkpoint"),
+        pytest.param("recompute", "network", marks=pytest.mark.ranks),
+        ("keep", "network"),
+    ],
+)
+def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
+    on_update: str, transport: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with sglang(folder, "--pause=0.005") as address:
+        given = {"engine": "sglang", "transport": transport, "addresses": [address]}
+        body = partial(in_flight_body, **given)
+        found, _ = run_ranks(2, body, folder, tmp_path, on_update)
+    seen = assert_exact(folder, found, kept=on_update == "keep")
+    assert 2 not in seen if on_update == "wait" else 2 in seen, "answers of two versions"
+
+
+PARTS = [Sampling(0.7, top_p=0.8), Sampling(0.7, top_k=5), Sampling(0.7, top_k=5, min_p=0.7)]
+
+
+def filtered_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
+    trainer = Trainer(world, folder, logs, ParallelConfig(), **rollout)
+    prompts = [Prompt((5, 9, number)) for number in range(10, 16)]
+    found = []
+    try:
+        trainer.weights.push(version=0)
+        for sampling in PARTS:
+            answers = trainer.engine.generate(prompts, seeds=range(6), sampling=sampling)
+            given = zip(prompts, answers, strict=True)
+            found.append([(p.token_ids, list(a.token_ids), list(a.logprobs)) for p, a in given])
+    finally:
+        trainer.engine.close()
+    return found
+
+
+def test_log_probs_are_of_the_part_of_the_distribution_that_was_drawn_from(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with sglang(folder) as address:
+        given = {"engine": "sglang", "transport": "network", "addresses": [address]}
+        (found,) = run_ranks(1, filtered_body, folder, tmp_path, given)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for sampling, answers in zip(PARTS, found, strict=True):
+        for prompt, ids, logprobs in answers:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            rows = zip(logits / 0.7, ids, strict=True)
+            expected = [log_prob_of(row, token, sampling) for row, token in rows]
+            assert logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def log_prob_of(logits: torch.Tensor, token: int, sampling: Sampling) -> float:
+    """The log-prob among the tokens that `types.Sampling` keeps, one by one from the likeliest."""
+    chosen: list[int] = []
+    share = logits.softmax(0)
+    before = 0.0
+    for number in logits.argsort(descending=True).tolist():
+        own = float(share[number])
+        if before >= sampling.top_p or own < sampling.min_p * float(share.max()):
+            break
+        if len(chosen) == (sampling.top_k or len(logits)):
+            break
+        chosen.append(number)
+        before += own
+    return float(logits[chosen].log_softmax(0)[chosen.index(token)])
+
+
+def test_another_version_of_sglang_is_not_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rftmega.errors import EngineError
+    from rftmega.fleet.sglang_client import SGLangClient
+
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with sglang(folder, "--version=0.4.9") as address:
+        client = SGLangClient(address, door.headers(KEY))
+        client.wait()
+        with pytest.raises(
+            EngineError, match=r"runs SGLang 0\.4\.9; requests are written for 0\.5\.23"
+        ):
+            client.refuse_other_version()
+        with pytest.raises(EngineError, match="does not take the key"):
+            SGLangClient(address, door.headers("another")).there()
+        with pytest.raises(EngineError, match="GenerateReqInput has no"):
+            client.post("generate", {"input_ids": [1], "sampling_params": {}, "logprobs": True})
