@@ -53,7 +53,16 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=_rank,
-                args=(rank, world_size, meeting_place, pipes[rank][1], preloaded, body, args),
+                args=(
+                    rank,
+                    world_size,
+                    meeting_place,
+                    pipes[rank][1],
+                    preloaded,
+                    dict(os.environ),
+                    body,
+                    args,
+                ),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -111,9 +120,11 @@ def _rank(
     meeting_place: str,
     sender: Connection,
     preloaded: str,
+    environ: dict[str, str],
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ |= environ  # the server has that of the first test
     importlib.import_module(preloaded)  # the server says nothing of what it failed to import
 
     import torch

@@ -81,13 +81,6 @@ def _sglang(config: RunConfig) -> list[str]:
             "SGLang takes top_p of all tokens, vLLM of those that the others keep. Set one of them alone with "
             "rollout.engine=sglang."
         )
-    read_by_vllm = {"memory_fraction", "cpu_cache_gib"}
-    for option in sorted(read_by_vllm):
-        value = getattr(rollout, option)
-        if value != getattr(RolloutConfig, option):
-            found.append(
-                f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
-            )
     return found
 
 

@@ -109,6 +109,12 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
     found = []
     if "" in config.rollout.stop:
         found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")
+    if config.rollout.engine != "vllm":
+        found += [
+            f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
+            for option in ("memory_fraction", "cpu_cache_gib")
+            if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
+        ]
     if config.strategy == "separate":
         if config.rollout.engine not in ("vllm", "sglang"):
             found.append(
@@ -134,12 +140,6 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} launched processes, so the last engine "
             "would be incomplete. Lower it."
         )
-    if config.rollout.engine != "vllm":
-        found += [
-            f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
-            for option in ("memory_fraction", "cpu_cache_gib")
-            if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
-        ]
     if (
         config.rollout.engine == "transformers"
         and config.rollout.max_batch != RolloutConfig.max_batch

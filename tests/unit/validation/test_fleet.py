@@ -37,7 +37,6 @@ def reasons(config_file: Path, *options: str) -> list[str]:
         ([*NETWORK, "rollout.addresses=[http://a:8100/v1]"], "'http://a:8100/v1', which is no"),
         (SGLANG, "nothing here starts SGLang"),
         ([*SGLANG, FAR, "rollout.transport=disk"], "needs this package in the server, which SGLang"),
-        ([*SGLANG, *NETWORK, NEAR, "rollout.memory_fraction=0.7"], "rollout.memory_fraction=0.7 needs rollout.engine=vllm"),
         ([*SGLANG, *NETWORK, NEAR, "trainer.eval_top_p=0.9", "trainer.eval_top_k=5"], "SGLang takes top_p of all tokens"),
         ([*SGLANG, *NETWORK, NEAR, "trainer.eval_top_p=0.9", "trainer.eval_min_p=0.1"], "SGLang takes top_p of all tokens"),
     ],

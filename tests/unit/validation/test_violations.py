@@ -560,7 +560,8 @@ def test_servers_have_a_model(tmp_path: Path) -> None:
     )
     found = [reason for reason in violations(config, 4) if "rollout" in reason]
     assert found == [
-        "strategy=separate takes servers of vLLM and SGLang, not rollout.engine=scripted. Set it to vllm."
+        "rollout.cpu_cache_gib=0.05 needs rollout.engine=vllm: nothing else reads it.",
+        "strategy=separate takes servers of vLLM and SGLang, not rollout.engine=scripted. Set it to vllm.",
     ]
 
 
