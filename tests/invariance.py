@@ -144,6 +144,39 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "EP2 x DP4, distributed optimizer": Layout(4, P(expert=2), SHARDED),
     },
 }
+# The later families: what each layout splits, and all of it at once.
+LATER_DENSE = {
+    name: LAYOUTS["qwen3"][name]
+    for name in (
+        "TP4 (2 key-value heads)",
+        "TP2, SP",
+        "PP2 x VPP2",
+        "TP2 x CP2, SP",
+        "DP4, distributed optimizer",
+        "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped",
+        "one process, full recompute",
+    )
+}
+LATER_MIXTURES = {
+    name: LAYOUTS["qwen3-moe"][name]
+    for name in (
+        "EP4",
+        "EP2 x TP2 x ETP2",
+        "EP2 x PP2 x VPP2",
+        "EP2 x CP2",
+        "EP2 x DP4, distributed optimizer",
+        "TP2, SP (whole experts)",
+    )
+} | {"TP2 x PP2, SP": LAYOUTS["qwen3"]["TP2 x PP2, SP"]}
+LATER = {
+    "glm4-moe": LATER_MIXTURES,
+    "glm4-moe-one-group": LATER_MIXTURES,
+    "olmo2": LATER_DENSE,
+    "phi3": LATER_DENSE,
+    "phi3-tied-part-of-heads": LATER_DENSE,
+    "seed-oss": LATER_DENSE,
+}
+LAYOUTS |= LATER
 # Models that see, on rows with pictures.
 WITH_PICTURES: dict[str, Layout] = {
     **{
