@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rftmega.options.environments import Tools
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import ordered
+from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import ScriptedEngine
 from rftmega.sampling_seeds import turn_seed
 from rftmega.strategy.phases import DevicePhases
@@ -243,6 +244,8 @@ class PlainLoop:
     place for. It is the `requests` of the engine, which it gives everything at once.
     """
 
+    wants_parts = False
+
     def __init__(self, engine: Any, known: Sequence[Known]):
         self._engine, self._known = engine, known
         self._loop = asyncio.new_event_loop()
@@ -269,6 +272,8 @@ class PlainLoop:
         for number, completion in zip(numbers, completions, strict=True):
             self._waiting.pop(number).set_result(completion)
         self._advance()
+
+    def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None: ...
 
     def stopped(self) -> bool:
         return False

@@ -4,7 +4,7 @@ Every method is called with the *whole* batch, on every process alike; how it is
 implementation's business.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rftmega.ragged import Ragged
@@ -148,6 +148,14 @@ class RolloutStream(Protocol):
         """Forgets groups, whether they have ended or not, and returns them: what the step under way
         had taken before a resume, and what another run has dropped.
         """
+
+    def unfinished(self) -> dict[str, Any]:
+        """Returns, in the first process, what there is of groups that have not ended, for a
+        checkpoint; {} where these begin again.
+        """
+
+    def load_unfinished(self, state: Mapping[str, Any]) -> None:
+        """Takes what `unfinished` gave before a resume, of groups that are begun again."""
 
 
 class Scorer(Protocol):

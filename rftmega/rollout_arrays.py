@@ -1,5 +1,6 @@
 """Many rollouts in a few tensors, to be shared, sent or saved."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,3 +154,47 @@ def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> Rollou
     if isinstance(rollouts, RolloutArrays):
         return rollouts.select(index)
     return RolloutArrays.of([rollouts[row] for row in index])
+
+
+def packed_answers(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
+    """Returns the columns; of each rollout how many trajectories it has, and what else a
+    RolloutPlace holds; and each trajectory's length, whether it is truncated, start, turns and
+    routes.
+    """
+    arrays = RolloutArrays.of(rollouts)
+    trajectories: list[list[Any]] = []
+    routes: list[Tensor | None] = []
+    numbered: list[list[Any] | None] = []
+    for place in arrays.places:
+        if place is None:
+            numbered.append(None)
+            continue
+        numbered.append([len(place.trajectories), *place[1:]])
+        for own in place.trajectories:
+            trajectories.append([own.length, own.truncated, own.start, list(map(list, own.turns))])
+            routes.append(own.routes)
+    return arrays.columns | {
+        "trajectories": trajectories,
+        "routes": routes,
+        "rollouts": numbered,
+    }
+
+
+def unpacked_answers(packed: dict[str, Any]) -> RolloutArrays:
+    """Returns what was packed."""
+    places, end = [], 0
+    for said, routes in zip(packed["trajectories"], packed["routes"], strict=True):
+        length, truncated, *more = said
+        begin = more[0] if more else end  # format 4 has none: they lie behind each other
+        turns = tuple(Turn(*turn) for turn in more[1]) if len(more) > 1 else ()
+        places.append(TrajectoryPlace(begin, length, truncated, routes, turns))
+        end = begin + length
+    left = iter(places)
+    rollouts: list[RolloutPlace | None] = []
+    for said in packed["rollouts"]:
+        if said is None:
+            rollouts.append(None)
+        else:
+            count, *known = said
+            rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), *known))
+    return RolloutArrays({name: packed[name] for name in COLUMNS}, rollouts)

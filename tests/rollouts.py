@@ -102,3 +102,4 @@ class Wrapped:
         self.take = requests.take
         self.finished = finished or requests.finished
         self.stopped = stopped or requests.stopped
+        self.wants_parts, self.broken_off = requests.wants_parts, requests.broken_off

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 MAY = os.geteuid() == 0 and shutil.which("ip") is not None
@@ -26,6 +27,11 @@ class TwoHosts(NamedTuple):
 
     def join(self) -> None:
         _ip("link", "set", f"{self.name}-a", "up")
+
+    def sent(self) -> int:
+        """Returns how many bytes went there until now."""
+        counters = Path(f"/sys/class/net/{self.name}-a/statistics/tx_bytes")
+        return int(counters.read_text())
 
     def limit(self, megabits: int) -> None:
         """Limits what is sent there to so many megabits a second."""

@@ -257,9 +257,9 @@ class RolloutConfig:
     """
 
     on_update: Literal["wait", "abort", "recompute", "keep"] = "recompute"
-    """What new weights do to requests in flight, with trainer.max_staleness: they finish first; are
-    cancelled, and go on from their tokens so far; go on over a cache that the new weights compute; or go
-    on over the old weights' cache, whose distribution is neither policy's.
+    """What new weights do to requests in flight, with trainer.max_staleness and strategy=separate: they
+    finish first; are cancelled, and go on from their tokens so far; go on over a cache that the new
+    weights compute; or go on over the old weights' cache, whose distribution is neither policy's.
     """
 
     order: str = ""
@@ -658,8 +658,9 @@ class TrainerConfig:
 
     max_staleness: NotNegativeInt = 0
     """Policy versions that a token may be behind when it is learnt from. 0: each step waits for its
-    rollouts. Above 0 (strategy=separate) rollouts never stop: so many batches more are under way, each
-    step takes the groups that finished first, and what would be older is dropped.
+    rollouts. Above 0 so many batches more are under way, each step takes the groups that finished first,
+    and what would be older is dropped. With strategy=separate rollouts never stop; colocated ones are
+    broken off, and go on in the next step (partial rollouts).
     """
 
     max_tokens_per_micro_batch: int = 16384
@@ -814,8 +815,8 @@ class RunConfig:
     """Python files with parts of your own (docs/algorithms.md), e.g. [my_parts.py]."""
 
     strategy: Literal["colocated", "separate"] = "colocated"
-    """colocated (engines in the trainer's processes, by turns) or separate (vLLM servers beside
-    them on this host).
+    """colocated (engines in the trainer's processes, by turns) or separate (servers beside
+    them, on this host or others).
     """
 
     backend: Literal["megatron", "fsdp"] = "megatron"

@@ -20,6 +20,7 @@ from rftmega import device
 from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.colocated_weights import ColocatedWeights, Phases
 from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
+from rftmega.dispatch.partial_rollouts import PartialRollouts
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt, Queue
 from rftmega.dispatch.stop_consensus import EVERY, StopConsensus
@@ -109,7 +110,18 @@ class EnginePool:
         has the rollouts so far, where there is no `enough`.
         """
         lengths = expected_lengths or [float(len(prompt.token_ids)) for prompt in prompts]
-        tasks = Tasks(prompts, seeds, lengths, sampling)
+        return self._generated(Tasks(prompts, seeds, lengths, sampling), reward, enough)
+
+    def _generated(
+        self,
+        tasks: Tasks,
+        reward: Reward | None,
+        enough: Enough | None,
+        partials: PartialRollouts | None = None,
+    ) -> RolloutArrays:
+        """Does what `generate` does; with `partials` answers go on where they were broken off, and
+        what is broken off now is noted.
+        """
         name = f"rollout {next(_rollouts)}"
         announced = self._announcements(f"{name}/{self.mine}")
         order = self._ordered(tasks)
@@ -126,6 +138,7 @@ class EnginePool:
             reward_limit=self.reward_limit,
             repeats=self.repeats,
             most_running=self.most_running,
+            partials=partials,
             loop=self._loop,
         )
         with pending:

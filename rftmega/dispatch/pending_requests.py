@@ -4,11 +4,12 @@ not run again.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from rftmega.dispatch.announcements import Announcements
+from rftmega.dispatch.partial_rollouts import PartialRollouts
 from rftmega.dispatch.request_queues import Queue
 from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.dispatch.running_rollouts import RunningRollouts
@@ -17,6 +18,7 @@ from rftmega.interfaces import Environment, Reward
 from rftmega.parallel import preemption
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request
+from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import Engine
 from rftmega.types import Completion, Prompt, Sampling
 
@@ -59,16 +61,18 @@ class PendingRequests:
         reward_limit: float = math.inf,
         repeats: int = 0,
         most_running: int = 1024,
+        partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes all tasks of the generation, of which the `queue` says whose they are.
 
         `announced`: None where the engine has one process. `reward_limit`: see RewardWorkers.
-        `repeats`, `loop`: see RunningRollouts. `most_running`: see EnginePool.
+        `repeats`, `partials`, `loop`: see RunningRollouts. `most_running`: see EnginePool.
         """
         self.repeats, self.most_running = repeats, most_running
         self.engine, self.tasks, self.queue, self.environment = engine, tasks, queue, environment
-        self.announced, self.loop = announced, loop
+        self.announced, self.partials, self.loop = announced, partials, loop
+        self.wants_parts = partials is not None
         self.judging = RewardWorkers(reward, tasks.prompts, limit=reward_limit)
         self._running: RunningRollouts | None = None  # in the engine's first process
 
@@ -109,6 +113,7 @@ class PendingRequests:
                 row_tokens=self.engine.row_tokens,
                 sampling=self.tasks.sampling,
                 repeats=self.repeats,
+                partials=self.partials,
                 loop=self.loop,
             )
         try:
@@ -154,6 +159,10 @@ class PendingRequests:
         self._stopped = self._stop()
         return self._stopped
 
+    def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
+        if self._running is not None:
+            self._running.broken_off(parts)
+
     def _taken(self, room: int, running: RunningRollouts) -> list[Request]:
         """Begins rollouts until there is no room, and returns their requests.
 
@@ -198,8 +207,8 @@ class PendingRequests:
             prompts = self.tasks.prompts
             # every process has the prompts
             short = [
-                (place, None if ids is prompts[place].token_ids else list(ids), seed, most)
-                for ids, seed, place, _, _, most in asked
+                (place, None if ids is prompts[place].token_ids else list(ids), seed, *limits)
+                for ids, seed, place, _, _, *limits in asked
             ]
             self.announced.say((short, self.queue.begun, self._every))
 
@@ -214,7 +223,7 @@ class PendingRequests:
                 place,
                 expected[place],
                 prompts[place].pictures,
-                most,
+                *limits,
             )
-            for place, ids, seed, most in short
+            for place, ids, seed, *limits in short
         ]

@@ -2,15 +2,17 @@
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+from rftmega.dispatch.partial_rollouts import PartialRollouts, digest
 from rftmega.dispatch.rollout_attempts import RolloutAttempts
 from rftmega.errors import ContextTooLong, EnvironmentFailed
 from rftmega.interfaces import Environment
 from rftmega.requests import Request
-from rftmega.sampling_seeds import turn_seed
+from rftmega.requests.partial_completion import NOTHING, PartialCompletion
+from rftmega.sampling_seeds import continued_seed, turn_seed
 from rftmega.types import Completion, Prompt, Rollout, Sampling
 
 PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
@@ -41,9 +43,19 @@ class RolloutModel:
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
         """Generates what follows `token_ids`; see `interfaces.Model`."""
-        seed = turn_seed(self._seed, self._turns)
-        self._turns += 1
-        return await self._running.completion(self._place, token_ids, seed, max_tokens or 0)
+        turn, self._turns = self._turns, self._turns + 1
+        seed = turn_seed(self._seed, turn)
+        return await self._running.completion(self._place, token_ids, turn, seed, max_tokens or 0)
+
+
+class Outstanding(NamedTuple):
+    """Outstanding is a request that an engine has not answered: who waits for it, and what it asks for."""
+
+    future: "asyncio.Future[Completion]"
+    place: int
+    turn: int
+    context: bytes  # digest
+    before: PartialCompletion  # what there was of the answer
 
 
 class RunningRollouts:
@@ -61,26 +73,28 @@ class RunningRollouts:
         row_tokens: int = sys.maxsize,
         sampling: Sampling = Sampling(),  # noqa: B008  it can't be changed
         repeats: int = 0,
+        partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
         its answer may have. `row_tokens`: context and answer together, as the engine takes them.
         `sampling`: the distribution that it draws tokens from.
         `repeats`: times that a rollout is run again after an InfrastructureFault, before it is lost.
+        `partials`: what there is of answers, and is to be noted; None: nothing, and nobody wants it.
         `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
         one.
         """
         self.row_tokens, self.sampling = row_tokens, sampling
         self.prompts, self.seeds = prompts, seeds
         self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
-        self.expected_lengths = expected_lengths
+        self.expected_lengths, self.partials = expected_lengths, partials
         self._loop = loop or asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
         self._silent: set[int] = set()  # of these, those that have asked nothing
         self._asked: list[Request] = []  # not yet taken
         # of requests: not yet taken, and then by number
-        self._new: list[asyncio.Future[Completion]] = []
-        self._answers: dict[int, asyncio.Future[Completion]] = {}
+        self._new: list[Outstanding] = []
+        self._answers: dict[int, Outstanding] = {}
         self._numbers = 0
         self._ended: dict[int, Rollout] = {}
         self._failed: tuple[int, BaseException] | None = None
@@ -118,10 +132,19 @@ class RunningRollouts:
     def answer(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
         """Gives the completions to the rollouts that asked for them, which go on."""
         for number, completion in zip(numbers, completions, strict=True):
-            waiting = self._answers.pop(number)
-            if not waiting.done():  # an environment may have given up waiting
-                waiting.set_result(completion)
+            asked = self._answers.pop(number)
+            if self.partials is not None:
+                more = PartialCompletion.of(completion)
+                completion = self._noted(asked, self.partials, more).whole()
+            if not asked.future.done():  # an environment may have given up waiting
+                asked.future.set_result(completion)
         self.advance()
+
+    def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
+        """Notes what there is of answers, by the number of the request."""
+        assert self.partials is not None
+        for number, part in parts.items():
+            self._noted(self._answers[number], self.partials, part)
 
     def wait(self, seconds: float) -> None:
         """Waits until a rollout asks for something or ends, at most so long."""
@@ -157,22 +180,42 @@ class RunningRollouts:
         self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
 
     async def completion(
-        self, place: int, token_ids: Sequence[int], seed: int, most: int = 0
+        self, place: int, token_ids: Sequence[int], turn: int, seed: int, most: int = 0
     ) -> Completion:
-        """Asks the engine for at most so many tokens (0: as many as it gives), and waits for the answer.
+        """Asks the engine for at most so many tokens (0: as many as it gives), and waits for the answer;
+        for the rest of one that was broken off.
 
         Raises ContextTooLong where the context leaves no room for one.
         """
         refuse_full_context(token_ids, self.row_tokens)
+        context, before = b"", NOTHING
+        if self.partials is not None:
+            context = digest(token_ids)
+            before = self.partials.known(place, turn, context)
+            if before.reason != "abort":
+                self._silent.discard(place)
+                return before.whole()
         future = self._loop.create_future()
         if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
             token_ids = tuple(map(int, token_ids))
+        if answered := len(before.token_ids):
+            token_ids = (*token_ids, *before.token_ids)
+            seed = continued_seed(seed, answered)
         expected, pictures = self.expected_lengths[place], self.prompts[place].pictures
-        self._asked.append(Request(token_ids, seed, place, expected, pictures, most))
-        self._new.append(future)
+        self._asked.append(Request(token_ids, seed, place, expected, pictures, most, answered))
+        self._new.append(Outstanding(future, place, turn, context, before))
         self._silent.discard(place)
         self._news.set()
         return await future
+
+    @staticmethod
+    def _noted(
+        asked: Outstanding, partials: PartialRollouts, more: PartialCompletion
+    ) -> PartialCompletion:
+        """Notes, and returns, the answer with what was generated of it now."""
+        answer = asked.before.with_more(more)
+        partials.note(asked.place, asked.turn, asked.context, answer)
+        return answer
 
     async def _run(self, place: int) -> None:
         try:

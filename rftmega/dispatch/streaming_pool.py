@@ -1,6 +1,6 @@
 """StreamingPool presents servers that generate all the time."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -118,6 +118,11 @@ class StreamingPool(ServerPool):
             for number in numbers:
                 self._runner.drop(number)
         return [self._under_way.pop(number) for number in numbers]
+
+    def unfinished(self) -> dict[str, Any]:
+        return {}
+
+    def load_unfinished(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         if self._runner is not None:

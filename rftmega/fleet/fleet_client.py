@@ -8,10 +8,10 @@ from contextlib import suppress
 from rftmega.errors import EngineFault
 from rftmega.fleet.health import ServerState
 from rftmega.fleet.line import Line, line_to
-from rftmega.fleet.partial_completion import NOTHING, PartialCompletion
 from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.requests import Request
+from rftmega.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.types import Completion, Sampling
 
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room

@@ -19,8 +19,8 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import door
 from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.fleet.line import Line
-from rftmega.fleet.partial_completion import NOTHING, PartialCompletion, StaleAnswer
 from rftmega.fleet.server import Server
+from rftmega.fleet.server_answers import StaleAnswer, answered
 from rftmega.fleet.server_client import EXPECT, PAUSES, ServerClient, answer_of
 from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
 from rftmega.fleet.server_requests import ServerRequests
@@ -31,6 +31,7 @@ from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
+from rftmega.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.rollout.base import Engine
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
@@ -349,7 +350,7 @@ class ServerEngine(Engine):
                 reply = await line.server.answer(line, body, seconds)
             check_expanded(request, reply["prompt_token_ids"])
             answer = answer_of(reply["choices"][0])
-        added = PartialCompletion.of(answer)
+        added = answered(answer)
         self.fleet.note_answer(line.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
             raise StaleAnswer(

@@ -1,9 +1,10 @@
 """Request asks an engine for one completion; Requests tells it what to answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from rftmega.media.placed import Placed
+from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.types import Completion, Prompt
 
 
@@ -17,10 +18,11 @@ class Request(NamedTuple):
     # of the tokens, which have a placeholder for each feature
     pictures: tuple[Placed, ...] = ()
     most: int = 0  # tokens of the answer; 0: as many as the engine gives
+    answered: int = 0  # of `token_ids` so many at the end are the answer's first
 
     def limit(self, longest: int) -> int:
-        """Returns how many tokens the answer may have, of an engine that gives at most `longest`."""
-        return min(self.most, longest) if self.most else longest
+        """Returns how many more tokens the answer may have, of an engine that gives at most `longest`."""
+        return (min(self.most, longest) if self.most else longest) - self.answered
 
 
 class Requests(Protocol):
@@ -28,6 +30,8 @@ class Requests(Protocol):
 
     Every process of an engine asks after the same steps.
     """
+
+    wants_parts: bool  # whether `broken_off` is to be told
 
     def take(self, room: int) -> Sequence[Request]:
         """Returns further requests for an engine with room for `room` more, at times some more than
@@ -42,12 +46,17 @@ class Requests(Protocol):
     def stopped(self) -> bool:
         """Says, after an engine's step, whether it is to leave what is not finished."""
 
+    def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
+        """Receives what there is of the answers that were left, by number."""
+
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
 class PromptBatch:
     """PromptBatch is Requests that are all there at once."""
+
+    wants_parts = False
 
     def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], finished: Finished):
         pairs = zip(prompts, seeds, strict=True)
@@ -68,6 +77,8 @@ class PromptBatch:
 
     def stopped(self) -> bool:
         return False
+
+    def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None: ...
 
     @property
     def completions(self) -> list[Completion]:

@@ -11,8 +11,17 @@ from torch import Tensor
 
 from rftmega.config import RolloutConfig
 from rftmega.requests import Request, Requests
+from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout.base import Engine
 from rftmega.types import Completion, Sampling
+
+
+def _first(answer: Completion, tokens: int) -> PartialCompletion:
+    """Returns the first so many tokens of an answer."""
+    whole = PartialCompletion.of(answer)
+    return PartialCompletion(
+        whole.token_ids[:tokens], whole.logprobs[:tokens], whole.of_tokens[:tokens]
+    )
 
 
 class ScriptedEngine(Engine):
@@ -35,6 +44,7 @@ class ScriptedEngine(Engine):
         answers: list[Completion] = []
         waiting, running = deque[int](), 0
         due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
+        begun_at: dict[int, int] = {}  # answer -> step before its first token
         while True:
             if (room := self.slots - running - len(waiting)) > 0:
                 begun = len(answers)
@@ -45,18 +55,24 @@ class ScriptedEngine(Engine):
             while waiting and running < self.slots:
                 number, running = waiting.popleft(), running + 1
                 due[self.steps + len(answers[number].token_ids)].append(number)
+                begun_at[number] = self.steps
             self.steps += 1
             if done := due.pop(self.steps, []):
                 running -= len(done)
                 requests.finished(done, [answers[number] for number in done])
             if requests.stopped():
+                if requests.wants_parts:
+                    left = [number for numbers in due.values() for number in numbers]
+                    requests.broken_off(
+                        {n: _first(answers[n], self.steps - begun_at[n]) for n in left}
+                    )
                 break
 
     def _cut(self, request: Request) -> Completion:
         """Returns the answer, cut off where the request says."""
         whole = self._completion(request.seed)
-        most = request.limit(len(whole.token_ids))
-        if most == len(whole.token_ids):
+        most = request.limit(self.longest)
+        if most >= len(whole.token_ids):
             return whole
         return Completion(
             whole.token_ids[:most], whole.logprobs[:most], "length", self.version or 0

@@ -7,6 +7,7 @@ right), never by patching.
 
 import logging
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,7 @@ from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request, Requests
+from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout.base import Engine
 from rftmega.types import Completion, Sampling
 
@@ -41,6 +43,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine import FinishReason  # noqa: E402
 
 from rftmega.rollout.pictures import (  # noqa: E402
     check_expanded,
@@ -96,6 +99,12 @@ def _is_mapped(file: Path) -> bool:
 def _itself(model: Any) -> Any:
     """Returns the model: vLLM applies this to its model to give it."""
     return model
+
+
+def _logprobs(answer: Any) -> list[float]:
+    """Returns the log-prob of each token of an answer of vLLM's."""
+    pairs = zip(answer.token_ids, answer.logprobs or (), strict=True)
+    return [at[token].logprob for token, at in pairs]
 
 
 class VLLMEngine(Engine):
@@ -201,6 +210,8 @@ class VLLMEngine(Engine):
                 if done:
                     requests.finished(list(done), list(done.values()))
                 stopped = requests.stopped()
+                if stopped and requests.wants_parts:
+                    requests.broken_off({number: self._part(number) for number in running})
                 room = self.slots - len(running)
                 has_room = room > 0 and not stopped and not self._waiting()
                 further = requests.take(room) if has_room else ()
@@ -245,11 +256,22 @@ class VLLMEngine(Engine):
         return outputs
 
     def _completion(self, answer: Any) -> Completion:
-        ids = answer.token_ids
         assert self.version is not None
         assert answer.finish_reason in ("stop", "length"), answer.finish_reason
-        logprobs = [at[token].logprob for token, at in zip(ids, answer.logprobs, strict=True)]
-        return Completion(ids, logprobs, answer.finish_reason, self.version)
+        return Completion(answer.token_ids, _logprobs(answer), answer.finish_reason, self.version)
+
+    def _part(self, number: int) -> PartialCompletion:
+        """Returns what there is of an answer."""
+        processor = self._llm.llm_engine.output_processor
+        (known,) = processor.external_req_ids[str(number)]
+        output = processor.request_states[known].make_request_output(
+            [], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+        )
+        answer = output.outputs[0]
+        assert self.version is not None
+        versions = array("i", [self.version]) * len(answer.token_ids)
+        ids, logprobs = array("i", answer.token_ids), array("f", _logprobs(answer))
+        return PartialCompletion(ids, logprobs, versions)
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)

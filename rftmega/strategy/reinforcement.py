@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.errors import ConfigError
@@ -101,7 +102,7 @@ class ReinforcementStrategy:
         self.reward_model: ValueModel | None = faces.get("reward_model")
         face: Any = ServerPool if separate else EnginePool
         if config.trainer.max_staleness:
-            face = StreamingPool
+            face = StreamingPool if separate else PartialRolloutPool
         self.engine_processes = world.size if separate else config.rollout.tensor
         self.engine: RolloutEngine = face(
             self.local_engine,

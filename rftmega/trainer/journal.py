@@ -7,12 +7,9 @@ more, and takes from the journal what is there instead of doing it again; the fi
 not there is where the run was stopped.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from rftmega.errors import CheckpointError, Preempted
 from rftmega.interfaces import (
@@ -23,7 +20,7 @@ from rftmega.interfaces import (
     ValueScorer,
 )
 from rftmega.ragged import Ragged
-from rftmega.rollout_arrays import COLUMNS, RolloutArrays, RolloutPlace, TrajectoryPlace
+from rftmega.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
 from rftmega.types import (
     Column,
     Completion,
@@ -33,7 +30,6 @@ from rftmega.types import (
     TokenStats,
     TokenValues,
     Trajectory,
-    Turn,
 )
 
 Result = TypeVar("Result")
@@ -262,50 +258,6 @@ def _unpacked(packed: Any) -> Any:
     if "token_ids" not in packed:
         return packed
     return _answers_of_format_3(packed) if "answers" in packed else unpacked_answers(packed)
-
-
-def packed_answers(rollouts: Answers) -> dict[str, Any]:
-    """Returns the columns; of each rollout how many trajectories it has, and what else a
-    RolloutPlace holds; and each trajectory's length, whether it is truncated, start, turns and
-    routes.
-    """
-    arrays = RolloutArrays.of(rollouts)
-    trajectories: list[list[Any]] = []
-    routes: list[Tensor | None] = []
-    numbered: list[list[Any] | None] = []
-    for place in arrays.places:
-        if place is None:
-            numbered.append(None)
-            continue
-        numbered.append([len(place.trajectories), *place[1:]])
-        for own in place.trajectories:
-            trajectories.append([own.length, own.truncated, own.start, list(map(list, own.turns))])
-            routes.append(own.routes)
-    return arrays.columns | {
-        "trajectories": trajectories,
-        "routes": routes,
-        "rollouts": numbered,
-    }
-
-
-def unpacked_answers(packed: dict[str, Any]) -> RolloutArrays:
-    """Returns what was packed."""
-    places, end = [], 0
-    for said, routes in zip(packed["trajectories"], packed["routes"], strict=True):
-        length, truncated, *more = said
-        begin = more[0] if more else end  # format 4 has none: they lie behind each other
-        turns = tuple(Turn(*turn) for turn in more[1]) if len(more) > 1 else ()
-        places.append(TrajectoryPlace(begin, length, truncated, routes, turns))
-        end = begin + length
-    left = iter(places)
-    rollouts: list[RolloutPlace | None] = []
-    for said in packed["rollouts"]:
-        if said is None:
-            rollouts.append(None)
-        else:
-            count, *known = said
-            rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), *known))
-    return RolloutArrays({name: packed[name] for name in COLUMNS}, rollouts)
 
 
 def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:

@@ -11,10 +11,11 @@ from rftmega.errors import ConfigError
 from rftmega.experience import complete
 from rftmega.interfaces import RolloutGroup, RolloutStream, TakenGroups
 from rftmega.ragged import Ragged
+from rftmega.rollout_arrays import packed_answers, unpacked_answers
 from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in
 from rftmega.trainer.group_collector import Wanted
-from rftmega.trainer.journal import Journal, packed_answers, unpacked_answers
+from rftmega.trainer.journal import Journal
 from rftmega.trainer.learnt_order import LearntGroups
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Rollout, Samples
@@ -320,8 +321,8 @@ class JournaledStream:
         return dropped
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups under way, and the rollouts of those that have ended, in the order in
-        which they did.
+        """Returns the groups under way, the rollouts of those that have ended, in the order in
+        which they did, and what the stream keeps of the others.
         """
         ended = self.stream.ended()
         groups = [
@@ -330,7 +331,8 @@ class JournaledStream:
         ]
         rollouts = [rollout for own in ended.values() for rollout in own]
         packed = packed_answers(rollouts) if rollouts else None
-        return {"under_way": groups, "ended": list(ended), "rollouts": packed}
+        known = {"under_way": groups, "ended": list(ended), "rollouts": packed}
+        return known | {"unfinished": self.stream.unfinished()}
 
     def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
         """Puts in what has ended. Returns the groups that must be begun again."""
@@ -343,6 +345,7 @@ class JournaledStream:
         for number in state["ended"]:
             own = [next(left) for _ in groups[number].seeds]
             self.stream.put(groups.pop(number), own)
+        self.stream.load_unfinished(state.get("unfinished", {}))
         return list(groups.values())
 
     def _replayed(self, name: str) -> TakenGroups | None:

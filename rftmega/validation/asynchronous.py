@@ -26,9 +26,7 @@ def asynchronous(config: RunConfig) -> list[str]:
     if not most:
         return found
     if config.strategy != "separate":
-        found.append(
-            f"trainer.max_staleness={most} needs strategy=separate: colocated engines have no device while the trainer learns."
-        )
+        found += _colocated(config)
     if config.algorithm.dynamic_sampling.oversample > 1:
         found.append(
             f"trainer.max_staleness={most} keeps more groups under way than a step learns from by itself. Leave "
@@ -38,5 +36,26 @@ def asynchronous(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.max_staleness={most} does not go with algorithm.replay.max_age={config.algorithm.replay.max_age}: both "
             "learn from answers of earlier versions. Leave one at 0."
+        )
+    return found
+
+
+def _colocated(config: RunConfig) -> list[str]:
+    """Lists what does not go with engines that have no device while the trainer learns."""
+    rollout, found = config.rollout, []
+    if rollout.ahead:
+        found.append(
+            "rollout.ahead=1 needs strategy=separate: colocated engines have no device while the trainer learns. "
+            "trainer.max_staleness=1 without it is for them."
+        )
+    if rollout.on_update != RolloutConfig.on_update:
+        found.append(
+            f"rollout.on_update={rollout.on_update} needs strategy=separate: what colocated engines have under way is broken "
+            "off, and its cache computed again. Leave it out."
+        )
+    if rollout.stop:
+        found.append(
+            f"rollout.stop={rollout.stop} does not go with trainer.max_staleness above 0 and strategy=colocated: a string that "
+            "spans the place at which an answer was broken off would not be seen. Leave one out."
         )
     return found

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
 
 from rftmega.config import ParallelConfig
 from rftmega.errors import EngineFault
@@ -25,7 +26,9 @@ from tests.two_hosts import MAY, TwoHosts, two_hosts
 KEY = "of this test"
 
 
-def server_of(hosts: TwoHosts, folder: Path, model: Path) -> "subprocess.Popen[bytes]":
+def server_of(
+    hosts: TwoHosts, folder: Path, model: Path, servers: int = 1
+) -> "subprocess.Popen[bytes]":
     """Runs `rftmega serve` on the other host."""
     rollout = {
         "max_prompt_tokens": 32, "max_response_tokens": 12, "cpu_cache_gib": 0.05, "max_batch": 8,
@@ -35,7 +38,7 @@ def server_of(hosts: TwoHosts, folder: Path, model: Path) -> "subprocess.Popen[b
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     serve = [sys.executable, "-m", "rftmega", "serve", str(folder / "run.yaml")]
     serve += ["--listen", hosts.there, "--roster", str(folder / "roster")]
-    serve += ["--logs", str(folder / "logs")]
+    serve += ["--logs", str(folder / "logs"), "--servers", str(servers)]
     with (folder / "serve.log").open("w") as said:
         return subprocess.Popen(
             hosts.command(*serve), env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
@@ -120,3 +123,57 @@ def test_a_server_on_another_host_follows_the_trainer_over_cuts_and_deaths(tmp_p
         for name, version in (("joined again", 1), ("started again", 2)):
             gap, versions = seen[name]
             assert gap < 1e-5 and versions == {version}
+
+
+def slow_link_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
+    """Pushes from four processes to two servers over 40 megabits a second: what went over the wire."""
+    os.environ[door.KEY] = KEY
+    roster = folder / "roster"
+    while not (roster.exists() and len(roster.read_text().splitlines()) == 2):
+        time.sleep(0.2)
+    trainer = Trainer(
+        world,
+        model,
+        folder,
+        ParallelConfig(tensor=2, pipeline=2),
+        transport="network",
+        roster=str(roster),
+        listen=hosts.here,
+    )
+    seen = []
+    try:
+        for version in range(2):
+            if world.rank == 0:
+                hosts.limit(40)
+            dist.barrier()
+            before = hosts.sent()
+            metrics = trainer.weights.push(version=version)
+            sent = hosts.sent() - before
+            seen.append((metrics, sent, trainer.gap()))
+            trainer.change(0.9)
+    finally:
+        trainer.engine.close()
+    return seen
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not MAY, reason="needs root and iproute2, to make a second host")
+def test_two_servers_get_the_least_of_bytes_from_a_trainer_of_four_over_a_slow_link(
+    tmp_path: Path,
+) -> None:
+    model = save_tiny(tmp_path / "model", "qwen3")
+    whole = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    with two_hosts() as hosts:
+        serving = server_of(hosts, tmp_path, model, servers=2)
+        try:
+            found = run_ranks(4, slow_link_body, tmp_path, model, hosts, timeout=500)
+        finally:
+            serving.send_signal(signal.SIGTERM)
+            assert serving.wait(60) == 0
+    for seen in found:
+        for version, (metrics, sent, (gap, versions)) in enumerate(seen):
+            assert gap < 1e-5 and versions == {version}
+            assert metrics["push_ratio"] == 1 and metrics["push_missed"] == 0
+            assert metrics["servers_healthy"] == 2
+            # each server gets every byte once; headers of TCP and messages are beside
+            assert 2 * whole <= sent < 2.2 * whole + 200_000

@@ -13,7 +13,7 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import wire
 from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
-from rftmega.fleet.partial_completion import PartialCompletion
+from rftmega.fleet.server_answers import answered
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
@@ -162,6 +162,6 @@ def test_servers_pause_as_the_option_says_and_no_new_request_reads_an_old_cache(
 
 
 def test_a_completion_of_one_version_says_so() -> None:
-    one = PartialCompletion.of(answer([4, 5], [("2", 0, 2)], "stop")).whole()
+    one = answered(answer([4, 5], [("2", 0, 2)], "stop")).whole()
     assert one == Completion((4, 5), (-1.0, -1.25), "stop", 2)
     assert not one.versions

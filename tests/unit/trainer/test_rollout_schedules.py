@@ -80,6 +80,11 @@ class Streams(Bigrams):
         there = [number for number in self.under if self.due[number] <= len(self.versions)]
         return {number: self.answers[number] for number in there}
 
+    def unfinished(self) -> dict[str, Any]:
+        return {}
+
+    def load_unfinished(self, state: dict[str, Any]) -> None: ...
+
 
 class Learnt(Observer):
     """What each step has learnt from: tasks, and versions of tokens."""

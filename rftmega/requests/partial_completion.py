@@ -1,16 +1,10 @@
-"""PartialCompletion holds what a server has answered, in one piece or in several."""
+"""PartialCompletion holds what an engine has answered, in one piece or in several."""
 
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import wire
 from rftmega.types import Completion
-
-
-class StaleAnswer(EngineFault):
-    """StaleAnswer is a server's that says that it has other weights than it was given."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +19,10 @@ class PartialCompletion:
     reason: str = "abort"
 
     @staticmethod
-    def of(answer: wire.ServerAnswer) -> "PartialCompletion":
-        """Raises StaleAnswer for tokens of no push, EngineError for some without a version or a log-prob."""
-        ids, logprobs = wire.numbers("i", answer.token_ids), wire.numbers("f", answer.logprobs)
-        versions = array("i")
-        for version, start, end in answer.spans:
-            said = f"A server answered under weights {version!r} from token {start} on."
-            if not version.isdecimal():
-                raise StaleAnswer(said)
-            if start != len(versions):
-                raise EngineError(said)
-            versions.extend([int(version)] * (end - start))
-        if not len(ids) == len(logprobs) == len(versions):
-            raise EngineError(
-                f"A server gave {len(ids)} tokens, {len(logprobs)} log-probs and the versions of {len(versions)}."
-            )
-        return PartialCompletion(ids, logprobs, versions, answer.reason)
+    def of(answer: Completion) -> "PartialCompletion":
+        """Returns a completion that has ended. What its engine tells of experts is left out."""
+        versions = answer.versions or array("i", [answer.policy_version]) * len(answer.token_ids)
+        return PartialCompletion(answer.token_ids, answer.logprobs, versions, answer.finish_reason)  # type: ignore[arg-type]
 
     def with_more(self, more: "PartialCompletion") -> "PartialCompletion":
         """Returns both, one behind the other."""
