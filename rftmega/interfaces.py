@@ -114,6 +114,9 @@ class TakenGroups(NamedTuple):
 class RolloutStream(Protocol):
     """RolloutStream rolls groups out while others are learnt from. Every process calls it alike."""
 
+    # whether rollouts stand still unless groups are waited for, so that they are the same in every run
+    stands_still: bool
+
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: "Reward | None"
     ) -> None:

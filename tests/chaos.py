@@ -52,6 +52,18 @@ RUNS: dict[str, tuple[int, int, int, list[str]]] = {  # processes, kills, reques
         5,
         ["parallel.tensor=2", "optimizer.distributed=true"],
     ),
+    "scripted, partial rollouts, PP2": (
+        2,
+        5,
+        5,
+        [
+            "parallel.pipeline=2",
+            "trainer.max_staleness=2",
+            "algorithm.importance_sampling=token",
+            "rollout.max_response_tokens=40",
+            "rollout.max_batch=8",
+        ],
+    ),
     "vllm, TP2": (
         2,
         4,

@@ -34,6 +34,8 @@ class PartialRolloutPool(EnginePool):
     same number of steps, so the same run takes the same groups. All processes know the same.
     """
 
+    stands_still = True
+
     def __init__(self, *arguments: Any, **options: Any):
         """Collective. The arguments are EnginePool's."""
         super().__init__(*arguments, **options)
@@ -102,6 +104,7 @@ class PartialRolloutPool(EnginePool):
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
         if not state:
             return
+        self._whole = {}
         rollouts = unpacked_answers(state["rollouts"])
         for (number, which), rollout in zip(state["whole"], rollouts, strict=True):
             assert rollout is not None

@@ -27,6 +27,8 @@ class StreamingPool(ServerPool):
     The first process runs them; all know which are under way.
     """
 
+    stands_still = False
+
     def __init__(self, engine: ServerEngine, *arguments: Any, reward_limit: float, **options: Any):
         """Collective. The arguments are EnginePool's."""
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)

@@ -21,6 +21,7 @@ from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Rollout, Samples
 
 log = logging.getLogger(__name__)
+LEFT = "what is left under way"
 
 
 class Rolls(Protocol):
@@ -340,23 +341,34 @@ class JournaledStream:
             number: RolloutGroup(number, Prompt(tuple(prompt[0]), *prompt[1:]), tuple(seeds))
             for number, prompt, seeds in state["under_way"]
         }
+        self._put(groups, state)
+        for number in state["ended"]:
+            groups.pop(number)
+        return list(groups.values())
+
+    def _put(self, groups: Mapping[int, RolloutGroup], state: dict[str, Any]) -> None:
+        """Puts in what had ended, and what there was of other rollouts."""
         rollouts = complete(unpacked_answers(state["rollouts"])) if state["ended"] else ()
         left = iter(rollouts)
         for number in state["ended"]:
             own = [next(left) for _ in groups[number].seeds]
-            self.stream.put(groups.pop(number), own)
+            self.stream.put(groups[number], own)
         self.stream.load_unfinished(state.get("unfinished", {}))
-        return list(groups.values())
 
     def _replayed(self, name: str) -> TakenGroups | None:
         if self.journal is None or not self.journal.behind:
             return None
         numbers = self.journal.replay(f"numbers of {name}")["numbers"]
+        if self.stream.stands_still:
+            groups = {group.number: group for group in self.under_way}
+            self._put(groups, self.journal.replay(LEFT))
         return TakenGroups(self.stream.forget(numbers), self.journal.replay(name))
 
     def _kept(self, name: str, taken: TakenGroups) -> TakenGroups:
         if self.journal is not None:
             numbers = [group.number for group in taken.groups]
             self.journal.keep(f"numbers of {name}", {"numbers": numbers})
+            if self.stream.stands_still:
+                self.journal.keep(LEFT, self.state())
             self.journal.record(name, taken.rollouts)
         return taken
