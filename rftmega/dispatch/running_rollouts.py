@@ -222,8 +222,8 @@ class RunningRollouts:
             self._ended[place] = await self._attempts.run(
                 self.prompts[place], lambda: RolloutModel(self, place, self.seeds[place])
             )
-        except (Exception, asyncio.CancelledError) as error:
-            if self._closing:
+        except BaseException as error:  # of any kind, or the engine waits for ever
+            if self._closing or isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             self._failed = place, error
         self._tasks.pop(place)

@@ -19,6 +19,7 @@ from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
+from rftmega.trainer.journal import Journal
 from rftmega.trainer.rollout_schedules import JournaledStream
 from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_engine_faults import Pushes
@@ -65,36 +66,49 @@ def told(rollouts: Sequence[Rollout | None]) -> list[Any]:
     return found  # fmt: skip
 
 
-def steps_body(world: World, resumed_at: int) -> Any:
-    """Steps of a run: what is taken and dropped in each. Another pool goes on from step
-    `resumed_at`.
+def of_first(state: Any) -> Any:
+    """What the first process has, on all."""
+    given = [state]
+    dist.broadcast_object_list(given)
+    return given[0]
+
+
+def step_of(pool: PartialRolloutPool, journal: Journal, step: int, groups: Any) -> dict[str, Any]:
+    """Takes two groups of those under way and of these."""
+    stream = JournaledStream(pool, journal)
+    pool.weights.push(version=step)  # type: ignore[union-attr]
+    dropped = [group.number for group in stream.drop(step - 2)]
+    pool.begin(groups, sampling=Sampling(1.0), reward=scored)
+    asked_beside = pool.generate([Prompt((4,))], seeds=[step], sampling=Sampling(0.0))
+    taken = stream.take(min(2, len(pool.under_way)))
+    return {
+        "dropped": dropped,
+        "taken": [group.number for group in taken.groups],
+        "rollouts": told(taken.rollouts),
+        "beside": told(asked_beside)[0][0],
+        "under way": sorted(group.number for group in pool.under_way),
+    }
+
+
+def steps_body(world: World, resumed_at: int, within: bool) -> Any:
+    """Steps of a run: what is taken and dropped in each. Another pool does step `resumed_at` again,
+    with what is known of it if it was stopped `within` it, and goes on from there.
     """
     pool, seen, left = scripted_pool(world), [], list(GROUPS)
     for step in range(5):
-        if step == resumed_at:
-            (state, *_) = [JournaledStream(pool, None).state()]
-            told_by_first = [state]
-            dist.broadcast_object_list(told_by_first)
-            pool.close()
-            pool = scripted_pool(world)
-            begun = JournaledStream(pool, None).load_state(told_by_first[0])
-            pool.begin(begun, sampling=Sampling(1.0), reward=scored)
-        pool.weights.push(version=step)  # type: ignore[union-attr]
-        dropped = [group.number for group in pool.drop(step - 2)]
+        journal = Journal()
+        before = of_first(JournaledStream(pool, journal).state())
         new, left = left[: 6 - len(pool.under_way)], left[6 - len(pool.under_way) :]
-        pool.begin(new, sampling=Sampling(1.0), reward=scored)
-        asked_beside = pool.generate([Prompt((4,))], seeds=[step], sampling=Sampling(0.0))
-        most = min(2, len(pool.under_way))
-        taken = pool.take(most)
-        seen.append(
-            {
-                "dropped": dropped,
-                "taken": [group.number for group in taken.groups],
-                "rollouts": told(taken.rollouts),
-                "beside": told(asked_beside)[0][0],
-                "under way": sorted(group.number for group in pool.under_way),
-            }
-        )
+        seen.append(step_of(pool, journal, step, new))
+        if step == resumed_at:
+            done = of_first(journal.state()) if within else []
+            pool.close()
+            pool, again = scripted_pool(world), Journal()
+            again.load_state(done)
+            begun = JournaledStream(pool, again).load_state(before)
+            pool.begin(begun, sampling=Sampling(1.0), reward=scored)
+            seen[-1] = step_of(pool, again, step, new)
+            assert not again.behind
     pool.join()
     assert pool.take_these([group.number for group in pool.under_way])
     assert not pool.under_way
@@ -103,9 +117,9 @@ def steps_body(world: World, resumed_at: int) -> Any:
 
 
 def test_groups_go_on_in_the_next_step_and_each_is_taken_or_dropped_once() -> None:
-    first, other = run_ranks(2, steps_body, -1)
+    first, other = run_ranks(2, steps_body, -1, False)
     assert first == other, "processes know otherwise"
-    (alone,) = run_ranks(1, steps_body, -1)
+    (alone,) = run_ranks(1, steps_body, -1, False)
     mixed = 0
     for seen in (first, alone):
         numbers = [number for step in seen for number in (*step["taken"], *step["dropped"])]
@@ -122,10 +136,10 @@ def test_groups_go_on_in_the_next_step_and_each_is_taken_or_dropped_once() -> No
     assert mixed > 3, "nothing went on"
 
 
-@pytest.mark.parametrize("resumed_at", [2, 3])
-def test_a_resume_goes_on_from_the_same_tokens(resumed_at: int) -> None:
-    whole, _ = run_ranks(2, steps_body, -1)
-    again, _ = run_ranks(2, steps_body, resumed_at)
+@pytest.mark.parametrize(("resumed_at", "within"), [(2, False), (3, False), (2, True), (3, True)])
+def test_a_resume_goes_on_from_the_same_tokens(resumed_at: int, within: bool) -> None:
+    whole, _ = run_ranks(2, steps_body, -1, False)
+    again, _ = run_ranks(2, steps_body, resumed_at, within)
     assert json.dumps(again) == json.dumps(whole)
 
 

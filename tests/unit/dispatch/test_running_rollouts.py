@@ -114,7 +114,7 @@ class Watches:
         first = await model.generate(task.token_ids)
         self.seen.append(f"{task.index} has an answer")
         if task.index == 1:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
             self.seen.append("1 has asked again")
             await model.generate(task.token_ids)
         return [Trajectory.of(task.token_ids, first)]
@@ -146,6 +146,21 @@ def test_an_answer_that_nobody_waits_for_any_more_is_dropped() -> None:
     engine = scripted(slots=20)
     found = rollouts_of(engine, Impatient(), stop=lambda: bool(time.sleep(0.002)))
     assert len(found) == 9
+
+
+class Odd(BaseException):
+    """Odd is no Exception, as what pytest.fail raises is none."""
+
+
+class Raises:
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        await model.generate(task.token_ids)
+        raise Odd
+
+
+def test_an_environment_that_raises_no_exception_is_named_as_well() -> None:
+    with pytest.raises(EnvironmentFailed, match="Raises failed with Odd"):
+        rollouts_of(scripted(), Raises())
 
 
 class Cancels:

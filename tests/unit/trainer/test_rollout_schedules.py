@@ -257,6 +257,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(schedule: Any) -> None:
     after.fit(12, skip=drawn)
     torch.testing.assert_close(after.policy.table, whole.policy.table, rtol=0, atol=0)
     assert [*before.learnt.tasks, *after.learnt.tasks] == whole.learnt.tasks
+    begun = [*before.policy.begun, *after.policy.begun]
+    assert len(begun) == len(set(begun)), "what has ended was rolled out again"
 
 
 def test_a_step_that_was_broken_off_behind_its_groups_goes_on_with_them() -> None:
