@@ -76,16 +76,21 @@ class Fleet:
             member.server.wait()
             self._check(member.server)
             member.health.came()
-        if self._client is not None:
-            self._wait_for_one_elsewhere()
+        self.wait_for_one_elsewhere()
 
-    def _wait_for_one_elsewhere(self) -> None:
+    def wait_for_one_elsewhere(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Waits, where servers are elsewhere, until one can be given weights; `stop` breaks it off.
+
+        Raises EngineError where none comes in START_SECONDS.
+        """
+        if self._client is None:
+            return
         asked = [*self._addresses, *([f"those of {self._roster}"] if self._roster else [])]
         begin = time.monotonic()
         self.renew()
         if not self.reachable:
             log.info("waiting for a server: %s", ", ".join(asked))
-        while not self.reachable:
+        while not self.reachable and not stop():
             if time.monotonic() - begin > server_client.START_SECONDS:
                 raise EngineError(
                     f"No server could be used within {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether "

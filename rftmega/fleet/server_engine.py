@@ -29,6 +29,7 @@ from rftmega.fleet.stock_client import StockClient
 from rftmega.interfaces import WeightSync
 from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
+from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
@@ -235,9 +236,12 @@ class ServerEngine(Engine):
         """Returns the servers that can take a push; they have stopped for it as rollout.on_update
         says.
 
-        Raises EngineFault where there is none.
+        Raises EngineFault where there is none. Waits where all are elsewhere and have ended: their
+        owner starts them again.
         """
         errors = self.fleet.renew()
+        if not self.fleet.reachable:
+            self.fleet.wait_for_one_elsewhere(preemption.asked)
         stopped = each_at_once(self._stopped, self.fleet.reachable)
         found = [each for each in stopped if each is not None]
         if not found:
