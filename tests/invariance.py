@@ -361,7 +361,13 @@ def learn_body(
 def runs_of(folder: Path, layout: Layout, settings: list[Setting]) -> list[list[dict[str, Any]]]:
     """[setting][rank]; weights are rank 0's (the exporter's own tests compare the ranks)."""
     by_rank = run_ranks(
-        layout.processes, learn_body, folder, layout, settings, preloaded=layout.preloaded
+        layout.processes,
+        learn_body,
+        folder,
+        layout,
+        settings,
+        timeout=120.0 + 60.0 * len(settings),
+        preloaded=layout.preloaded,
     )
     return [list(found) for found in zip(*by_rank, strict=True)]
 
