@@ -186,7 +186,7 @@ class Algorithm:
             temperature=config.rollout.temperature,
             seed=config.trainer.seed,
             config=described,
-            pushes=not config.trainer.max_staleness,
+            pushes=config.strategy == "colocated" or not config.trainer.max_staleness,
         )
 
     def refill(self, host: Host | None = None) -> DynamicSampler:

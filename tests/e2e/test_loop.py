@@ -480,3 +480,18 @@ def processes() -> list[tuple[int, bytes]]:
             if line := file.read_bytes():
                 found.append((os.getsid(int(file.parent.name)), line))
     return found
+
+
+def test_a_step_whose_answers_are_all_of_earlier_weights_has_its_gap_measured(
+    arithmetic: Path, tmp_path: Path, train: Run
+) -> None:
+    """On colocated vLLM, which has slept by then: it gets the weights again."""
+    done = train(
+        *(arithmetic / "run.yaml", "--processes", 2, "parallel.pipeline=2", "rollout.engine=vllm"),
+        *("rollout.cpu_cache_gib=0.05", "trainer.max_staleness=2", "trainer.steps=4", "data.eval="),
+        *("algorithm.importance_sampling=token", f"trainer.output={tmp_path}"),
+    )
+    assert done.returncode == 0, done.stderr
+    steps = metrics_of(tmp_path)[1:]
+    assert any(step["staleness_0"] == 0 for step in steps if step["staleness"] > 0)
+    assert all(step["staleness_max"] <= 2 and step["logprob_gap_max"] < 1e-4 for step in steps)
