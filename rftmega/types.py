@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import TypeVar
 
-from rftmega.media.placed import Placed, RowPictures
+from rftmega.media.placed import Placed, RowPictures, placed_from_state
 from rftmega.ragged import Ragged
 
 Metrics = dict[str, float]
@@ -46,6 +46,19 @@ class Prompt:
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
     # in the order of their places; `token_ids` has as many placeholders as they have features
     pictures: tuple[Placed, ...] = ()
+
+    def state(self) -> list[Any]:
+        """Returns the prompt as JSON has it, but for pictures that are in no file: tensors."""
+        plain = [self.label, self.index, self.kind, self.record, self.task]
+        return [list(self.token_ids), *plain, [each.state() for each in self.pictures]]
+
+    @staticmethod
+    def from_state(state: Sequence[Any]) -> "Prompt":
+        """Returns what `state` gave; a checkpoint before format 4 has fewer fields."""
+        token_ids, *plain = state[:6]
+        known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
+        pictures = state[6] if len(state) > 6 else ()
+        return Prompt(tuple(token_ids), **known, pictures=tuple(map(placed_from_state, pictures)))
 
 
 class Sampling(NamedTuple):

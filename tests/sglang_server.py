@@ -172,6 +172,11 @@ class Server:
         return {}
 
     async def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("load_format") in (
+            None,
+            "dummy",
+        ):  # its own: it was started with random weights
+            raise Refused("Failed to get model loader")
         await self._quiet()
         tensors: dict[str, Any] = {}
         for file in sorted(Path(body["model_path"]).glob("*.safetensors")):

@@ -245,6 +245,8 @@ class EnginePool:
             together.wait(broken=True)  # others' engines go on, and decisions need everybody
         if together.given_up:
             raise Preempted
+        if pending.wants_parts:  # what is not told here would be run, and scored, again
+            together.finish()
         if broken and not enough(together.answers):
             raise broken
         return together.answers

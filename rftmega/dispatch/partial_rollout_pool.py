@@ -27,8 +27,9 @@ Sample = tuple[int, int]  # a group's number, and which of its rollouts
 
 class PartialRolloutPool(EnginePool):
     """PartialRolloutPool is a RolloutEngine and a RolloutStream: engines work while groups are waited
-    for. What has not ended when enough groups have keeps its tokens, and goes on from them when
-    groups are waited for again, under the weights of then.
+    for. When enough groups have ended, the engines stop. Answers that are not finished keep their
+    tokens, and go on from them when groups are waited for again, under the weights that are the newest
+    then.
 
     (Kimi k1.5, arXiv:2501.12599, section 2.6.2, calls it partial rollouts.) Engines stop after the
     same number of steps, so the same run takes the same groups. All processes know the same.
@@ -40,7 +41,8 @@ class PartialRolloutPool(EnginePool):
         """Collective. The arguments are EnginePool's."""
         super().__init__(*arguments, **options)
         self._groups: dict[int, RolloutGroup] = {}  # under way, in the order in which they began
-        self._ended: dict[int, list[Rollout]] = {}  # in the order in which they did
+        # of one generation in the order in which they began
+        self._ended: dict[int, list[Rollout]] = {}
         # of groups that have not ended: rollouts that have, and what was answered in others
         self._whole: dict[Sample, Rollout] = {}
         self._partial: dict[Sample, PartialRollout] = {}
@@ -53,8 +55,7 @@ class PartialRolloutPool(EnginePool):
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: Reward | None
     ) -> None:
-        """Begins groups. All that are under way have the same sampling, and the reward given last."""
-        assert not self._groups or sampling == self._sampling, "others are drawn otherwise"
+        """Begins groups. All that are under way go on with the sampling and the reward given last."""
         self._sampling, self._reward = sampling, reward
         self._groups |= {group.number: group for group in groups}
 
@@ -95,6 +96,7 @@ class PartialRolloutPool(EnginePool):
             return {}
         partial = dict(enumerate(self._partial.values()))
         return {
+            "limits": self._limits,
             "whole": [*map(list, self._whole)],
             "rollouts": packed_answers([*self._whole.values()]),
             "partial": [*map(list, self._partial)],
@@ -102,7 +104,8 @@ class PartialRolloutPool(EnginePool):
         }
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
-        if not state:
+        """Rollouts begin again where answers may have other lengths now."""
+        if not state or state["limits"] != self._limits:
             return
         self._whole = {}
         rollouts = unpacked_answers(state["rollouts"])
@@ -112,6 +115,10 @@ class PartialRolloutPool(EnginePool):
         partial = unpacked_partials(state["answers"])
         samples = [(number, which) for number, which in state["partial"]]
         self._partial = {samples[number]: own for number, own in partial.items()}
+
+    @property
+    def _limits(self) -> list[int]:
+        return [getattr(self.engine, "longest", 0), self.engine.row_tokens]
 
     @property
     def _first_process(self) -> bool:
@@ -146,7 +153,12 @@ class PartialRolloutPool(EnginePool):
         found = self._generated(
             Tasks(prompts, seeds, lengths, self._sampling), self._reward, suffices, partials
         )
-        noted = everywhere(partials.noted if self.speaks else {}, self.host)
+        unfinished = {
+            place: own
+            for place, own in partials.noted.items()
+            if self.speaks and found[place] is None
+        }
+        noted = everywhere(unfinished, self.host)
         for place, (sample, rollout) in enumerate(zip(samples, found, strict=True)):
             if rollout is not None:
                 self._whole[sample] = rollout

@@ -2,6 +2,8 @@
 requests until then.
 """
 
+from collections.abc import Mapping, Sequence
+
 from rftmega.dispatch.gathered_rollouts import gathered
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.dispatch.reward_workers import RewardWorkers
@@ -63,6 +65,12 @@ class StopConsensus:
                 return True
         return False
 
+    def finish(self) -> None:
+        """Tells everybody what has ended since the last decision, scores included; a collective."""
+        own = self.judging.scored(self._told) if self.speaks else {}
+        where, rollouts, _ = gathered(own, self.host)
+        self._note(where, rollouts)
+
     def _decide(self, *, idle: bool, broken: bool = False) -> bool:
         """Decides; a collective."""
         self._steps = 0
@@ -76,11 +84,14 @@ class StopConsensus:
         before, self._answered = self._answered, len(self.judging.answered)
         room = 0 if broken else self.queue.room(self._answered, self._answered - before)
         where, rollouts, told = gathered(own, self.host, done, asked, room)
-        for task, number in where.items():
-            self.answers[task] = rollouts[number]
+        self._note(where, rollouts)
         self.over = self.enough(self.answers)
         self.given_up = not self.over and any(asked for _, asked, _ in told)
         if not self.over and not self.given_up:
             dealt = self.queue.deal([room for *_, room in told[:: self.processes]])
             self.over = not dealt and all(done for done, *_ in told)
         return self.over or self.given_up
+
+    def _note(self, where: Mapping[int, int], rollouts: Sequence[Rollout | None]) -> None:
+        for task, number in where.items():
+            self.answers[task] = rollouts[number]

@@ -13,6 +13,7 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import server_client
 from rftmega.fleet.health import ServerHealth, ServerState
 from rftmega.fleet.server_client import ServerClient
+from rftmega.parallel.watchdog import mark
 from rftmega.types import Metrics
 
 LOOK_SECONDS = 0.5  # between two looks whether a server has come
@@ -94,8 +95,9 @@ class Fleet:
             if time.monotonic() - begin > server_client.START_SECONDS:
                 raise EngineError(
                     f"No server could be used within {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether "
-                    "`rftmega serve` runs there, with the same key and vLLM; one that answers and does not fit is named above."
+                    "they run, with the same key and the right version; one that answers and does not fit is named above."
                 )
+            mark()
             time.sleep(LOOK_SECONDS)
             self.renew()
 

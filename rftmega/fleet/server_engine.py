@@ -241,7 +241,10 @@ class ServerEngine(Engine):
         """
         errors = self.fleet.renew()
         if not self.fleet.reachable:
-            self.fleet.wait_for_one_elsewhere(preemption.asked)
+            try:
+                self.fleet.wait_for_one_elsewhere(preemption.asked)
+            except EngineError as error:  # so that the run is started again
+                raise EngineFault(str(error)) from error
         stopped = each_at_once(self._stopped, self.fleet.reachable)
         found = [each for each in stopped if each is not None]
         if not found:
@@ -337,8 +340,10 @@ class ServerEngine(Engine):
         run's, EngineError where it can't answer.
         """
         parameters = self._parameters(request, sampling)
-        parameters["max_tokens"] -= len(before.token_ids)
-        parameters["seed"] = continued_seed(request.seed, len(before.token_ids))
+        begun = len(before.token_ids)
+        room = self.row_tokens - len(request.token_ids)
+        parameters["max_tokens"] = min(parameters["max_tokens"], room) - begun
+        parameters["seed"] = continued_seed(request.seed, begun)
         context = [*request.token_ids, *before.token_ids]
         seconds, oldest = self.config.deadline_seconds, self.newest
         # what other weights have computed is not for a new request

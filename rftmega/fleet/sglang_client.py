@@ -33,6 +33,7 @@ class SGLangClient(ServerClient):
     )
     _keeps_cache = False  # over the push that it has stopped for
     _group = ""  # over which weights come
+    _begun = False  # the update of the next `take`
 
     def refuse_other_version(self) -> None:
         """Raises EngineError where it is no SGLang of VERSION."""
@@ -67,6 +68,8 @@ class SGLangClient(ServerClient):
         self._keeps_cache = on_update == "keep"
         if on_update in PAUSES:
             self.post("pause_generation", {"mode": PAUSES[on_update]})
+        elif self._group:  # the update waits for the answers in flight, before anything is sent
+            self._begin()
 
     def join(self, init_info: dict[str, Any]) -> None:
         """`init_info`: the fields of InitWeightsUpdateGroupReqInput.
@@ -94,14 +97,13 @@ class SGLangClient(ServerClient):
             "flush_cache": not self._keeps_cache,
         }
         if "weights_path" in update_info:
-            body = {"model_path": update_info["weights_path"], **last}
+            # its own format is that of its start: none, for random weights
+            body = {"model_path": update_info["weights_path"], "load_format": "auto", **last}
             self.post("update_weights_from_disk", body)
             return
-        if self.updating:
-            with suppress(EngineError):
-                self.post("end_weight_update", {})
-        self.updating = True
-        self.post("begin_weight_update", {})
+        if not self._begun:
+            self._begin()
+        self._begun = False
         messages = update_info["messages"]
         for number, message in enumerate(messages, start=1):
             end = last if number == len(messages) else {"flush_cache": False}
@@ -109,6 +111,14 @@ class SGLangClient(ServerClient):
             self.post("update_weights_from_distributed", body)
         self.post("end_weight_update", {})
         self.updating = False
+
+    def _begin(self) -> None:
+        """Begins an update, once what broke off is ended."""
+        if self.updating:
+            with suppress(EngineError):
+                self.post("end_weight_update", {})
+        self.updating = self._begun = True
+        self.post("begin_weight_update", {})
 
     def land(self, version: int) -> None:
         self.post("continue_generation", {})

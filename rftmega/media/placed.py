@@ -144,10 +144,10 @@ class RowPictures:
     @staticmethod
     def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowPictures":
         """Returns what `state` gave."""
-        return RowPictures(tuple(tuple(map(_from_state, row)) for row in state))
+        return RowPictures(tuple(tuple(map(placed_from_state, row)) for row in state))
 
 
-def _from_state(state: Sequence[Any]) -> Placed:
+def placed_from_state(state: Sequence[Any]) -> Placed:
     """Returns a picture, which has a grid in the third place, or a waveform, which has a number."""
     kind = PlacedPicture if isinstance(state[2], Sequence) else PlacedWaveform
     return kind.from_state(state)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 from rftmega.types import Prompt
@@ -52,12 +52,12 @@ class PromptQueue(Iterator[list[Prompt]]):
         The size of a batch is the resumed run's own: the first batch that its source gives says it.
         """
         return {
-            "waiting": [list(astuple(prompt)) for prompt in self._waiting],
+            "waiting": [prompt.state() for prompt in self._waiting],
             "drawn": self._drawn,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._waiting = deque(Prompt(tuple(ids), *rest) for ids, *rest in state["waiting"])
+        self._waiting = deque(map(Prompt.from_state, state["waiting"]))
         if "drawn" in state:
             self._drawn = state["drawn"]
         else:  # of a checkpoint before format 4

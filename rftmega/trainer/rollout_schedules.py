@@ -4,7 +4,6 @@ learns.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any, Protocol
 
 from rftmega.errors import ConfigError
@@ -327,8 +326,7 @@ class JournaledStream:
         """
         ended = self.stream.ended()
         groups = [
-            [group.number, list(astuple(group.prompt)), list(group.seeds)]
-            for group in self.under_way
+            [group.number, group.prompt.state(), list(group.seeds)] for group in self.under_way
         ]
         rollouts = [rollout for own in ended.values() for rollout in own]
         packed = packed_answers(rollouts) if rollouts else None
@@ -338,7 +336,7 @@ class JournaledStream:
     def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
         """Puts in what has ended. Returns the groups that must be begun again."""
         groups = {
-            number: RolloutGroup(number, Prompt(tuple(prompt[0]), *prompt[1:]), tuple(seeds))
+            number: RolloutGroup(number, Prompt.from_state(prompt), tuple(seeds))
             for number, prompt, seeds in state["under_way"]
         }
         self._put(groups, state)

@@ -53,6 +53,11 @@ def _colocated(config: RunConfig) -> list[str]:
             f"rollout.on_update={rollout.on_update} needs strategy=separate: what colocated engines have under way is broken "
             "off, and its cache computed again. Leave it out."
         )
+    if rollout.engine == "transformers":
+        found.append(
+            f"trainer.max_staleness={config.trainer.max_staleness} with strategy=colocated breaks answers off, which "
+            "rollout.engine=transformers can't: it gives one after the other. Set it to vllm."
+        )
     if rollout.stop:
         found.append(
             f"rollout.stop={rollout.stop} does not go with trainer.max_staleness above 0 and strategy=colocated: a string that "

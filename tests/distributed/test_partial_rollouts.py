@@ -78,7 +78,7 @@ def step_of(pool: PartialRolloutPool, journal: Journal, step: int, groups: Any) 
     stream = JournaledStream(pool, journal)
     pool.weights.push(version=step)  # type: ignore[union-attr]
     dropped = [group.number for group in stream.drop(step - 2)]
-    pool.begin(groups, sampling=Sampling(1.0), reward=scored)
+    pool.begin(groups, sampling=Sampling(0.7), reward=scored)
     asked_beside = pool.generate([Prompt((4,))], seeds=[step], sampling=Sampling(0.0))
     taken = stream.take(min(2, len(pool.under_way)))
     return {
@@ -106,7 +106,7 @@ def steps_body(world: World, resumed_at: int, within: bool) -> Any:
             pool, again = scripted_pool(world), Journal()
             again.load_state(done)
             begun = JournaledStream(pool, again).load_state(before)
-            pool.begin(begun, sampling=Sampling(1.0), reward=scored)
+            pool.begin(begun, sampling=Sampling(0.7), reward=scored)
             seen[-1] = step_of(pool, again, step, new)
             assert not again.behind
     pool.join()
@@ -141,6 +141,52 @@ def test_a_resume_goes_on_from_the_same_tokens(resumed_at: int, within: bool) ->
     whole, _ = run_ranks(2, steps_body, -1, False)
     again, _ = run_ranks(2, steps_body, resumed_at, within)
     assert json.dumps(again) == json.dumps(whole)
+
+
+def limits_body(world: World) -> Any:
+    """What another pool takes over of rollouts that were broken off: with the same limits, and with
+    shorter answers.
+    """
+    pool = scripted_pool(world)
+    pool.weights.push(version=0)  # type: ignore[union-attr]
+    pool.begin(GROUPS, sampling=Sampling(1.0), reward=None)
+    pool.take(1)
+    state = of_first(pool.unfinished())
+    pool.close()
+    taken_over = []
+    for longest in (LONGEST, LONGEST // 3):
+        pool = scripted_pool(world)
+        pool.engine.longest = longest  # type: ignore[attr-defined]
+        pool.load_unfinished(state)
+        taken_over.append(len(of_first(pool.unfinished())["partial"]))
+        pool.close()
+    return taken_over
+
+
+def test_rollouts_begin_again_where_answers_may_be_shorter_after_a_resume() -> None:
+    (same, shorter), other = run_ranks(2, limits_body)
+    assert same > 0 == shorter and other == [same, shorter]
+
+
+def scored_once_body(world: World) -> Any:
+    """How often each answer was scored."""
+    pool, seen = scripted_pool(world), list[str]()
+
+    def noting(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+        seen.extend(str(rollout.trajectories[0].token_ids.tolist()) for rollout in rollouts)
+        return [{"reward": 1.0} for _ in rollouts]
+
+    pool.begin(GROUPS, sampling=Sampling(1.0), reward=noting)
+    for version in range(6):
+        pool.weights.push(version=version)  # type: ignore[union-attr]
+        pool.take(2)
+    pool.close()
+    return seen
+
+
+def test_each_answer_is_scored_once() -> None:
+    seen = [own for theirs in run_ranks(2, scored_once_body) for own in theirs]
+    assert len(seen) == len(set(seen)) == 2 * len(GROUPS)
 
 
 def drop_body(world: World) -> Any:
