@@ -79,6 +79,8 @@ class BroadcastWeights(WholeWeights):
         for name in self._those(joining):
             if made[name].is_open:
                 self._groups[name] = made[name]
+            else:
+                self.engines.miss(name, EngineFault(f"{WORKS} {made[name].name} did not meet."))
         return list(self._groups)
 
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:

@@ -126,8 +126,11 @@ class NetworkWeights(RemoteWeights):
             with suppress(EngineFault):
                 made[each.name] = self._made(each, groups[each.name])
         failed = {each.name for each in new} - made.keys()
-        failed |= joining.keys() - set(self._those(joining))
+        joined = set(self._those(joining))
+        failed |= joining.keys() - joined
         unlinked = {name for names in gather_objects(failed) for name in names}
+        for name in sorted(unlinked & joined):
+            self.engines.miss(name, EngineFault(f"{name} and this run's processes did not meet."))
         for name, link in made.items():
             if name in unlinked:
                 link.group.close()
