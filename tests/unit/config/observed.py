@@ -445,13 +445,13 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     """What vLLM is told, in this process or in servers."""
     seen: Seen = []
     fake = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor.model_loader.reload", "vllm.sampling_params",
-            "vllm.model_executor", "vllm.model_executor.model_loader", "rftmega.rollout.reload")}  # fmt: skip
+            "vllm.v1", "vllm.v1.engine", "vllm.model_executor", "vllm.model_executor.model_loader", "rftmega.rollout.reload")}  # fmt: skip
     fake["vllm"].LLM = lambda **named: (
         seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
     )
     fake["vllm"].SamplingParams = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
-    fake["vllm.sampling_params"].RequestOutputKind = None
+    fake["vllm.sampling_params"].RequestOutputKind = fake["vllm.v1.engine"].FinishReason = None
     fake["rftmega.rollout.reload"].pack_output_heads = fake[
         "rftmega.rollout.reload"
     ].forget_expert_kernels = None

@@ -137,7 +137,7 @@ OPTIONS: dict[str, Live] = {
     "rollout.ahead": Live("1", (*SEPARATE, "trainer.max_staleness=1"), schedule, dead=()),
     "rollout.on_update": Live("keep", (*SEPARATE, "trainer.max_staleness=2"), update, dead=("rollout.ahead=1",)),
     "rollout.order": Live("{order}", (*SEPARATE, "trainer.max_staleness=2"), schedule, dead=("rollout.ahead=1",)),
-    "trainer.max_staleness": Live("1", SEPARATE, schedule, dead=()),
+    "trainer.max_staleness": Live("1", SEPARATE, schedule, dead=("rollout.engine=transformers",)),
     "rollout.samples_per_prompt": Live("3"),
     "rollout.temperature": Live("0.5"),
     "rollout.max_prompt_tokens": Live("3", ("data.too_long=drop",)),
