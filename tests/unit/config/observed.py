@@ -444,8 +444,12 @@ def value_model(config: RunConfig) -> RunConfig:
 def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     """What vLLM is told, in this process or in servers."""
     seen: Seen = []
-    fake = {name: ModuleType(name) for name in ("vllm", "vllm.model_executor.model_loader.reload", "vllm.sampling_params",
-            "vllm.v1", "vllm.v1.engine", "vllm.model_executor", "vllm.model_executor.model_loader", "rftmega.rollout.reload")}  # fmt: skip
+    modules = (
+        *("vllm", "vllm.sampling_params", "vllm.v1", "vllm.v1.engine", "vllm.model_executor"),
+        *("vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload"),
+        "rftmega.rollout.reload",
+    )
+    fake = {name: ModuleType(name) for name in modules}
     fake["vllm"].LLM = lambda **named: (
         seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
     )
