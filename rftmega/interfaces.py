@@ -152,9 +152,9 @@ class RolloutStream(Protocol):
         had taken before a resume, and what another run has dropped.
         """
 
-    def unfinished(self) -> dict[str, Any]:
-        """Returns, in the first process, what there is of groups that have not ended, for a
-        checkpoint; {} where these begin again.
+    def unfinished(self) -> Callable[[], dict[str, Any]]:
+        """Returns what gives, in the first process, what there is now of groups that have not ended,
+        for a checkpoint; {} where these begin again. It is called only if there is one.
         """
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:

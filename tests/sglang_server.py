@@ -27,6 +27,7 @@ parser.add_argument("--model-path")
 parser.add_argument("--api-key")
 parser.add_argument("--version", default="0.5.23", help="that it says it is of")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that each token takes")
+parser.add_argument("--aloof", action="store_true", help="say that it joined a group, and do not")
 given = parser.parse_args()
 
 FIELDS = json.loads(Path(__file__).with_name("sglang_requests.json").read_text())
@@ -172,10 +173,8 @@ class Server:
         return {}
 
     async def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
-        if body.get("load_format") in (
-            None,
-            "dummy",
-        ):  # its own: it was started with random weights
+        # its own is that of random weights, with which it was started
+        if body.get("load_format") in (None, "dummy"):
             raise Refused("Failed to get model loader")
         await self._quiet()
         tensors: dict[str, Any] = {}
@@ -189,6 +188,8 @@ class Server:
     async def init_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("backend", "nccl") != "gloo":
             raise Refused("there is no NCCL here")
+        if given.aloof:
+            return {"success": True}
         self.groups[body["group_name"]] = await asyncio.to_thread(joined, body)
         return {"success": True}
 
@@ -201,6 +202,7 @@ class Server:
     async def begin_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.session:
             raise Refused("a session is open")
+        await self._quiet()
         self.session = True
         return {"success": True}
 

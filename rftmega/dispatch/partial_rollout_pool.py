@@ -91,16 +91,16 @@ class PartialRolloutPool(EnginePool):
                 self._partial.pop(sample, None)
         return found
 
-    def unfinished(self) -> dict[str, Any]:
+    def unfinished(self) -> Callable[[], dict[str, Any]]:
         if not self._first_process:
-            return {}
-        partial = dict(enumerate(self._partial.values()))
-        return {
+            return dict
+        whole, partial = dict(self._whole), dict(self._partial)
+        return lambda: {
             "limits": self._limits,
-            "whole": [*map(list, self._whole)],
-            "rollouts": packed_answers([*self._whole.values()]),
-            "partial": [*map(list, self._partial)],
-            "answers": packed_partials(partial),
+            "whole": [*map(list, whole)],
+            "rollouts": packed_answers([*whole.values()]),
+            "partial": [*map(list, partial)],
+            "answers": packed_partials(dict(enumerate(partial.values()))),
         }
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:

@@ -121,8 +121,8 @@ class StreamingPool(ServerPool):
                 self._runner.drop(number)
         return [self._under_way.pop(number) for number in numbers]
 
-    def unfinished(self) -> dict[str, Any]:
-        return {}
+    def unfinished(self) -> Callable[[], dict[str, Any]]:
+        return dict
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None: ...
 

@@ -97,7 +97,7 @@ class Journal:
 
     def keep(self, name: str, result: Any) -> None:
         """Keeps a result that the next work goes on with at once, so that the run is not stopped
-        between.
+        between; or a function that gives it, which is called only for a checkpoint.
         """
         self._done.append((name, result))
 
@@ -241,6 +241,8 @@ def _otherwise(known: str, now: str) -> CheckpointError:
 
 
 def _packed(result: Any) -> Any:
+    if callable(result):
+        return result()
     if isinstance(result, TokenStats):
         return {"logp": _packed(result.logp), "entropy": _packed(result.entropy)}
     if isinstance(result, Ragged):

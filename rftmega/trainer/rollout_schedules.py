@@ -324,14 +324,26 @@ class JournaledStream:
         """Returns the groups under way, the rollouts of those that have ended, in the order in
         which they did, and what the stream keeps of the others.
         """
-        ended = self.stream.ended()
-        groups = [
-            [group.number, group.prompt.state(), list(group.seeds)] for group in self.under_way
-        ]
-        rollouts = [rollout for own in ended.values() for rollout in own]
-        packed = packed_answers(rollouts) if rollouts else None
-        known = {"under_way": groups, "ended": list(ended), "rollouts": packed}
-        return known | {"unfinished": self.stream.unfinished()}
+        return self._snapshot()()
+
+    def _snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Returns what gives the state of now."""
+        under_way, ended = self.under_way, self.stream.ended()
+        unfinished = self.stream.unfinished()
+
+        def packed() -> dict[str, Any]:
+            groups = [
+                [group.number, group.prompt.state(), list(group.seeds)] for group in under_way
+            ]
+            rollouts = [rollout for own in ended.values() for rollout in own]
+            return {
+                "under_way": groups,
+                "ended": list(ended),
+                "rollouts": packed_answers(rollouts) if rollouts else None,
+                "unfinished": unfinished(),
+            }
+
+        return packed
 
     def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
         """Puts in what has ended. Returns the groups that must be begun again."""
@@ -367,6 +379,6 @@ class JournaledStream:
             numbers = [group.number for group in taken.groups]
             self.journal.keep(f"numbers of {name}", {"numbers": numbers})
             if self.stream.stands_still:
-                self.journal.keep(LEFT, self.state())
+                self.journal.keep(LEFT, self._snapshot())
             self.journal.record(name, taken.rollouts)
         return taken

@@ -151,14 +151,14 @@ def limits_body(world: World) -> Any:
     pool.weights.push(version=0)  # type: ignore[union-attr]
     pool.begin(GROUPS, sampling=Sampling(1.0), reward=None)
     pool.take(1)
-    state = of_first(pool.unfinished())
+    state = of_first(pool.unfinished()())
     pool.close()
     taken_over = []
     for longest in (LONGEST, LONGEST // 3):
         pool = scripted_pool(world)
         pool.engine.longest = longest  # type: ignore[attr-defined]
         pool.load_unfinished(state)
-        taken_over.append(len(of_first(pool.unfinished())["partial"]))
+        taken_over.append(len(of_first(pool.unfinished()())["partial"]))
         pool.close()
     return taken_over
 
@@ -196,7 +196,7 @@ def drop_body(world: World) -> Any:
     pool.begin(GROUPS, sampling=Sampling(1.0), reward=None)
     pool.take(1)
     left = [group.number for group in pool.under_way]
-    (state, *_) = gather_objects(pool.unfinished())
+    (state, *_) = gather_objects(pool.unfinished()())
     begun = {number for number, _ in [*state["partial"], *state["whole"]]}
     (ended, *_) = gather_objects(sorted(pool.ended()))
     begun |= set(ended)

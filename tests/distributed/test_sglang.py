@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig
-from rftmega.fleet import door
+from rftmega.fleet import door, server_engine
 from rftmega.types import Prompt, Sampling
 from tests.distributed.test_fleet_push import Trainer, push_body
 from tests.distributed.test_streaming import assert_exact, in_flight_body
@@ -92,6 +92,35 @@ def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
         found, _ = run_ranks(2, body, folder, tmp_path, on_update)
     seen = assert_exact(folder, found, kept=on_update == "keep")
     assert 2 not in seen if on_update == "wait" else 2 in seen, "answers of two versions"
+
+
+def patient_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
+    """Weights that may take two seconds come while answers take longer."""
+    server_engine.MESSAGE_SECONDS = 2.0
+    return in_flight_body(world, folder, logs, "wait", **rollout)
+
+
+def test_weights_that_wait_for_long_answers_are_not_sent_before(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with sglang(folder, "--pause=0.04") as address:  # four seconds an answer
+        given = {"engine": "sglang", "transport": "network", "addresses": [address]}
+        found, _ = run_ranks(2, patient_body, folder, tmp_path, given)
+    assert_exact(folder, found, kept=False)
+
+
+def aloof_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
+    server_engine.MESSAGE_SECONDS = 4.0
+    return push_body(world, folder, logs, ParallelConfig(), rollout)
+
+
+def test_a_server_that_says_that_it_joined_and_did_not_misses_the_push(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    with sglang(folder) as first, sglang(folder, "--aloof") as second:
+        given = {"engine": "sglang", "transport": "network", "addresses": [first, second]}
+        (seen,) = run_ranks(1, aloof_body, folder, tmp_path, given)
+    for version, (metrics, (gap, versions)) in enumerate(seen["pushes"]):
+        assert gap < 1e-5 and versions == {version}
+        assert metrics["servers_healthy"] == 1
 
 
 PARTS = [Sampling(0.7, top_p=0.8), Sampling(0.7, top_k=5), Sampling(0.7, top_k=5, min_p=0.7)]

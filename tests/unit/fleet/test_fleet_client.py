@@ -61,6 +61,15 @@ def engine_of(*servers: Says, on_update: str = "recompute") -> ServerEngine:
     return engine
 
 
+def test_an_answer_has_the_room_that_its_context_leaves() -> None:
+    """Whoever started the server may have set no limit to its context."""
+    server = Says(lambda says: answer([1], [("3", 0, 1)], "stop"))
+    engine = engine_of(server)
+    completed(engine, Request([5] * (engine.row_tokens - 2), 11))
+    ((_, how, _),) = server.asked
+    assert how["max_tokens"] == 2
+
+
 def completed(engine: ServerEngine, request: Request) -> Completion:
     async def run() -> Completion:
         client = FleetClient(engine)
