@@ -114,8 +114,8 @@ class TakenGroups(NamedTuple):
 class RolloutStream(Protocol):
     """RolloutStream rolls groups out while others are learnt from. Every process calls it alike."""
 
-    # whether rollouts stand still unless groups are waited for, so that they are the same in every run
-    stands_still: bool
+    # whether rollouts go on only while groups are waited for, so that they are the same in every run
+    pauses_between_takes: bool
 
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: "Reward | None"

@@ -29,24 +29,25 @@ class PartialRolloutPool(EnginePool):
     """PartialRolloutPool is a RolloutEngine and a RolloutStream: engines work while groups are waited
     for. When enough groups have ended, the engines stop. Answers that are not finished keep their
     tokens, and go on from them when groups are waited for again, under the weights that are the newest
-    then.
+    then. (Kimi k1.5, arXiv:2501.12599, calls it partial rollouts.)
 
-    (Kimi k1.5, arXiv:2501.12599, section 2.6.2, calls it partial rollouts.) Engines stop after the
-    same number of steps, so the same run takes the same groups. All processes know the same.
+    Engines stop after the same number of steps, so the same run takes the same groups. Every process
+    has all rollouts.
     """
 
-    stands_still = True
+    pauses_between_takes = True
 
     def __init__(self, *arguments: Any, **options: Any):
         """Collective. The arguments are EnginePool's."""
         super().__init__(*arguments, **options)
         self._groups: dict[int, RolloutGroup] = {}  # under way, in the order in which they began
-        # of one generation in the order in which they began
+        # those of one generation in the order in which they began
         self._ended: dict[int, list[Rollout]] = {}
         # of groups that have not ended: rollouts that have, and what was answered in others
         self._whole: dict[Sample, Rollout] = {}
         self._partial: dict[Sample, PartialRollout] = {}
-        self._sampling, self._reward = Sampling(), None  # type: Sampling, Reward | None
+        self._sampling = Sampling()
+        self._reward: Reward | None = None
 
     @property
     def under_way(self) -> Sequence[RolloutGroup]:

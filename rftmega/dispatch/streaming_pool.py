@@ -27,7 +27,7 @@ class StreamingPool(ServerPool):
     The first process runs them; all know which are under way.
     """
 
-    stands_still = False
+    pauses_between_takes = False
 
     def __init__(self, engine: ServerEngine, *arguments: Any, reward_limit: float, **options: Any):
         """Collective. The arguments are EnginePool's."""

@@ -1,4 +1,4 @@
-"""Line is how one event loop speaks to one server."""
+"""Line holds the connections of one event loop with one server."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """Line is how one event loop speaks to one server."""
+    """Line holds the connections of one event loop with one server."""
 
     server: "ServerClient"
     client: httpx.AsyncClient

@@ -369,7 +369,7 @@ class JournaledStream:
         if self.journal is None or not self.journal.behind:
             return None
         numbers = self.journal.replay(f"numbers of {name}")["numbers"]
-        if self.stream.stands_still:
+        if self.stream.pauses_between_takes:
             groups = {group.number: group for group in self.under_way}
             self._put(groups, self.journal.replay(LEFT))
         return TakenGroups(self.stream.forget(numbers), self.journal.replay(name))
@@ -378,7 +378,7 @@ class JournaledStream:
         if self.journal is not None:
             numbers = [group.number for group in taken.groups]
             self.journal.keep(f"numbers of {name}", {"numbers": numbers})
-            if self.stream.stands_still:
+            if self.stream.pauses_between_takes:
                 self.journal.keep(LEFT, self._snapshot())
             self.journal.record(name, taken.rollouts)
         return taken

@@ -29,8 +29,8 @@ class BroadcastWeights(WholeWeights):
     """BroadcastWeights has a process group with each engine, so that one that dies breaks its own
     alone.
 
-    Its bytes are the model's, once an engine; they all pass through the first process, which holds a
-    bucket at a time.
+    Its bytes are the model's, once an engine; they all pass through the first process. Every process
+    holds a bucket at a time, and engines get it one after the other.
     """
 
     def __init__(
@@ -86,9 +86,12 @@ class BroadcastWeights(WholeWeights):
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         buckets = self._exporter.buckets
         told = {"version": version, "messages": [_described(planned(each)) for each in buckets]}
+        self.buffer_bytes = 0
         asked = self._asked(names, self.engines.receive, told)
         for bucket in buckets:
             tensors = [tensor.contiguous() for _, tensor in self._exporter.gathered(bucket)]
+            held = sum(tensor.nbytes for tensor in tensors)
+            self.buffer_bytes = max(self.buffer_bytes, held)
             for name in asked:
                 mark()
                 self._send(name, tensors, asked[name])

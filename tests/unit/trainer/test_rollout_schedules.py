@@ -31,7 +31,7 @@ BATCH, SAMPLES = 3, 4
 class Streams(Bigrams):
     """Groups answer when they begin, and end after so many pushes as `delay` says."""
 
-    stands_still = False
+    pauses_between_takes = False
 
     def __init__(self, delay: Callable[[int], int] = lambda number: 0):
         super().__init__()
