@@ -108,12 +108,14 @@ class WatchedServer(Server):
 
     hung, rank = "", 0
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> None:
         if path != self.hung:
-            super().post(path, body)
+            super().post(path, body, seconds)
             return
         with watched(SECONDS, self.rank, end=lambda code: self._process.kill()):
-            super().post(path, body)
+            super().post(path, body, seconds)
 
 
 class HangsOnce(ServerEngine):
