@@ -123,8 +123,8 @@ class Ragged:
             )
         return torch.stack([row.sum(dtype=kind) for row in self]) if len(self) else self.lengths
 
-    def to(self, device: torch.device) -> "Ragged":
-        return self.with_values(self.flat.to(device))
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Ragged":
+        return self.with_values(self.flat.to(device, non_blocking=non_blocking))
 
     @property
     def _short(self) -> bool:

@@ -493,7 +493,11 @@ class Experience(Generic[Column]):
         return _ragged(self)
 
     def to(self, device: torch.device) -> "Experience[Column]":
-        return self.changed(lambda value: value.to(device))
+        """Returns the experience on `device`, whose later work finds it there; the host does not
+        wait for the copies to an accelerator.
+        """
+        aside = device.type != "cpu"  # the host would read what is not there yet
+        return self.changed(lambda value: value.to(device, non_blocking=aside))
 
     def changed(self, change: Callable[[Any], Any]) -> "Experience[Column]":
         """Returns the experience with `change` done to every column and tensor."""

@@ -55,8 +55,8 @@ def feed(
         counts = counts[counts > 0]
         edges = [0, *counts.cumsum(0).tolist()]
         arguments = {
-            "input_ids": ids[grid][None].to(where),
-            "position_ids": positions[grid][None].to(where),
+            "input_ids": _sent(ids[grid][None], where),
+            "position_ids": _sent(positions[grid][None], where),
             EDGES: edges,
         }
         if pictures is not None:
@@ -64,11 +64,17 @@ def feed(
         places = torch.arange(edges[-1])
     else:
         arguments = {
-            "input_ids": ids.where(grid, 0).to(where),
-            "position_ids": positions.to(where),
+            "input_ids": _sent(ids.where(grid, 0), where),
+            "position_ids": _sent(positions, where),
         }
         places = grid.flatten().nonzero()[:, 0]
-    return Feed(arguments, places.to(where), targets.to(where), slots.to(where), rows, columns)
+    places, targets, slots = (_sent(index, where) for index in (places, targets, slots))
+    return Feed(arguments, places, targets, slots, rows, columns)
+
+
+def _sent(value: Tensor, where: torch.device) -> Tensor:
+    """Returns the value on the device, for which the host does not wait."""
+    return value.to(where, non_blocking=True)
 
 
 def _seen(pictures: FedPictures, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
@@ -87,4 +93,4 @@ def _seen(pictures: FedPictures, grid: Tensor, where: torch.device) -> dict[str,
         "pixels": pictures.pixels,
         "grids": pictures.grids,
     }
-    return {name: given.to(where, non_blocking=True) for name, given in found.items()}
+    return {name: _sent(given, where) for name, given in found.items()}

@@ -6,6 +6,7 @@ one kernel where there is one (`takes_rows`), else the rows of each length toget
 without a mask of its own transformers builds none.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "rftmega_rows"
 WIDEST = 256  # head size that FlashAttention takes, in multiples of 8
+# heads may share keys and values in the kernel itself: since torch 2.12
+SHARES = "enable_gqa" in inspect.signature(varlen_attn).parameters
 EDGES = "cu_seq_lens_q"  # of the packed rows; transformers hands it through to every layer
 # what layers say that changes nothing here
 NEUTRAL = frozenset(
@@ -98,6 +101,13 @@ def _attend_at_once(
     longest = max(stop - start for start, stop in zip(edges, edges[1:], strict=False))
     before = -1 if window is None else window - 1  # tokens beside its own
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    sharing: dict[str, bool] = {}
+    if query.shape[1] != key.shape[1]:
+        if SHARES:
+            sharing["enable_gqa"] = True
+        else:
+            each = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(each, 1) for x in (key, value))
     attended: Tensor = varlen_attn(  # type: ignore[assignment]
         query,
         key,
@@ -108,7 +118,7 @@ def _attend_at_once(
         longest,
         scale=scaling,
         window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **sharing,
     )
     return attended[None]
 

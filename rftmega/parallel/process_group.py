@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,8 +57,7 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
     """Initialises torch.distributed (and takes it down again on a clean end). Its first line names
     the device, and `beside`.
 
-    Reads torchrun's environment; without one, this process is a world of its own that meets in a
-    file.
+    Reads torchrun's environment; without one, this process is a world of its own.
     """
     backend = device.current()
     rank, size = whole_number("RANK", 0), launched_size()
@@ -72,33 +70,35 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
     # Megatron overlaps TP communication by kernel order
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     where = backend.select(local_rank, local_size)
-    with tempfile.TemporaryDirectory() as meeting_place:
-        if "MASTER_ADDR" in os.environ:
-            choose_interface(os.environ["MASTER_ADDR"], alone=size == local_size)
-            meeting = store(rank, size, timeout)
-            dist.init_process_group(
-                backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout
-            )
-            preemption.meet(meeting)
-        else:
-            choose_interface("", alone=True)
-            # vLLM's external launcher reads them
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-            dist.init_process_group(
-                backend.collectives,
-                init_method=f"file://{meeting_place}/rendezvous",
-                rank=0,
-                world_size=1,
-                timeout=timeout,
-            )
-        if rank == 0:
-            told = "; ".join(filter(None, (backend.described(), beside)))
-            log.info("device: %s (%s): %s", backend.type, backend.reason, told)
-            log.info("collectives: %s, processes: %d", backend.collectives, size)
+    alone = "MASTER_ADDR" not in os.environ
+    choose_interface("" if alone else os.environ["MASTER_ADDR"], alone=size == local_size)
+    if alone:
+        # vLLM's external launcher reads them
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    meeting = dist.HashStore() if alone else store(rank, size, timeout)
+    dist.init_process_group(
+        backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout
+    )
+    preemption.meet(None if alone else meeting)
+    if rank == 0:
+        told = "; ".join(filter(None, (backend.described(), beside)))
+        log.info("device: %s (%s): %s", backend.type, backend.reason, told)
+        log.info("collectives: %s, processes: %d", backend.collectives, size)
+    try:
         yield World(rank, size, local_rank, local_size, where)
-        # Not in a finally: after an error the others may never arrive, and waiting for them would
-        # hide it.
-        if dist.is_initialized():  # vLLM's shutdown takes the groups down with it
-            dist.barrier()
-            dist.destroy_process_group()
-        preemption.meet(None)
+    except BaseException:
+        # The others may never arrive, and waiting for them would hide the error. A world of one
+        # waits for nobody, and with NCCL's groups standing its process did not end.
+        if size == 1:
+            _leave()
+        raise
+    if dist.is_initialized():
+        dist.barrier()
+    _leave()
+    preemption.meet(None)
+
+
+def _leave() -> None:
+    """Takes the groups down, which vLLM's shutdown may have done already."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,5 +1,8 @@
 """A host whose GPUs a run would not use is refused with what to do; every other one is not."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,15 @@ def test_what_is_found(
     assert (found.driver, found.hidden) == ("580.65.06", hidden)
     monkeypatch.setattr(hardware, "DRIVER", tmp_path / "none")
     assert hardware.found().driver == ""
+
+
+def test_products_of_float32_are_no_tf32_unless_a_user_says_so() -> None:
+    """Transformer Engine asks cuBLAS for TF32."""
+    told = "import os, rftmega.device.before_megatron; print(os.environ['NVIDIA_TF32_OVERRIDE'])"
+    for given, wanted in ((None, "0"), ("1", "1")):
+        environment = {k: v for k, v in os.environ.items() if k != "NVIDIA_TF32_OVERRIDE"}
+        environment |= {} if given is None else {"NVIDIA_TF32_OVERRIDE": given}
+        found = subprocess.run(
+            [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True
+        )
+        assert found.stdout.strip() == wanted

@@ -18,7 +18,7 @@ from tests.unit.fsdp.test_families import TEMPERATURE, loaded, of_transformers, 
 
 def flash_rows(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, _: Any, longest: int, *more: Any,
-    scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """`window_size`: tokens before and behind its own, -1 for all (flash_attn's README)."""
     before, behind = window_size
@@ -37,20 +37,24 @@ def flash_rows(
     return found
 
 
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "mistral with a window", "gemma3", "gpt-oss"])
 def test_rows_in_one_kernel_give_transformers_own_log_probs(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kernel of torch 2.11 knows no heads that share keys and values."""
     asked = []
 
     def noted(*given: Any, **named: Any) -> Tensor:
         asked.append(named["window_size"])
+        assert shares or "enable_gqa" not in named
         return flash_rows(*given, **named)
 
     folder = save_decoder(tmp_path, family)
     built, _, _ = loaded(folder)
     monkeypatch.setattr(packed_attention, "takes_rows", lambda query, value: True)
     monkeypatch.setattr(packed_attention, "varlen_attn", noted)
+    monkeypatch.setattr(packed_attention, "SHARES", shares)
     tokens, lengths = rows()
     fed = feed(tokens, lengths, packed=True, where=torch.device("cpu"))
     with torch.no_grad():
