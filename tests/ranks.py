@@ -46,8 +46,11 @@ def run_ranks(
     """
     from rftmega import device
 
+    on_cpu = device.current().type == "cpu"
+    if world_size == 1 and not on_cpu:
+        return [alone(body, *args)]  # a device's start takes longer than its test
     # A forked process can't use CUDA once its parent has looked for it.
-    context: Any = CONTEXT if device.current().type == "cpu" else mp.get_context("spawn")
+    context: Any = CONTEXT if on_cpu else mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as meeting_place:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
@@ -80,6 +83,19 @@ def run_ranks(
                         with suppress(ProcessLookupError):  # it ended meanwhile
                             os.kill(process.pid, signal.SIGKILL)
                     process.join()
+
+
+def alone(body: Callable[..., Any], *args: Any) -> Any:
+    """body(world, *args) in this process, as a world of one; leaves no group behind."""
+    from megatron.core import parallel_state
+
+    from rftmega.parallel import process_group
+
+    with process_group.start() as world:
+        try:
+            return body(world, *args)
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def _start(ranks: list[Any], preloaded: str) -> None:

@@ -60,6 +60,10 @@ def test_products_of_float32_are_no_tf32_unless_a_user_says_so() -> None:
         environment = {k: v for k, v in os.environ.items() if k != "NVIDIA_TF32_OVERRIDE"}
         environment |= {} if given is None else {"NVIDIA_TF32_OVERRIDE": given}
         found = subprocess.run(
-            [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", told],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert found.stdout.strip() == wanted
