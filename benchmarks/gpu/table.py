@@ -5,8 +5,10 @@ Rows of parts without a file stay as they are in FILE, so that another day's fig
 """
 
 import argparse
+import itertools
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ BEGIN, END = (
     "<!-- python -m benchmarks.gpu.table writes this table -->",
     "<!-- end of that table -->",
 )
+WIDTH, INDENT = 150, "  "  # of the lines below the table
 HEAD = ["| part | row | measured |", "|---|---|---|"]
 
 
@@ -59,7 +62,7 @@ def lines(source: Path, before: list[str]) -> list[str]:
         if not file.exists():
             old = [line for line in before if line.startswith(f"| {name} |")]
             table += old or [f"| {name} | {row} | {unmeasured(name)} |" for row in part.rows]
-            notes += [line for line in before if line.startswith(f"- `{name}`")]
+            notes += _note_of(name, before)
             continue
         found = json.loads(file.read_text())
         for row in part.rows:
@@ -69,8 +72,19 @@ def lines(source: Path, before: list[str]) -> list[str]:
         beside = f", {machine['beside']}" if machine["beside"] else ""
         sizes = ", ".join(f"{key} {value}" for key, value in found["settings"].items())
         note = f"- `{name}`: {machine['date']}, {machine['described']}, torch {machine['torch']}{beside}"
-        notes.append(f"{note}; {sizes}" if sizes else note)
+        notes += textwrap.wrap(
+            f"{note}; {sizes}" if sizes else note, WIDTH, subsequent_indent=INDENT
+        )
     return [*table, "", *notes] if notes else table
+
+
+def _note_of(part: str, before: list[str]) -> list[str]:
+    """Returns the lines below the table that say where and when the part was measured."""
+    starts = [n for n, line in enumerate(before) if line.startswith(f"- `{part}`")]
+    if not starts:
+        return []
+    more = itertools.takewhile(lambda line: line.startswith(INDENT), before[starts[0] + 1 :])
+    return [before[starts[0]], *more]
 
 
 def written(text: str, source: Path) -> str:

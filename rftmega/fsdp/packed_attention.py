@@ -101,7 +101,7 @@ def _attend_at_once(
     longest = max(stop - start for start, stop in zip(edges, edges[1:], strict=False))
     before = -1 if window is None else window - 1  # tokens beside its own
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    sharing: dict[str, bool] = {}
+    sharing: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
         if SHARES:
             sharing["enable_gqa"] = True

@@ -294,7 +294,8 @@ def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path
         for row in p.rows
     ]
     assert [line for line in first.splitlines() if "not yet measured" in line] == wanted
-    sheet = Sheet(tmp_path / "log_probs.json", {"tokens": 16384}, told="Transformer Engine 2.20")
+    told = "Transformer Engine 2.20 " + "and more " * 20  # too long for a line
+    sheet = Sheet(tmp_path / "log_probs.json", {"tokens": 16384}, told=told.strip())
     sheet.row("fused", lambda: {"seconds": 0.123456, "peak_gib": None, "where": "a|b"})
     sheet.skip("dense", "vllm: no")
     second = table.written(first, tmp_path)
@@ -304,8 +305,10 @@ def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path
         "| log_probs | fused against dense | not yet measured: `python -m benchmarks.gpu log_probs` |"
         in second
     )
-    (note,) = [line for line in second.splitlines() if line.startswith("- `log_probs`")]
-    assert note.endswith(f"torch {torch.__version__}, Transformer Engine 2.20; tokens 16384")
+    note = second.partition("- `log_probs`")[2].partition("\n\n")[0]
+    assert all(len(line) <= table.WIDTH for line in note.splitlines())
+    said = " ".join(note.split())
+    assert said.endswith(f"torch {torch.__version__}, {told.strip()}; tokens 16384")
     sheet.file.unlink()
     assert table.written(second, tmp_path) == second, "another day's figures are lost"
     with pytest.raises(ValueError, match="no table"):
