@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.options.algorithms import Clip
 from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter
+from tests import plain_adapters
 from tests.layouts import build_policy, rows_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
@@ -177,6 +178,10 @@ LATER = {
     "seed-oss": LATER_DENSE,
 }
 LAYOUTS |= LATER
+# A frozen model with adapters, of which every matrix is random: all that is split in any way.
+ADAPTED = "qwen3 with adapters"
+LORA = LoRA(rank=4, alpha=6.0)
+LAYOUTS[ADAPTED] = dict(LAYOUTS["qwen3"])
 # Models that see, on rows with pictures.
 WITH_PICTURES: dict[str, Layout] = {
     **{
@@ -292,6 +297,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     count = len(whole)
     noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
     order = torch.randperm(count) if setting.shuffled else torch.arange(count)
+    pairs = folder / "adapter"
     actor = build_policy(
         folder,
         layout.parallel,
@@ -301,6 +307,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         keep_reference=True,
         token_cap=caps[setting.micro_batches],
         temperature=0.8,
+        lora=replace(LORA, path=str(pairs)) if pairs.exists() else None,
     )
     rows = whole.select(order)
     given = rows.ragged()  # as a rollout's are
@@ -325,7 +332,9 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = scored(actor.log_probs(given))
     back = order.argsort()
-    exporter = Exporter(actor.shards(), actor.replica_group, bucket_bytes=20_000)
+    adapters = actor.adapters()
+    held = [*actor.shards(), *(adapters.shards if adapters else ())]
+    exporter = Exporter(held, actor.replica_group, bucket_bytes=20_000)
     return {
         "loss": torch.tensor([m["loss"] for m in metrics]),
         "grad_norm": torch.tensor([m["grad_norm"] for m in metrics]),
@@ -393,6 +402,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def saved(folder: Path, variant: str) -> Path:
+    if variant == ADAPTED:
+        model = save_tiny(folder, "qwen3")
+        pairs = plain_adapters.random_pairs(model, rank=LORA.rank, spread=0.1)
+        plain_adapters.write_pairs(model / "adapter", pairs, alpha=LORA.alpha)
+        return model
     return (save_tiny_vision if variant in KINDS else save_tiny)(folder, variant)
 
 

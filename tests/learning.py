@@ -94,6 +94,7 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "sft": Asked(end=0.9, by_answers=True),
     "reward_model": Asked(end=0.9, metric="eval_accuracy"),
     "grpo_on_reward_model": Asked(rise=0.03, needs="reward_model"),
+    "lora": Asked(rise=0.2),
     # from answers of earlier versions, with the correction and without
     **dict.fromkeys(("stale_1", "stale_2", "stale_4", "stale_8"), Asked(rise=0.2)),
     **dict.fromkeys(("stale_4_uncorrected", "stale_8_uncorrected"), Asked(rise=0.2)),

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rftmega.config import ParallelConfig
 from rftmega.megatron import manager
 from tests.invariance import (
+    ADAPTED,
     ALONE,
     LATER,
     LAYOUTS,
@@ -105,6 +106,8 @@ CONTAINED = {
         *("EP2", "EP2 x PP2", "DP2"),
         *(SHARDED_ROWS.keys() - {"FSDP 2, full recompute", "FSDP 2 x TP2, ZeRO-2"}),
     },
+    # test_adapters.py compares others with plain torch
+    ADAPTED: LAYOUTS[ADAPTED].keys() - {"TP2 x PP2, SP, selective recompute"},
     # test_vision.py compares others with transformers
     **{kind: LAYOUTS[kind].keys() - QUICK_WITH_PICTURES for kind in KINDS},
 }
@@ -196,7 +199,7 @@ def both_dtypes_body(world: Any, folders: list[Path]) -> list[list[torch.Tensor]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("variant", [variant for variant in LAYOUTS if variant not in KINDS])
+@pytest.mark.parametrize("variant", [name for name in LAYOUTS if name not in (*KINDS, ADAPTED)])
 def test_bfloat16_is_as_far_from_float32_as_it_is_in_transformers(
     variant: str, tmp_path: Path
 ) -> None:
