@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,13 +81,22 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class TrainedAdapters:
     """TrainedAdapters is what this process holds of a model's adapters, and how these are applied:
-    a weight and alpha / rank times the product of its pair.
+    a weight and alpha / rank times the product of its pair, with `rslora` alpha / sqrt(rank) times.
     """
 
     shards: tuple[Shard, ...]
     rank: int
     alpha: float
     dropout: float
+    rslora: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """AdapterSource is where a push of adapters finds them."""
+
+    held: TrainedAdapters
+    group: Any  # the processes of a replica of the model
 
 
 @dataclass(frozen=True, slots=True)

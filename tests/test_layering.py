@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "model_providers converters hf_folders",
     "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
-    "conversion": "config errors json_files parallel checkpoint megatron model_providers converters hf_folders",
+    "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "media types",
     "rollout": "media config types shards interfaces errors json_files device parallel weights transport requests",
     "fleet": "media config types shards interfaces errors device parallel transport requests rollout sampling_seeds",
@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
     "model_providers": "config errors json_files device layers converters",
     "converters": "errors json_files shards",
-    "hf_folders": "errors json_files converters model_providers",
+    "hf_folders": "options errors json_files converters model_providers",
     "__main__": "config parallel launch",
 }
 ONLY_IN = {
@@ -82,7 +82,7 @@ ONLY_IN = {
     " lightrft",
     "torch.cuda": "device",
     "vllm": "rollout fleet",
-    "transformers": "rollout data media model_providers hf_folders fsdp",
+    "transformers": "rollout data media model_providers hf_folders fsdp conversion",
     "pyarrow": "records",
     "datasets": "records",
     "renderers": "conversations",

@@ -3,6 +3,8 @@ one tensor at a time.
 
     convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout reads OUT; the one named here reads it without waste
     convert.py to-hf CHECKPOINT OUT
+    convert.py merge HF_DIR ADAPTER OUT                     a PEFT folder into the weights of its model
+    convert.py extract HF_DIR TRAINED OUT --rank 16         the adapters nearest to what two models differ by
     convert.py checksums HF_DIR                             for model.verify; to-hf writes them, too
     convert.py verify A B [--logits]                        either kind each; every tensor byte by byte
 
@@ -14,9 +16,11 @@ import argparse
 import logging
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 from rftmega.errors import RFTMegaError, exit_code_of
+from rftmega.options.adapters import HF_TARGETS
 
 LAYOUT = {
     "tp": ("tensor", "tensor-parallel ranks"),
@@ -48,6 +52,22 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         command.add_argument(
             "--verify", action="store_true", help="then compare OUT with the source"
         )
+    merge = commands.add_parser("merge", help="a model and a PEFT folder -> Hugging Face folder")
+    merge.add_argument("source", type=Path, metavar="HF_DIR")
+    merge.add_argument("adapter", type=Path, metavar="ADAPTER")
+    merge.add_argument("target", type=Path, metavar="OUT")
+    extract = commands.add_parser("extract", help="a model and one trained from it -> PEFT folder")
+    extract.add_argument("source", type=Path, metavar="HF_DIR")
+    extract.add_argument("trained", type=Path, metavar="TRAINED")
+    extract.add_argument("target", type=Path, metavar="OUT")
+    extract.add_argument("--rank", type=int, required=True, metavar="N", help="of the pairs")
+    extract.add_argument(
+        "--targets",
+        nargs="+",
+        default=HF_TARGETS,
+        metavar="MODULE",
+        help="layers that get pairs, as q_proj (all linear ones of attention and MLP)",
+    )
     checksums = commands.add_parser(
         "checksums", help="write checksums.json into a Hugging Face folder"
     )
@@ -88,22 +108,17 @@ def run(chosen: argparse.Namespace) -> int:
 
         write_sums(chosen.source)
         return 0
+    if chosen.command in ("merge", "extract"):
+        return of_adapters(chosen)
     import rftmega.device.before_megatron  # noqa: F401
 
     # isort: split
-    from tqdm import tqdm
-
     from rftmega.config import ParallelConfig
     from rftmega.conversion import convert
+    from rftmega.conversion.progress_bar import progress_bar
     from rftmega.parallel import process_group
 
-    def bar(text: str, copies: int = 1) -> "tqdm[None]":
-        files = [
-            path for path in chosen.source.iterdir() if path.suffix in (".safetensors", ".distcp")
-        ]
-        total = copies * sum(path.stat().st_size for path in files)
-        return tqdm(total=total, unit="B", unit_scale=True, desc=text, file=sys.stderr)
-
+    bar = partial(progress_bar, chosen.source)
     changed = None
     with process_group.start():
         if chosen.command == "to-megatron":
@@ -128,35 +143,28 @@ def run(chosen: argparse.Namespace) -> int:
                 count = convert.verify(chosen.source, chosen.target, progress=progress.update)
             sys.stdout.write(f"{count} tensors are equal, byte by byte\n")
         if chosen.command == "verify" and chosen.logits:
+            from rftmega.conversion.logits import logit_difference
+
             sys.stdout.write(
                 f"logits differ by {logit_difference(chosen.source, chosen.target):.1e} at most\n"
             )
     return 0
 
 
-def logit_difference(folder: Path, converted: Path) -> float:
-    """Largest difference in fp32 over a row of 64 tokens: `folder` in transformers against
-    `converted` in Megatron.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
+def of_adapters(chosen: argparse.Namespace) -> int:
+    """Merges or extracts adapters, and says what of them was lost."""
+    from rftmega.conversion import adapters
+    from rftmega.conversion.progress_bar import progress_bar
 
-    from rftmega.config import ModelConfig, ParallelConfig, RunConfig
-    from rftmega.megatron.manager import MegatronModelManager
-    from rftmega.parallel.topology import Topology
-
-    config = RunConfig(model=ModelConfig(path=str(converted), dtype="float32"))
-    manager = MegatronModelManager(config, Topology.create(ParallelConfig(), seed=0))
-    words = manager.description.vocabulary
-    tokens = (torch.arange(64) * 37 % words)[None]
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False
-    )
-    with torch.no_grad():
-        ours = manager.custom_forward(
-            manager.chunks[0].eval(), tokens, torch.ones_like(tokens, dtype=torch.bool), None, False
-        )
-        return float((ours[..., :words] - theirs(tokens).logits).abs().max())
+    one, target = chosen.source, chosen.target
+    with progress_bar(one, chosen.command) as bar:
+        if chosen.command == "merge":
+            told = str(adapters.merge(one, chosen.adapter, target, progress=bar.update))
+        else:
+            given = {"rank": chosen.rank, "targets": chosen.targets}
+            told = str(adapters.extract(one, chosen.trained, target, progress=bar.update, **given))
+    sys.stdout.write(f"{told}\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -68,9 +68,7 @@ def lines(source: Path, before: list[str]) -> list[str]:
         for row in part.rows:
             cell = figures(found["rows"][row]) if row in found["rows"] else unmeasured(name)
             cells = textwrap.wrap(cell, WIDTH - len(f"| {name} | {row} |  |"))
-            table += [
-                f"| {name} | {row if cell is cells[0] else ''} | {cell} |" for cell in cells
-            ]
+            table += [f"| {name} | {row if cell is cells[0] else ''} | {cell} |" for cell in cells]
         machine = found["machine"]
         beside = f", {machine['beside']}" if machine["beside"] else ""
         sizes = ", ".join(f"{key} {value}" for key, value in found["settings"].items())

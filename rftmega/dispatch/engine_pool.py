@@ -33,7 +33,7 @@ from rftmega.parallel.watchdog import mark
 from rftmega.requests.order import RequestOrder, ordered
 from rftmega.rollout.base import Engine
 from rftmega.rollout_arrays import RolloutArrays
-from rftmega.shards import Shard
+from rftmega.shards import AdapterSource, Shard
 from rftmega.types import Prompt, Rollout, Sampling
 
 PATIENCE = 10.0  # seconds
@@ -77,9 +77,18 @@ class EnginePool:
         self.speaks = place == 0  # the others do what the engine's first process says
         self.host = host_memory.current()
 
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
-        """Returns what brings the policy's shards into all engines; every process calls it."""
-        sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
+    def weight_sync(
+        self,
+        shards: Sequence[Shard],
+        *,
+        bucket_bytes: int,
+        adapters: AdapterSource | None = None,
+    ) -> WeightSync:
+        """Returns what brings the policy's shards into all engines, or a frozen model's and
+        `adapters`; every process calls it.
+        """
+        given: dict[str, Any] = {} if adapters is None else {"adapters": adapters}
+        sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes, **given)
         self.weights = ColocatedWeights(sync, self.phases)
         return self.weights
 

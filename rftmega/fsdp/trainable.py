@@ -92,6 +92,9 @@ class FSDPModel:
         """Returns this process's rows in the dtype of the forward pass."""
         return self.manager.shards()
 
+    def frozen_shards(self) -> list[Shard]:
+        return self.manager.shards()  # it has no adapters
+
     def adapters(self) -> None:
         """Returns nothing: all of the model learns here."""
 

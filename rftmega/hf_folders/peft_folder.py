@@ -11,12 +11,13 @@ from rftmega.converters.adapters import DOWN, UP
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
+from rftmega.options.adapters import LoRA, scaling_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module of transformers' model
 # that change what an adapter is, with what they are where they change nothing
 UNKNOWN: dict[str, Any] = {
-    **{"use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
+    **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
     **{"bias": "none", "modules_to_save": None, "layers_to_transform": None},
     **{"rank_pattern": {}, "alpha_pattern": {}},
 }
@@ -30,41 +31,97 @@ def target_of(name: str) -> str:
 class PEFTFolder:
     """PEFTFolder reads the adapters of one folder."""
 
-    def __init__(self, folder: str | Path, *, rank: int, alpha: float, targets: Iterable[str]):
-        """Raises CheckpointError where it holds no such adapters."""
+    def __init__(self, folder: str | Path, *, option: str = ""):
+        """`option`: which option names the folder, for messages.
+
+        Raises CheckpointError for adapters of a kind that is not known here.
+        """
         self.folder = Path(folder)
+        self._named = f"{option}: " if option else ""
         said = read_json_object(self.folder / CONFIG)
+        modules: Any = said.get("target_modules")
         found = [
-            f"{name}={said.get(name)} is not {wanted}, which model.lora.{option} says"
-            for name, option, wanted in (("r", "rank", rank), ("lora_alpha", "alpha", alpha))
-            if said.get(name) != wanted
-        ]
-        modules = said.get("target_modules")
-        wanted = sorted(targets)
-        if (
-            not isinstance(modules, list)
-            or sorted({n.rsplit(".", 1)[-1] for n in modules}) != wanted
-        ):
-            found.append(
-                f"target_modules={modules} are not those of model.lora.targets, {', '.join(wanted)}"
-            )
-        if (kind := said.get("peft_type")) != "LORA":
-            found.append(f"peft_type={kind} is not LORA")
-        found += [
             f"{name}={said[name]} is not known here"
             for name, plain in UNKNOWN.items()
             if said.get(name, plain) not in (plain, None)
         ]
+        if (kind := said.get("peft_type")) != "LORA":
+            found.append(f"peft_type={kind} is not LORA")
+        if not isinstance(modules, list):
+            found.append(f"target_modules={modules} is no list of modules")
+        if not isinstance(said.get("r"), int) or not isinstance(
+            said.get("lora_alpha"), int | float
+        ):
+            found.append("r or lora_alpha is no number")
         if found:
-            raise CheckpointError(f"model.lora.path: {self.folder / CONFIG}: {'; '.join(found)}.")
-        self._files = HFFolder(self.folder)
+            self._refuse(found)
+        self.rank, self.alpha = int(said["r"]), float(said["lora_alpha"])
+        self.rslora = bool(said.get("use_rslora"))
+        self.targets = {name.rsplit(".", 1)[-1] for name in modules}
+        self.files = HFFolder(self.folder)
+        if odd := sorted(name for name in self.files.names if not name.endswith((DOWN, UP))):
+            self._refuse([f"{odd[0]!r} is no matrix of a pair"])
+
+    def _refuse(self, reasons: Sequence[str]) -> None:
+        raise CheckpointError(f"{self._named}{self.folder / CONFIG}: {'; '.join(reasons)}.")
+
+    def check(self, lora: LoRA, targets: Iterable[str]) -> None:
+        """Raises CheckpointError where the options ask for other adapters, on other modules than
+        `targets`.
+        """
+        pairs = (("r", "rank"), ("lora_alpha", "alpha"), ("use_rslora", "rslora"))
+        found = [
+            f"{theirs}={_told(getattr(self, ours))} is not {_told(getattr(lora, ours))}, which model.lora.{ours} says"
+            for theirs, ours in pairs
+            if getattr(self, ours) != getattr(lora, ours)
+        ]
+        if self.targets != (wanted := set(targets)):
+            found.append(
+                f"target_modules={sorted(self.targets)} are not those of model.lora.targets, {', '.join(sorted(wanted))}"
+            )
+        if found:
+            self._refuse(found)
+
+    @property
+    def scaling(self) -> float:
+        """Returns what a pair's product is multiplied by."""
+        return scaling_of(self.rank, self.alpha, rslora=self.rslora)
+
+    @property
+    def modules(self) -> list[str]:
+        """Returns the names of the modules that have a pair, without PEFT's prefix."""
+        return [
+            name.removeprefix(PREFIX).removesuffix(DOWN)
+            for name in self.files.names
+            if name.endswith(DOWN)
+        ]
+
+    def pair(self, module: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Reads (A [rank, columns], B [rows, rank]) of a module.
+
+        Raises CheckpointError where one is missing or of another shape.
+        """
+        a = self.whole(module + DOWN, (self.rank, columns))
+        return a, self.whole(module + UP, (rows, self.rank))
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads a tensor, by its name without PEFT's prefix.
 
         Raises CheckpointError where it is missing or of another shape.
         """
-        return self._files.whole(PREFIX + name, shape)
+        return self.files.whole(PREFIX + name, shape)
+
+
+def _told(value: float | bool) -> str:
+    return str(value) if isinstance(value, bool) else f"{value:g}"
+
+
+def names_of_pairs(names: Iterable[str]) -> set[str]:
+    """Returns the names of matrices that belong to a pair: a second one alone is of a tensor that
+    has no adapter, and zeros.
+    """
+    known = set(names)
+    return {name for name in known if name.endswith(DOWN) or name.removesuffix(UP) + DOWN in known}
 
 
 def write_pairs(
@@ -76,25 +133,39 @@ def write_pairs(
     Of a weight some of whose HF tensors have an adapter, the second matrix has zeros for the others:
     those are left out.
     """
-    names = {each.name for each in planned}
-    kept = {name for name in names if name.endswith(DOWN) or name.removesuffix(UP) + DOWN in names}
+    kept = names_of_pairs(each.name for each in planned)
     coming = [each._replace(name=PREFIX + each.name) for each in planned if each.name in kept]
     stream = ((PREFIX + name, tensor) for name, tensor in tensors if name in kept)
     write_shard(folder / WEIGHTS, coming, stream)
     return {target_of(name) for name in kept}
 
 
-def write_config(
-    folder: Path, *, base: str, rank: int, alpha: float, dropout: float, targets: Iterable[str]
-) -> None:
-    said = {
+def described(*, rank: int, alpha: float, targets: Iterable[str], rslora: bool) -> dict[str, Any]:
+    """Returns what adapter_config.json says of the pairs."""
+    return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": dropout,
+        "use_rslora": rslora,
         "target_modules": sorted(targets),
+    }
+
+
+def write_config(
+    folder: Path,
+    *,
+    base: str,
+    rank: int,
+    alpha: float,
+    targets: Iterable[str],
+    dropout: float = 0.0,
+    rslora: bool = False,
+) -> None:
+    said = {
+        **described(rank=rank, alpha=alpha, targets=targets, rslora=rslora),
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "lora_dropout": dropout,
         "inference_mode": True,
         **UNKNOWN,
     }

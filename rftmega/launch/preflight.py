@@ -134,7 +134,7 @@ def _adapters(config: RunConfig) -> list[str]:
         layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
         targets = {target for layer in layers for target in layer.targets}
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
-            PEFTFolder(lora.path, rank=lora.rank, alpha=lora.alpha, targets=targets)
+            PEFTFolder(lora.path, option="model.lora.path").check(lora, targets)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
     return []

@@ -82,7 +82,7 @@ class Adapters:
             module.weight,
             _members(layer, item),
             rank=options.rank,
-            scaling=options.alpha / options.rank,
+            scaling=options.scaling,
             dropout=options.dropout,
             row_parallel=layer.row_parallel,
             sequence_parallel=module.config.sequence_parallel,

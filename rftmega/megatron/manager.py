@@ -198,10 +198,13 @@ class MegatronModelManager:
         """Returns what this process holds of the model, without copies of tensors held elsewhere;
         adapters are merged where a shard is read.
         """
-        exported = [item for item in self.bound if item.rule.exported]
         if self.adapters is None:
-            return [item.shard() for item in exported]
-        return [self.adapters.merged(item) for item in exported]
+            return self.frozen_shards()
+        return [self.adapters.merged(item) for item in self.bound if item.rule.exported]
+
+    def frozen_shards(self) -> list[Shard]:
+        """Returns the same without what adapters add."""
+        return [item.shard() for item in self.bound if item.rule.exported]
 
     def _adapt(self) -> None:
         """Freezes the model and gives it adapters, which are all that learns; before anything is
@@ -214,9 +217,8 @@ class MegatronModelManager:
         )
         self.learnt, self.replicas = self.adapters.bound, self.adapters.replicas
         if lora.path:
-            folder = PEFTFolder(
-                lora.path, rank=lora.rank, alpha=lora.alpha, targets=self.adapters.targets
-            )
+            folder = PEFTFolder(lora.path, option="model.lora.path")
+            folder.check(lora, self.adapters.targets)
             self.adapters.load(folder.whole)
         else:
             self.adapters.begin(self.cfg.trainer.seed)

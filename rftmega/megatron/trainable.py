@@ -95,11 +95,15 @@ class MegatronModel:
     def shards(self) -> list[Shard]:
         return self.manager.shards()
 
+    def frozen_shards(self) -> list[Shard]:
+        return self.manager.frozen_shards()
+
     def adapters(self) -> TrainedAdapters | None:
         if (held := self.manager.adapters) is None:
             return None
         lora = self.manager.cfg.model.lora
-        return TrainedAdapters(tuple(held.shards()), lora.rank, lora.alpha, lora.dropout)
+        shards = tuple(held.shards())
+        return TrainedAdapters(shards, lora.rank, lora.alpha, lora.dropout, lora.rslora)
 
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()
@@ -121,6 +125,8 @@ class MegatronModel:
             lora = cfg.model.lora
             targets = sorted(adapters.targets)
             said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
+            if lora.rslora:  # of which earlier checkpoints say nothing
+                said["adapters"]["rslora"] = True
             said["base"] = self.manager.sum_of_base
         return said
 

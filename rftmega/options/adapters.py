@@ -1,6 +1,8 @@
 """Options of adapters: small matrices that learn in place of the model's own (LoRA)."""
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rftmega.options.bounds import BelowOne, NotNegativeInt, Positive
 
@@ -24,9 +26,19 @@ class LoRA:
     alpha: Positive = 32.0
     """What an adapter gives is multiplied by alpha / rank."""
 
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that larger ranks do not learn more slowly (rsLoRA,
+    arXiv:2312.03732).
+    """
+
     targets: list[str] = field(default_factory=list)
     """Layers with an adapter, by their names in Hugging Face's folder (q_proj, down_proj) or in
     Megatron (linear_qkv); empty: all linear layers of attention and MLP.
+    """
+
+    push: Literal["merged", "adapters"] = "merged"
+    """What engines get: weights with the adapters added, rounded to the engine's precision, or the
+    adapters by themselves, unrounded (colocated vLLM).
     """
 
     dropout: BelowOne = 0.0
@@ -36,3 +48,12 @@ class LoRA:
     """PEFT folder to start from, of the same rank, alpha and targets; empty: adapters that change
     nothing yet.
     """
+
+    @property
+    def scaling(self) -> float:
+        """Returns what an adapter's product is multiplied by."""
+        return scaling_of(self.rank, self.alpha, rslora=self.rslora)
+
+
+def scaling_of(rank: int, alpha: float, *, rslora: bool) -> float:
+    return alpha / (math.sqrt(rank) if rslora else rank)

@@ -15,7 +15,7 @@ from rftmega.device.spans import span, spanned
 from rftmega.errors import EngineError
 from rftmega.interfaces import WeightSync
 from rftmega.requests import Finished, PromptBatch, Requests
-from rftmega.shards import Shard
+from rftmega.shards import AdapterSource, Shard
 from rftmega.types import Completion, Prompt, Sampling
 
 
@@ -42,17 +42,26 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.has_weights = False  # of the model, since the last sleep; adapters may be missing
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
 
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+    def weight_sync(
+        self,
+        shards: Sequence[Shard],
+        *,
+        bucket_bytes: int,
+        adapters: AdapterSource | None = None,
+    ) -> WeightSync:
         """Returns what brings the policy's shards into the engines of all processes, which call
-        this together.
+        this together; with `adapters` these by themselves, and the shards are the frozen model's.
 
         It plans the push; the engine has no weights afterwards, and sleeps.
         """
         sync = weights.EngineWeights(shards, self, bucket_bytes=bucket_bytes)
         self.sleep()
-        return sync
+        if adapters is None:
+            return sync
+        return weights.AdapterWeights(sync, adapters, self, bucket_bytes=bucket_bytes)
 
     @property
     def status(self) -> EngineStatus:
@@ -99,8 +108,17 @@ class Engine(ABC):
         beside the trainer yet.
         """
         self.invalidate()
+        self.has_weights = False
         self._take("weights")
         self._load_weights(named_tensors)
+        self.version, self.has_weights = version, True
+
+    def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
+        """Replaces the adapter beside the model's weights: its matrices by PEFT's names, and PEFT's
+        config. Only an engine that is made for it takes one.
+        """
+        self.invalidate()
+        self._load_adapter(pairs, said)
         self.version = version
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -108,6 +126,7 @@ class Engine(ABC):
         weights are lost.
         """
         self.invalidate()
+        self.has_weights = False
         self._take("weights")
         self._load_weights(named_tensors)
 
@@ -128,7 +147,7 @@ class Engine(ABC):
         if self._held:
             with span("sleep"):
                 self._sleep()
-            self._held, self.version = set(), None
+            self._held, self.version, self.has_weights = set(), None, False
 
     def wake(self) -> None:
         """Takes the memory again; nothing happens where the engine is awake."""
@@ -143,6 +162,9 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  most engines hold nothing that needs it
         """Ends the engine; call it before the process groups go."""
+
+    def _load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any]) -> None:
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters.")
 
     @abstractmethod
     def _answer(self, requests: Requests, sampling: Sampling) -> None: ...

@@ -45,6 +45,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  #
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
+from rftmega.rollout.adapter import POLICY_ADAPTER, set_adapter  # noqa: E402
 from rftmega.rollout.pictures import (  # noqa: E402
     check_expanded,
     check_samples,
@@ -118,8 +119,11 @@ class VLLMEngine(Engine):
         *,
         dtype: str,
         stop_ids: Sequence[int],
+        adapter_rank: int = 0,
     ):
-        """Builds vLLM; a collective over the engine's processes.
+        """`adapter_rank`: of the adapter that it serves; 0: none.
+
+        Builds vLLM; a collective over the engine's processes.
 
         Weights are random until the first push.
         """
@@ -148,6 +152,11 @@ class VLLMEngine(Engine):
             media["limit_mm_per_prompt"] = {"audio": max(1, config.max_pictures)}
         if pictures:
             media["limit_mm_per_prompt"] = limits_of(config)
+        serves: dict[str, Any] = {}
+        self._adapter: Any = None  # which one requests are for
+        if adapter_rank:
+            serves = {"enable_lora": True, "max_lora_rank": adapter_rank, "max_loras": 1}
+            self._adapter = POLICY_ADAPTER
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
@@ -166,6 +175,7 @@ class VLLMEngine(Engine):
             disable_log_stats=True,
             **memory,
             **media,
+            **serves,
             **prefill_arguments(config, on_cuda=on_cuda),
             **model_arguments(folder, on_cuda=on_cuda),
         )
@@ -192,7 +202,7 @@ class VLLMEngine(Engine):
                 for request in further:
                     parameters = self._parameters(request, sampling)
                     prompt = self._prompt_of(request)
-                    engine.add_request(str(begun), prompt, parameters)
+                    engine.add_request(str(begun), prompt, parameters, lora_request=self._adapter)
                     if request.pictures:
                         unchecked[begun] = request
                     running.add(begun)
@@ -288,8 +298,17 @@ class VLLMEngine(Engine):
         finally:
             self.destinations.release()
         self._llm.apply_model(pack_output_heads)
+        self._forget_computed()
+
+    def _load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any]) -> None:
+        assert self._adapter is not None, "the engine was built without a place for an adapter"
+        self._llm.collective_rpc(set_adapter, args=(pairs, said))
+        self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        """Drops what was computed with the weights before, and is kept for the next prompts."""
         self._llm.reset_prefix_cache()
-        # of pictures and waveforms under the weights before; the scheduler would still count on them
+        # of pictures and waveforms; the scheduler would still count on them
         self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:

@@ -53,6 +53,9 @@ class Trainable(TrainedModel, Protocol):
     def shards(self) -> Sequence[Shard]:
         """Returns what this process holds of the model."""
 
+    def frozen_shards(self) -> Sequence[Shard]:
+        """Returns the same without what adapters add."""
+
     def adapters(self) -> TrainedAdapters | None:
         """Returns what this process holds of the adapters; None where all of the model learns."""
 

@@ -32,6 +32,12 @@ def create(config: RunConfig, world: World, *, vocabulary: int, stop_ids: Sequen
         )
     from rftmega.rollout.vllm import VLLMEngine
 
+    lora = config.model.lora
     return VLLMEngine(
-        config.model.path, config.rollout, world, dtype=config.model.dtype, stop_ids=stop_ids
+        config.model.path,
+        config.rollout,
+        world,
+        dtype=config.model.dtype,
+        stop_ids=stop_ids,
+        adapter_rank=lora.rank if lora.push == "adapters" else 0,
     )

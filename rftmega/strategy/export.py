@@ -58,6 +58,7 @@ def _export_adapters(
             rank=adapters.rank,
             alpha=adapters.alpha,
             dropout=adapters.dropout,
+            rslora=adapters.rslora,
             targets=targets,
         )
         export_folder.settle(draft, target)

@@ -26,6 +26,7 @@ from rftmega.interfaces import (
 from rftmega.parallel import host_memory
 from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
+from rftmega.shards import AdapterSource
 from rftmega.strategy import engines
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
@@ -115,8 +116,12 @@ class ReinforcementStrategy:
             repeats=config.faults.rollout_repeats,
             most_running=config.rollout.max_running,
         )
+        shards, apart = actor.shards(), dict[str, Any]()
+        if config.model.lora.push == "adapters" and (held := actor.adapters()) is not None:
+            shards = actor.frozen_shards()
+            apart = {"adapters": AdapterSource(held, actor.replica_group)}
         self.weights: WeightSync = self.engine.weight_sync(
-            actor.shards(), bucket_bytes=self._bucket_bytes
+            shards, bucket_bytes=self._bucket_bytes, **apart
         )
         actor.push_to_rollout = self.weights.push
 

@@ -17,7 +17,7 @@ def adapters(config: RunConfig) -> list[str]:
         plain = LoRA()
         return [
             f"model.lora.{name}={value} needs model.lora.rank above 0: there are no adapters. Leave it out."
-            for name in ("alpha", "targets", "dropout", "path")
+            for name in ("alpha", "rslora", "targets", "push", "dropout", "path")
             if (value := getattr(lora, name)) != getattr(plain, name)
         ]
     return _unsupported(config) + _of_engine(config) + _targets(lora) + _path(lora)
@@ -56,10 +56,17 @@ def _fields(config: RunConfig) -> dict[str, object]:
 
 def _of_engine(config: RunConfig) -> list[str]:
     rank = config.model.lora.rank
+    engine, strategy = config.rollout.engine, config.strategy
+    found = []
+    if config.model.lora.push == "adapters" and (engine, strategy) != ("vllm", "colocated"):
+        found.append(
+            f"model.lora.push=adapters: rollout.engine={engine} with strategy={strategy} takes merged weights. Leave it out."
+        )
     if config.algorithm.task != "rl" or config.rollout.engine != "vllm" or rank in RANKS:
-        return []
+        return found
     return [
-        f"model.lora.rank={rank} is none that vLLM serves (max_lora_rank). Choose one of: {', '.join(map(str, RANKS))}."
+        *found,
+        f"model.lora.rank={rank} is none that vLLM serves (max_lora_rank). Choose one of: {', '.join(map(str, RANKS))}.",
     ]
 
 

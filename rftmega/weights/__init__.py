@@ -2,8 +2,15 @@
 engine or a folder.
 """
 
+from rftmega.weights.adapter_weights import AdapterWeights
 from rftmega.weights.export import export_hf_folder, gather_to
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import EngineWeights
 
-__all__ = ["EngineWeights", "Exporter", "export_hf_folder", "gather_to"]
+__all__ = [
+    "AdapterWeights",
+    "EngineWeights",
+    "Exporter",
+    "export_hf_folder",
+    "gather_to",
+]

@@ -132,6 +132,26 @@ def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: P
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
 
 
+def scaled_body(world: Any, folder: Path, adapter: Path, alpha: float, rslora: bool) -> Any:
+    lora = LoRA(rank=RANK, alpha=alpha, rslora=rslora, path=str(adapter))
+    actor = MegatronActor(config_of(folder, P(), PLAIN, lora=lora), Topology.create(P(), seed=1))
+    return actor.log_probs(rows_of(ROWS)).logp
+
+
+def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_rank(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    found = []
+    for alpha, rslora in ((ALPHA, False), (ALPHA / RANK**0.5, True)):
+        adapter = plain_adapters.write_pairs(
+            tmp_path / str(rslora), pairs, alpha=alpha, use_rslora=rslora
+        )
+        found += run_ranks(1, scaled_body, folder, adapter, alpha, rslora)
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path: Path) -> None:

@@ -47,3 +47,25 @@ def test_a_run_of_adapters_learns_exports_and_goes_on_as_if_it_had_not_ended(
             torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
             learnt = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj")
             assert torch.equal(merged[name], start[name]) != learnt, name
+
+
+def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_one_that_merges_them(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """In float32, where merging loses nothing; with an evaluation, an interrupted run and a resume."""
+    config = arithmetic / "run.yaml"
+    told = {}
+    for push, ends in (("merged", (3,)), ("adapters", (2, 3))):
+        output = tmp_path / push
+        for steps in ends:
+            given = (f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS)
+            engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05")
+            chosen = (*given, *engine, f"model.lora.push={push}")
+            run_ranks(2, run_body, config, "megatron", *chosen, timeout=300)
+        told[push] = steps_of(output)
+    assert max(line["logprob_gap_max"] for line in told["adapters"]) < 1e-4
+    for line, expected in zip(told["adapters"], told["merged"], strict=True):
+        assert line["push_adapter_bytes"] < line["push_bytes"]
+        assert_memory_as_predicted(line)
+        for name in ("reward", "response_length", "loss", "grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name

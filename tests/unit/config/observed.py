@@ -448,6 +448,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         *("vllm", "vllm.sampling_params", "vllm.v1", "vllm.v1.engine", "vllm.model_executor"),
         *("vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload"),
         "rftmega.rollout.reload",
+        "rftmega.rollout.adapter",
     )
     fake = {name: ModuleType(name) for name in modules}
     fake["vllm"].LLM = lambda **named: (
@@ -459,6 +460,8 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     fake["rftmega.rollout.reload"].pack_output_heads = fake[
         "rftmega.rollout.reload"
     ].forget_expert_kernels = None
+    fake["rftmega.rollout.adapter"].POLICY_ADAPTER = None
+    fake["rftmega.rollout.adapter"].set_adapter = None
     fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:

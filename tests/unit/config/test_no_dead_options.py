@@ -301,8 +301,10 @@ ELSEWHERE = {
             ("targets", "[q_proj]", "targets=list(targets)"),
             ("dropout", "0.1", "dropout=share"),
             ("path", "x", "path=str(adapter)"),
+            ("rslora", "true", "rslora=rslora"),
         )
     },
+    "model.lora.push": ("adapters", "distributed/test_pushed_adapters.py", 'push="adapters"'),
     "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
     **{
         f"{model}parallel.{name}": (value, "invariance.py", f"{name}=")

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from rftmega.config import LoRA
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.peft_folder import PEFTFolder, write_config
 from tests.plain_adapters import write_pairs
@@ -19,12 +21,13 @@ PAIRS = {NAME: (torch.ones(2, 6), torch.ones(5, 2))}
     ("changed", "said"),
     [
         ({"r": 4}, "r=4 is not 2, which model.lora.rank says"),
-        ({"lora_alpha": 5}, "lora_alpha=5 is not 3.0, which model.lora.alpha says"),
+        ({"lora_alpha": 5}, "lora_alpha=5 is not 3, which model.lora.alpha says"),
         ({"target_modules": ["q_proj", "v_proj"]}, "are not those of model.lora.targets, q_proj"),
-        ({"target_modules": ".*q_proj"}, "are not those of model.lora.targets"),
+        ({"target_modules": ".*q_proj"}, "target_modules=.*q_proj is no list of modules"),
+        ({"r": None}, "r or lora_alpha is no number"),
         ({"peft_type": "IA3"}, "peft_type=IA3 is not LORA"),
         ({"use_dora": True}, "use_dora=True is not known here"),
-        ({"use_rslora": True}, "use_rslora=True is not known here"),
+        ({"use_rslora": True}, "use_rslora=True is not False, which model.lora.rslora says"),
         ({"bias": "all"}, "bias=all is not known here"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern={'q_proj': 8} is not known here"),
     ],
@@ -34,20 +37,35 @@ def test_adapters_of_another_kind_are_refused(
     changed: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     write_pairs(tmp_path, PAIRS, alpha=3)
-    PEFTFolder(tmp_path, rank=2, alpha=3.0, targets=["q_proj"])
+    opened(tmp_path)
     write_pairs(tmp_path, PAIRS, alpha=3, **changed)
-    with pytest.raises(CheckpointError) as caught:
-        PEFTFolder(tmp_path, rank=2, alpha=3.0, targets=["q_proj"])
+    with pytest.raises(CheckpointError, match=r"^model\.lora\.path: ") as caught:
+        opened(tmp_path)
     assert said in str(caught.value)
 
 
+def opened(folder: Path, **given: Any) -> PEFTFolder:
+    found = PEFTFolder(folder, option="model.lora.path")
+    found.check(LoRA(rank=2, alpha=3.0, **given), ["q_proj"])
+    return found
+
+
 def test_a_tensor_that_is_missing_or_of_another_shape_is_refused(tmp_path: Path) -> None:
-    folder = PEFTFolder(write_pairs(tmp_path, PAIRS, alpha=3), rank=2, alpha=3, targets=["q_proj"])
+    folder = opened(write_pairs(tmp_path, PAIRS, alpha=3))
     assert folder.whole(f"{NAME}.lora_A.weight", (2, 6)).sum() == 12
     with pytest.raises(CheckpointError, match="shape"):
         folder.whole(f"{NAME}.lora_A.weight", (2, 7))
     with pytest.raises(CheckpointError, match="no tensor"):
         folder.whole(f"{NAME}.lora_C.weight", (2, 6))
+
+
+def test_a_tensor_that_is_of_no_pair_is_refused(tmp_path: Path) -> None:
+    write_pairs(tmp_path, PAIRS, alpha=3)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    held["base_model.model.lm_head.weight"] = torch.ones(3, 3)
+    save_file(held, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight' is no matrix of a pair"):
+        opened(tmp_path)
 
 
 def test_what_is_written_is_what_peft_reads_and_so_do_we(tmp_path: Path) -> None:
@@ -61,4 +79,6 @@ def test_what_is_written_is_what_peft_reads_and_so_do_we(tmp_path: Path) -> None
         "lora_alpha": 3,
     }.items() <= said.items()
     assert said["base_model_name_or_path"] == "base"
-    PEFTFolder(tmp_path, rank=2, alpha=3.0, targets=["q_proj"])
+    assert opened(tmp_path).scaling == 1.5
+    write_config(tmp_path, base="base", rank=2, alpha=3.0, targets={"q_proj"}, rslora=True)
+    assert opened(tmp_path, rslora=True).scaling == pytest.approx(3 / 2**0.5)

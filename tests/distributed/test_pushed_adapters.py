@@ -1,0 +1,145 @@
+"""Adapters that are pushed as adapters: vLLM says what the trainer says, after every push, and the
+frozen model is sent only where an engine lost it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.experience import given
+from rftmega.shards import AdapterSource
+from rftmega.types import Prompt, Sampling
+from rftmega.weights import adapter_weights
+from tests.layouts import build_actor, rows_of
+from tests.plain_adapters import random_pairs, write_pairs
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, *range(7, 30)))]
+SAMPLING = Sampling(0.7)
+ROWS = [[(37 * i + 11 * b) % 131 for i in range(n)] for b, n in enumerate((30, 17, 26))]
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
+
+
+class Pushing:
+    """A policy with adapters, an engine for them, and the push between them."""
+
+    def __init__(
+        self, world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, engine_size: int
+    ):
+        from rftmega.rollout.vllm import VLLMEngine
+
+        os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+        rollout = RolloutConfig(
+            tensor=engine_size, max_prompt_tokens=40, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+        )  # fmt: skip
+        lora = LoRA(rank=8, alpha=16, path=str(adapter), push="adapters")
+        self.actor = build_actor(
+            folder, parallel, OPTIMIZER, temperature=0.7, token_cap=512, lora=lora
+        )
+        self.engine = VLLMEngine(
+            folder, rollout, world, dtype="float32", stop_ids=[1], adapter_rank=8
+        )
+        held = self.actor.adapters()
+        assert held is not None
+        self.weights = self.engine.weight_sync(
+            self.actor.frozen_shards(),
+            bucket_bytes=50_000,
+            adapters=AdapterSource(held, self.actor.replica_group),
+        )
+
+    def answers(self) -> tuple[float, list[float]]:
+        """The largest difference between engine and trainer, and the engine's log-probs of one token."""
+        given = [Prompt(each.token_ids) for each in PROMPTS]
+        answers = self.engine.generate(given, seeds=[1, 2, 3], sampling=SAMPLING)
+        rows = rows_of(
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [len(p.token_ids) for p in PROMPTS],
+        )
+        said = torch.tensor([x for answer in answers for x in answer.logprobs])
+        logp = self.actor.log_probs(rows).logp[rows.mask]
+        return float((logp - said).abs().max()), said[:3].tolist()
+
+    def learn(self) -> None:
+        self.actor.step(given(rows_of(ROWS)), cross_entropy_loss())
+        self.actor.manager.finish_param_sync()
+
+
+def pushes_body(world: Any, *wanted: Any) -> Any:
+    pushing = Pushing(world, *wanted)
+    found, push = [], pushing.weights.base.push
+    whole: list[int] = []  # versions with which the model was sent
+
+    def noted(*, version: int) -> Any:
+        whole.append(version)
+        return push(version=version)
+
+    pushing.weights.base.push = noted
+    for version in range(3):
+        if version == 2:
+            pushing.engine.sleep()  # which drops the model
+        metrics = pushing.weights.push(version=version)
+        assert pushing.engine.version == version
+        found.append((metrics, *pushing.answers()))
+        pushing.learn()
+    pushing.engine.close()
+    return found, whole
+
+
+@pytest.mark.parametrize(
+    ("variant", "processes", "parallel", "engine_size"),
+    [
+        ("qwen3", 1, P(), 1),
+        ("qwen3", 2, P(tensor=2), 1),
+        ("qwen2", 2, P(pipeline=2), 2),
+        pytest.param("phi3", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
+        pytest.param("llama", 4, P(tensor=2), 1, marks=pytest.mark.ranks),
+    ],
+)
+def test_vllm_with_the_adapters_of_a_push_says_what_the_trainer_says(
+    variant: str, processes: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", variant, hidden_size=128)
+    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if variant == "phi3" else None
+    pairs = random_pairs(folder, rank=8, **({"targets": targets} if targets else {}))
+    adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
+    results = run_ranks(processes, pushes_body, folder, adapter, parallel, engine_size, timeout=300)
+    size = sum(x.nbytes for pair in pairs.values() for x in pair)
+    for found, whole in results:
+        assert max(gap for _, gap, _ in found) < 1e-5
+        assert whole == [0, 2], "the model was sent again, or not after the engine had slept"
+        assert [metrics["push_adapter_bytes"] for metrics, _, _ in found] == [size] * 3
+        assert found[1][0]["push_bytes"] == size
+        first, second = (torch.tensor(said) for _, _, said in found[:2])
+        assert (first - second).abs().max() > 1e-3, "the second push changed nothing"
+
+
+def broken_body(world: Any, *wanted: Any) -> Any:
+    pushing = Pushing(world, *wanted)
+    engine = pushing.engine
+    sums = adapter_weights.checksums
+    if world.rank == 1:
+        adapter_weights.checksums = lambda slices: sums(slices) + 1
+    with pytest.raises(EngineError, match="different adapters"):
+        pushing.weights.push(version=1)
+    adapter_weights.checksums = sums
+    with pytest.raises(EngineError, match="no weights"):  # the model is there, the adapters are not
+        pushing.answers()
+    pushing.weights.push(version=2)
+    gap, _ = pushing.answers()
+    engine.close()
+    return gap
+
+
+def test_an_engine_without_the_adapters_of_a_push_does_not_answer(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
+    adapter = write_pairs(tmp_path / "adapter", random_pairs(folder, rank=8), alpha=16)
+    for gap in run_ranks(2, broken_body, folder, adapter, P(tensor=2), 1, timeout=300):
+        assert gap < 1e-5
