@@ -93,7 +93,10 @@ def test_every_request_has_parameters_that_the_engine_knows(
     asked: list[Any] = []
 
     class Core:
-        def add_request(self, number: str, prompt: dict[str, Any], params: Any) -> None:
+        def add_request(
+            self, number: str, prompt: dict[str, Any], params: Any, lora_request: Any
+        ) -> None:
+            assert lora_request is None  # there are no adapters
             asked.append(params)
 
         def step(self) -> list[Any]:
