@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +39,12 @@ def sglang(folder: Path, *arguments: str) -> Iterator[str]:
     ]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env=os.environ.copy())
     try:
+        listens = False  # a run would begin with the servers that do
+        while not listens and process.poll() is None:
+            time.sleep(0.1)
+            with socket.socket() as probe:
+                listens = probe.connect_ex(("127.0.0.1", port)) == 0
+        assert listens, f"the server ended with {process.returncode}"
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
