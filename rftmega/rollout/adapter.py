@@ -16,7 +16,7 @@ def set_adapter(worker: Any, pairs: dict[str, Tensor], said: dict[str, Any]) -> 
     """Replaces the adapter in a worker of vLLM, as its own loader would from PEFT's files. `pairs` and
     `said` are what PEFT's two files hold.
 
-    vLLM multiplies the second matrices by their scaling in place, so it gets copies.
+    vLLM multiplies the second matrices by their scaling in place: they must be nobody else's.
     """
     lora = worker.model_runner.lora_manager
     manager = lora._adapter_manager
@@ -25,7 +25,7 @@ def set_adapter(worker: Any, pairs: dict[str, Tensor], said: dict[str, Any]) -> 
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     made = LoRAModel.from_lora_tensors(
         NUMBER,
-        {name: tensor.clone() for name, tensor in pairs.items()},
+        pairs,
         helper,
         device=str(lora.device),
         dtype=lora.lora_config.lora_dtype,

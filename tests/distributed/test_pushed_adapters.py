@@ -22,7 +22,9 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
-PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((5, 9, 100, *range(7, 30)))]
+# the last fills a block of the prefix cache, which is then found again
+LONG = tuple((37 * i) % 129 + 2 for i in range(150))
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(LONG)]
 SAMPLING = Sampling(0.7)
 ROWS = [[(37 * i + 11 * b) % 131 for i in range(n)] for b, n in enumerate((30, 17, 26))]
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
@@ -38,7 +40,7 @@ class Pushing:
 
         os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
         rollout = RolloutConfig(
-            tensor=engine_size, max_prompt_tokens=40, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+            tensor=engine_size, max_prompt_tokens=180, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
         )  # fmt: skip
         lora = LoRA(rank=8, alpha=16, path=str(adapter), push="adapters")
         self.actor = build_actor(

@@ -177,6 +177,7 @@ def test_large_differences_of_low_rank_are_found_by_the_randomised_method() -> N
     left, right = torch.randn(1100, 5), torch.randn(5, 1030)
     up, down = adapters.nearest(left @ right, 5)
     torch.testing.assert_close(up @ down, left @ right, atol=1e-3, rtol=1e-3)
+    torch.manual_seed(2)
     again = adapters.nearest(left @ right, 5)
     assert torch.equal(again[0], up) and torch.equal(again[1], down)
 
