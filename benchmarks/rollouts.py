@@ -1,5 +1,5 @@
-"""How long engines have nothing to do at the end of a rollout, by the clock of the scripted engine:
-all of them step together. And what it costs that rollouts run in an environment.
+"""Measures how long engines have nothing to do at the end of a rollout, by the clock of the scripted engine:
+all of them step together; and what it costs that rollouts run in an environment.
 """
 
 import math

@@ -19,7 +19,7 @@ class Comparison(NamedTuple):
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Until the device has done it, too."""
+    """Returns the seconds until the device has done the work, too."""
     device.current().synchronize()
     begin = time.perf_counter()
     work()

@@ -1,4 +1,4 @@
-"""How long engines have nothing to do while rollouts wait for tools, and what the environment of
+"""Measures how long engines have nothing to do while rollouts wait for tools, and what the environment of
 tools costs beside a plain loop over the same engine.
 """
 

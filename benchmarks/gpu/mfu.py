@@ -89,7 +89,7 @@ def layers_that_fit(sizes: Sizes) -> Figures:
 
 
 def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most: int) -> Figures:
-    """How many layers `room` bytes have place for, by a straight line through two measurements;
+    """Returns how many layers `room` bytes have place for, by a straight line through two measurements;
     from one to `most`.
     """
     a_layer = (peaks[1] - peaks[0]) / (probed[1] - probed[0])

@@ -1,5 +1,5 @@
 """Merges adapters into a model's folder, and finds the adapters that are nearest to what two folders
-differ by. One tensor of a model is in memory at a time.
+differ by. A model is read one tensor at a time.
 """
 
 import math
@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from rftmega.checkpoint.reader import PROGRESS
-from rftmega.conversion.convert import FILE_BYTES, Progress
-from rftmega.conversion.target import begin, fingerprint, note, written_alone
+from rftmega.conversion.target import (
+    FILE_BYTES,
+    Progress,
+    begin,
+    fingerprint,
+    note,
+    written_alone,
+)
 from rftmega.converters.adapters import DOWN, UP, WEIGHT
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders import export_folder
@@ -134,10 +140,17 @@ def extract(
     differ by (Eckart and Young, doi:10.1007/BF02288367), for linear layers that `targets` name.
 
     Raises CheckpointError for folders of different models, ConfigError for a rank that a layer
-    can't have, or where no such layer differs.
+    can't have, for a target that the model lacks, or where no such layer differs.
     """
+    if rank < 1:
+        raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
     one, other = HFFolder(base), HFFolder(trained)
     _refuse_another_model(one, other)
+    has = {name.removesuffix(WEIGHT).rsplit(".", 1)[-1] for name in one.names}
+    if targets is not HF_TARGETS and (unknown := sorted(set(targets) - has)):
+        raise ConfigError(
+            f"--targets: {base} has no {', '.join(unknown)}. Choose from: {', '.join(n for n in HF_TARGETS if n in has)}."
+        )
     pairs: dict[str, Tensor] = {}
     beside: list[str] = []
     added = lost = 0.0

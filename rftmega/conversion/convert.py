@@ -5,7 +5,7 @@ resumable, without a GPU.
 import hashlib
 import math
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from itertools import pairwise
@@ -25,7 +25,14 @@ from rftmega.checkpoint.reader import (
 )
 from rftmega.config import ParallelConfig
 from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
-from rftmega.conversion.target import begin, fingerprint, note, written_alone
+from rftmega.conversion.target import (
+    FILE_BYTES,
+    Progress,
+    begin,
+    fingerprint,
+    note,
+    written_alone,
+)
 from rftmega.converters import (
     Replicated,
     Rule,
@@ -64,8 +71,6 @@ from rftmega.parallel.topology import Topology
 # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,
 # whatever was given
 FINEST = 8
-FILE_BYTES = 512 * 2**20
-Progress = Callable[[int], object]  # told the bytes that are done
 
 
 class SourceModel:

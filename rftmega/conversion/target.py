@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.folder_lock import FILE as LOCK
 from rftmega.parallel.folder_lock import locked
+
+FILE_BYTES = 512 * 2**20  # of one file of weights
+Progress = Callable[[int], object]  # told the bytes that are done
 
 
 @contextmanager

@@ -42,7 +42,7 @@ MOST_THREADS = 8  # that decode side by side; a large picture takes a gigabyte
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """How many a prompt may have."""
+    """Most says how many pictures a prompt may have."""
 
     pictures: int
     videos: int

@@ -77,18 +77,17 @@ class EnginePool:
         self.speaks = place == 0  # the others do what the engine's first process says
         self.host = host_memory.current()
 
-    def weight_sync(
-        self,
-        shards: Sequence[Shard],
-        *,
-        bucket_bytes: int,
-        adapters: AdapterSource | None = None,
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+        """Returns what brings the policy's shards into all engines; every process calls it."""
+        sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
+        self.weights = ColocatedWeights(sync, self.phases)
+        return self.weights
+
+    def adapter_sync(
+        self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns what brings the policy's shards into all engines, or a frozen model's and
-        `adapters`; every process calls it.
-        """
-        given: dict[str, Any] = {} if adapters is None else {"adapters": adapters}
-        sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes, **given)
+        """Returns what brings a frozen model's shards and its adapters; every process calls it."""
+        sync = self.engine.adapter_sync(frozen, adapters, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases)
         return self.weights
 

@@ -38,7 +38,7 @@ from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
-from rftmega.shards import AdapterSource, Shard
+from rftmega.shards import Shard
 from rftmega.transport.broadcast_weights import BroadcastWeights
 from rftmega.transport.checkpoint_weights import CheckpointWeights
 from rftmega.transport.disk_weights import DiskWeights
@@ -135,14 +135,7 @@ class ServerEngine(Engine):
         tokens = placeholders(processor, videos=self.config.max_videos > 0)
         check_samples(server.samples(tokens), processor)
 
-    def weight_sync(
-        self,
-        shards: Sequence[Shard],
-        *,
-        bucket_bytes: int,
-        adapters: AdapterSource | None = None,
-    ) -> WeightSync:
-        assert adapters is None, "servers take merged weights"
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         config = self.config
         if config.transport == "network":
             over_network = BroadcastWeights if config.engine == "sglang" else NetworkWeights

@@ -203,7 +203,7 @@ class MegatronModelManager:
         return [self.adapters.merged(item) for item in self.bound if item.rule.exported]
 
     def frozen_shards(self) -> list[Shard]:
-        """Returns the same without what adapters add."""
+        """Returns what this process holds of the model, without what adapters add."""
         return [item.shard() for item in self.bound if item.rule.exported]
 
     def _adapt(self) -> None:

@@ -60,18 +60,19 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
     Reads torchrun's environment; without one, this process is a world of its own.
     """
     backend = device.current()
-    rank, size = whole_number("RANK", 0), launched_size()
+    alone = "MASTER_ADDR" not in os.environ
+    rank, size = 0 if alone else whole_number("RANK", 0), launched_size()
     local_rank = whole_number("LOCAL_RANK", 0)
     local_size = whole_number("LOCAL_WORLD_SIZE", 1)
-    if size > 1 and "MASTER_ADDR" not in os.environ:
+    if size > 1 and alone:
         raise ConfigError(
             "WORLD_SIZE is set but MASTER_ADDR is not. Launch with torchrun, or unset WORLD_SIZE."
         )
     # Megatron overlaps TP communication by kernel order
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     where = backend.select(local_rank, local_size)
-    alone = "MASTER_ADDR" not in os.environ
-    choose_interface("" if alone else os.environ["MASTER_ADDR"], alone=size == local_size)
+    on_this_host = alone or size == local_size
+    choose_interface("" if alone else os.environ["MASTER_ADDR"], alone=on_this_host)
     if alone:
         # vLLM's external launcher reads them
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -45,23 +45,24 @@ class Engine(ABC):
         self.has_weights = False  # of the model, since the last sleep; adapters may be missing
         self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
 
-    def weight_sync(
-        self,
-        shards: Sequence[Shard],
-        *,
-        bucket_bytes: int,
-        adapters: AdapterSource | None = None,
-    ) -> WeightSync:
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
         """Returns what brings the policy's shards into the engines of all processes, which call
-        this together; with `adapters` these by themselves, and the shards are the frozen model's.
+        this together.
 
         It plans the push; the engine has no weights afterwards, and sleeps.
         """
         sync = weights.EngineWeights(shards, self, bucket_bytes=bucket_bytes)
         self.sleep()
-        if adapters is None:
-            return sync
-        return weights.AdapterWeights(sync, adapters, self, bucket_bytes=bucket_bytes)
+        return sync
+
+    def adapter_sync(
+        self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
+    ) -> WeightSync:
+        """Returns what brings a frozen model's shards and its adapters, each by itself, as
+        `weight_sync` does a policy's shards.
+        """
+        base = self.weight_sync(frozen, bucket_bytes=bucket_bytes)
+        return weights.AdapterWeights(base, adapters, self, bucket_bytes=bucket_bytes)
 
     @property
     def status(self) -> EngineStatus:

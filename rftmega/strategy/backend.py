@@ -54,7 +54,7 @@ class Trainable(TrainedModel, Protocol):
         """Returns what this process holds of the model."""
 
     def frozen_shards(self) -> Sequence[Shard]:
-        """Returns the same without what adapters add."""
+        """Returns what this process holds of the model, without what adapters add."""
 
     def adapters(self) -> TrainedAdapters | None:
         """Returns what this process holds of the adapters; None where all of the model learns."""

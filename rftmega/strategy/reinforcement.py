@@ -105,7 +105,7 @@ class ReinforcementStrategy:
         if config.trainer.max_staleness:
             face = StreamingPool if separate else PartialRolloutPool
         self.engine_processes = world.size if separate else config.rollout.tensor
-        self.engine: RolloutEngine = face(
+        pool: EnginePool = face(
             self.local_engine,
             self.phases,
             world,
@@ -116,14 +116,19 @@ class ReinforcementStrategy:
             repeats=config.faults.rollout_repeats,
             most_running=config.rollout.max_running,
         )
-        shards, apart = actor.shards(), dict[str, Any]()
-        if config.model.lora.push == "adapters" and (held := actor.adapters()) is not None:
-            shards = actor.frozen_shards()
-            apart = {"adapters": AdapterSource(held, actor.replica_group)}
-        self.weights: WeightSync = self.engine.weight_sync(
-            shards, bucket_bytes=self._bucket_bytes, **apart
-        )
+        self.engine: RolloutEngine = pool
+        self.weights: WeightSync = self._weight_sync(pool)
         actor.push_to_rollout = self.weights.push
+
+    def _weight_sync(self, pool: EnginePool) -> WeightSync:
+        """Returns what brings the policy to the engines, as model.lora.push says."""
+        actor = self.actor
+        if self.config.model.lora.push == "merged":
+            return pool.weight_sync(actor.shards(), bucket_bytes=self._bucket_bytes)
+        adapters = actor.adapters()
+        assert adapters is not None, "model.lora.push=adapters needs adapters"
+        source = AdapterSource(adapters, actor.replica_group)
+        return pool.adapter_sync(actor.frozen_shards(), source, bucket_bytes=self._bucket_bytes)
 
     def _build_value_models(self) -> dict[str, TrainableValues]:
         """Builds those that the config asks for: the critic, with the layout and the optimizer of

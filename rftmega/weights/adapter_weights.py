@@ -6,20 +6,21 @@ product to its own output does not.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.errors import EngineError
+from rftmega.errors import EngineError, EngineFault
 from rftmega.hf_folders.peft_folder import PREFIX, described, names_of_pairs, target_of
-from rftmega.parallel.checksum import checksums
+from rftmega.interfaces import WeightSync
 from rftmega.shards import AdapterSource
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.gather import Exporter
-from rftmega.weights.push import EngineWeights
+from rftmega.weights.push import is_of_a_connection
+from rftmega.weights.slice_sums import sum_of
 
 
 class AdapterEngine(Protocol):
@@ -42,7 +43,7 @@ class AdapterWeights:
 
     def __init__(
         self,
-        base: EngineWeights,
+        base: WeightSync,
         adapters: AdapterSource,
         engine: AdapterEngine,
         *,
@@ -57,26 +58,39 @@ class AdapterWeights:
         self._said = described(
             rank=held.rank, alpha=held.alpha, targets=targets, rslora=held.rslora
         )
+        self._where = held.shards[0].tensor.device
+        self._sums: list[int] = []  # of each matrix in the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns those of the frozen model's last push."""
-        return self.base.checksums()
+        """Returns those of the frozen model, and one of each matrix of an adapter; a collective."""
+        now = self._gathered()
+        found = []
+        for (name, tensor), held, sent in zip(now.items(), _sums(now), self._sums, strict=True):
+            box = tuple((0, size) for size in tensor.shape)
+            found.append(SliceChecksums(name, box, -1, -1, held, sent, sent))
+        return [*self.base.checksums(), *found]
 
     def push(self, *, version: int) -> Metrics:
         """Afterwards every engine answers under `version`: with the frozen model, which is sent
-        where an engine has lost it, and the adapters of now.
+        where an engine has lost it, and the adapters of now. If anything fails anywhere, none
+        answers until a push was whole.
 
-        Raises as `EngineWeights.push`, and EngineError where processes got different adapters.
+        Raises as `EngineWeights.push`.
         """
         begin = time.perf_counter()
         metrics: Metrics = {}
-        if not self._all_have_weights():
+        if not all(self._everybodys(self.engine.has_weights)):
             metrics = self.base.push(version=version)
         self.engine.invalidate()  # it has the model, and not yet the adapters
-        pairs = {PREFIX + name: tensor for name, tensor in self._exporter if name in self._kept}
-        self._refuse_different(pairs.values())
-        self.engine.load_adapter(pairs, self._said, version=version)
-        size = float(sum(tensor.nbytes for tensor in pairs.values()))
+        try:
+            size = float(self._push(version))
+        except BaseException as error:
+            self.engine.invalidate()  # it may have taken everything where another's did not
+            if isinstance(error, RuntimeError) and is_of_a_connection(error):
+                raise EngineFault(
+                    f"Push {version} broke off: a process is gone ({error})."
+                ) from error
+            raise
         moved = metrics.get("push_bytes", 0.0) + size
         least = metrics.get("push_bytes_least", 0.0) + size
         return {
@@ -88,21 +102,47 @@ class AdapterWeights:
             "push_adapter_bytes": size,
         }
 
-    def _all_have_weights(self) -> bool:
-        have = torch.tensor(int(self.engine.has_weights), device=self.base.shards.device)
-        dist.all_reduce(have, op=dist.ReduceOp.MIN)
-        return bool(have)
+    def _push(self, version: int) -> int:
+        """Pushes the adapters, and returns their bytes."""
+        pairs = self._gathered()
+        self._sums = _sums(pairs)
+        failure: Exception | None = None
+        try:
+            self.engine.load_adapter(
+                {PREFIX + name: tensor for name, tensor in pairs.items()},
+                self._said,
+                version=version,
+            )
+        except Exception as error:
+            failure = error
+        told = self._everybodys(failure is None, *self._sums)
+        if failure is not None:
+            raise failure
+        if not told[0]:
+            raise EngineFault(
+                f"Push {version} failed on another process; no engine has adapters now."
+            )
+        if not all(told):
+            raise EngineError(
+                f"Processes got different adapters in push {version}; no engine has any now."
+            )
+        return sum(tensor.nbytes for tensor in pairs.values())
 
-    def _refuse_different(self, tensors: Iterable[Tensor]) -> None:
-        """Raises EngineError, on every process, where not all got the same."""
-        sums = torch.stack(list(_sums(tensors)))
-        least, most = sums.clone(), sums.clone()
+    def _gathered(self) -> dict[str, Tensor]:
+        """Gathers the matrices, in memory of their own; a collective."""
+        return {name: tensor for name, tensor in self._exporter if name in self._kept}
+
+    def _everybodys(self, good: bool, *numbers: int) -> list[bool]:
+        """Returns whether all processes say `good`, and whether they have the same of each number;
+        a collective.
+        """
+        mine = torch.tensor([int(good), *numbers], device=self._where)
+        least, most = mine.clone(), mine.clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        if not torch.equal(least, most):
-            raise EngineError("Processes got different adapters in a push; no engine has any now.")
+        first, *same = (least == most).tolist()
+        return [bool(first and least[0]), *same]
 
 
-def _sums(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield checksums(tensor.contiguous()[None])[0]
+def _sums(pairs: Mapping[str, Tensor]) -> list[int]:
+    return [sum_of(tensor.contiguous()) for tensor in pairs.values()]

@@ -155,7 +155,7 @@ class EngineWeights:
             )
             dist.all_reduce(total)
         except RuntimeError as raised:
-            if not _is_of_a_connection(raised):
+            if not is_of_a_connection(raised):
                 raise
             raise EngineFault(
                 f"Push {version} broke off: a process is gone ({raised})."
@@ -357,7 +357,7 @@ class _Passage:
         return number, bucket, came
 
 
-def _is_of_a_connection(error: RuntimeError) -> bool:
+def is_of_a_connection(error: RuntimeError) -> bool:
     """Returns whether a connection failed: NCCL's and the store's errors have classes; gloo's name
     a source file of gloo's.
     """

@@ -51,10 +51,10 @@ class Pushing:
         )
         held = self.actor.adapters()
         assert held is not None
-        self.weights = self.engine.weight_sync(
+        self.weights: Any = self.engine.adapter_sync(
             self.actor.frozen_shards(),
+            AdapterSource(held, self.actor.replica_group),
             bucket_bytes=50_000,
-            adapters=AdapterSource(held, self.actor.replica_group),
         )
 
     def answers(self) -> tuple[float, list[float]]:
@@ -125,23 +125,42 @@ def test_vllm_with_the_adapters_of_a_push_says_what_the_trainer_says(
 
 def broken_body(world: Any, *wanted: Any) -> Any:
     pushing = Pushing(world, *wanted)
-    engine = pushing.engine
-    sums = adapter_weights.checksums
+    engine: Any = pushing.engine
+    sum_of, load = adapter_weights.sum_of, engine._load_adapter
+
+    def no_room(*given: Any) -> None:
+        raise EngineError("no room")
+
     if world.rank == 1:
-        adapter_weights.checksums = lambda slices: sums(slices) + 1
-    with pytest.raises(EngineError, match="different adapters"):
+        adapter_weights.sum_of = lambda elements: sum_of(elements) + 1
+    with pytest.raises(EngineError, match="different adapters in push 1"):
         pushing.weights.push(version=1)
-    adapter_weights.checksums = sums
+    adapter_weights.sum_of = sum_of
     with pytest.raises(EngineError, match="no weights"):  # the model is there, the adapters are not
         pushing.answers()
-    pushing.weights.push(version=2)
+    if world.rank == 1:
+        engine._load_adapter = no_room
+    with pytest.raises(EngineError, match="no room" if world.rank else "failed on another process"):
+        pushing.weights.push(version=2)
+    engine._load_adapter = load
+    with pytest.raises(EngineError, match="no weights"):
+        pushing.answers()
+    pushing.weights.push(version=3)
     gap, _ = pushing.answers()
+    intact = [each.intact for each in pushing.weights.checksums()]
+    pushing.learn()
+    changed = {each.name for each in pushing.weights.checksums() if not each.intact}
     engine.close()
-    return gap
+    return gap, all(intact), changed
 
 
 def test_an_engine_without_the_adapters_of_a_push_does_not_answer(tmp_path: Path) -> None:
+    """And the checksums of a push tell what the trainer has changed since."""
     folder = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
-    adapter = write_pairs(tmp_path / "adapter", random_pairs(folder, rank=8), alpha=16)
-    for gap in run_ranks(2, broken_body, folder, adapter, P(tensor=2), 1, timeout=300):
-        assert gap < 1e-5
+    pairs = random_pairs(folder, rank=8)
+    adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
+    for gap, intact, changed in run_ranks(
+        2, broken_body, folder, adapter, P(tensor=2), 1, timeout=300
+    ):
+        assert gap < 1e-5 and intact
+        assert changed == {f"{name}.lora_{which}.weight" for name in pairs for which in "AB"}

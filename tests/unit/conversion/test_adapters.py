@@ -168,6 +168,10 @@ def test_what_a_rank_lacks_is_told_and_what_adapters_can_not_hold(
     assert found.beside == ["model.norm.weight"]
     with pytest.raises(ConfigError, match=r"--rank 999 is above the \d+ that"):
         adapters.extract(folder, trained, tmp_path / "other", rank=999)
+    with pytest.raises(ConfigError, match="--rank 0: a pair has a rank of 1 at least"):
+        adapters.extract(folder, trained, tmp_path / "other", rank=0)
+    with pytest.raises(ConfigError, match=r"has no q_prj\. Choose from: q_proj, k_proj"):
+        adapters.extract(folder, trained, tmp_path / "other", rank=RANK, targets=["q_prj"])
     with pytest.raises(ConfigError, match="No layer of v_proj differs"):
         adapters.extract(folder, trained, tmp_path / "other", rank=RANK, targets=["v_proj"])
 

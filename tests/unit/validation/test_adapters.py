@@ -24,6 +24,16 @@ def reasons(folder: Path, *options: str) -> list[str]:
         (["model.lora.alpha=8"], "model.lora.alpha=8.0 needs model.lora.rank above 0"),
         (["model.lora.targets=[q_proj]"], "model.lora.targets=['q_proj'] needs model.lora.rank"),
         (["model.lora.dropout=0.1"], "model.lora.dropout=0.1 needs model.lora.rank"),
+        (["model.lora.rslora=true"], "model.lora.rslora=True needs model.lora.rank above 0"),
+        (["model.lora.push=adapters"], "model.lora.push=adapters needs model.lora.rank above 0"),
+        (
+            ["model.lora.rank=8", "model.lora.push=adapters", "rollout.engine=transformers"],
+            "rollout.engine=transformers with strategy=colocated takes merged weights",
+        ),
+        (
+            ["model.lora.rank=8", "model.lora.push=adapters", "strategy=separate"],
+            "rollout.engine=vllm with strategy=separate takes merged weights",
+        ),
         (["model.lora.path=x"], "model.lora.path=x needs model.lora.rank"),
         (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),
         (["model.lora.rank=8", "algorithm.advantage=gae"], "trains a critic"),
