@@ -5,9 +5,9 @@ implementation's business.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from rftmega.ragged import Ragged
+from rftmega.columns.ragged import Ragged
 from rftmega.shards import Shard
 from rftmega.types import (
     Auxiliary,
@@ -225,6 +225,17 @@ class WeightSync(Protocol):
 
         Called on every process.
         """
+
+
+@runtime_checkable
+class LateWeights(Protocol):
+    """A WeightSync that brings its last push to engines that have come since."""
+
+    def push_to_late(self) -> int:
+        """Returns how many engines have the weights now. Every process calls it, before the
+        policy's weights change.
+        """
+        ...
 
 
 class Reward(Protocol):

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftmega.ragged import Ragged
+from rftmega.columns import expert_routes
+from rftmega.columns.ragged import Ragged
 from rftmega.types import Rollout, Trajectory, Turn
 
 # name -> dtype of each of a trajectory's arrays
@@ -20,6 +21,7 @@ COLUMNS = {
     "logprobs": torch.float32,
     "versions": torch.int32,
 }
+ROUTES = "routes"  # one more, of vectors, where engines tell of experts
 
 
 class TrajectoryPlace(NamedTuple):
@@ -28,7 +30,6 @@ class TrajectoryPlace(NamedTuple):
     start: int
     length: int
     truncated: bool
-    routes: Tensor | None = None
     turns: tuple[Turn, ...] = ()
 
 
@@ -55,7 +56,7 @@ class RolloutArrays(Sequence[Rollout | None]):
     A trajectory that is taken out of it is a view: nothing is copied.
     """
 
-    columns: dict[str, Tensor]  # as COLUMNS has them, [N] each
+    columns: dict[str, Tensor]  # as COLUMNS has them, [N] each, and perhaps ROUTES, [N, ...]
     places: list[RolloutPlace | None]  # of each rollout; None where there is none
 
     @cached_property
@@ -80,6 +81,8 @@ class RolloutArrays(Sequence[Rollout | None]):
         for name in COLUMNS:
             arrays = [getattr(own, name) for own in (empty, *trajectories)]
             columns[name] = torch.from_numpy(np.concatenate(arrays))
+        if (routes := _routes_of(trajectories)) is not None:
+            columns[ROUTES] = routes
         places: list[RolloutPlace | None] = []
         start = 0
         for rollout in rollouts:
@@ -88,9 +91,7 @@ class RolloutArrays(Sequence[Rollout | None]):
                 continue
             own_places = []
             for own in rollout.trajectories:
-                own_places.append(
-                    TrajectoryPlace(start, len(own), own.truncated, own.routes, own.turns)
-                )
+                own_places.append(TrajectoryPlace(start, len(own), own.truncated, own.turns))
                 start += len(own)
             places.append(
                 RolloutPlace(
@@ -146,7 +147,21 @@ class RolloutArrays(Sequence[Rollout | None]):
     def _trajectory(self, place: TrajectoryPlace) -> Trajectory:
         own = slice(place.start, place.start + place.length)
         ids, mask, logprobs, versions = (self._arrays[name][own] for name in COLUMNS)
-        return Trajectory(ids, mask, logprobs, versions, *place[2:])
+        routes = self.columns[ROUTES][own] if ROUTES in self.columns else None
+        return Trajectory(ids, mask, logprobs, versions, place.truncated, routes, place.turns)
+
+
+def _routes_of(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """Returns the routes of all, behind each other; None where none has any."""
+    known = [own.routes for own in trajectories if own.routes is not None]
+    if not known:
+        return None
+    nothing = known[0][:0]
+    parts = []
+    for own in trajectories:
+        told = nothing if own.routes is None else own.routes
+        parts.append(expert_routes.to_length(told, len(own)))
+    return torch.cat(parts)
 
 
 def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> RolloutArrays:
@@ -158,12 +173,10 @@ def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> Rollou
 
 def packed_answers(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
     """Returns the columns; of each rollout how many trajectories it has, and what else a
-    RolloutPlace holds; and each trajectory's length, whether it is truncated, start, turns and
-    routes.
+    RolloutPlace holds; and each trajectory's length, whether it is truncated, start and turns.
     """
     arrays = RolloutArrays.of(rollouts)
     trajectories: list[list[Any]] = []
-    routes: list[Tensor | None] = []
     numbered: list[list[Any] | None] = []
     for place in arrays.places:
         if place is None:
@@ -172,22 +185,17 @@ def packed_answers(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
         numbered.append([len(place.trajectories), *place[1:]])
         for own in place.trajectories:
             trajectories.append([own.length, own.truncated, own.start, list(map(list, own.turns))])
-            routes.append(own.routes)
-    return arrays.columns | {
-        "trajectories": trajectories,
-        "routes": routes,
-        "rollouts": numbered,
-    }
+    return arrays.columns | {"trajectories": trajectories, "rollouts": numbered}
 
 
 def unpacked_answers(packed: dict[str, Any]) -> RolloutArrays:
     """Returns what was packed."""
     places, end = [], 0
-    for said, routes in zip(packed["trajectories"], packed["routes"], strict=True):
+    for said in packed["trajectories"]:
         length, truncated, *more = said
         begin = more[0] if more else end  # format 4 has none: they lie behind each other
         turns = tuple(Turn(*turn) for turn in more[1]) if len(more) > 1 else ()
-        places.append(TrajectoryPlace(begin, length, truncated, routes, turns))
+        places.append(TrajectoryPlace(begin, length, truncated, turns))
         end = begin + length
     left = iter(places)
     rollouts: list[RolloutPlace | None] = []
@@ -197,4 +205,8 @@ def unpacked_answers(packed: dict[str, Any]) -> RolloutArrays:
         else:
             count, *known = said
             rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), *known))
-    return RolloutArrays({name: packed[name] for name in COLUMNS}, rollouts)
+    columns = {name: packed[name] for name in COLUMNS}
+    # checkpoints before had those of a trajectory's last answer, a list
+    if isinstance(packed.get(ROUTES), Tensor):
+        columns[ROUTES] = packed[ROUTES]
+    return RolloutArrays(columns, rollouts)

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import TypeVar
 
+from rftmega.columns import expert_routes
+from rftmega.columns.ragged import Ragged
 from rftmega.media.placed import Placed, RowPictures, placed_from_state
-from rftmega.ragged import Ragged
 
 Metrics = dict[str, float]
 # begins the names of a step's metrics that add up over optimizer steps, such as tokens
@@ -91,11 +92,8 @@ class Completion:
     policy_version: int
     # of the policy that chose each token, where a push came in between; empty: policy_version
     versions: Sequence[int] = ()
+    # of prompt + answer - 1 tokens, see expert_routes; None of a dense model, or where nobody asked
     routes: Tensor | None = field(default=None, compare=False)
-    """[prompt + answer - 1, layers with experts, experts a token] int16: the experts that the
-    engine's router sent each fed token to, largest weight first; None of a dense model, or where
-    the engine does not tell.
-    """
 
     def __post_init__(self) -> None:
         for name, kind in (("token_ids", "i"), ("logprobs", "f"), ("versions", "i")):
@@ -134,7 +132,7 @@ class Trajectory:
     # [T] of the policy that chose each token; -1 where loss_mask is False
     versions: NDArray[np.int32]
     truncated: bool = False  # the last answer ended at its limit
-    routes: Tensor | None = None  # of the last answer, see Completion
+    routes: Tensor | None = None  # of the T tokens, see expert_routes; None: not known
     turns: tuple[Turn, ...] = ()  # behind the prompt; () where the environment does not tell
 
     @staticmethod
@@ -142,16 +140,20 @@ class Trajectory:
         """Joins segments: token ids are context, completions are what the policy chose."""
         # arrays of the standard library grow faster than those of NumPy are made of lists
         ids, versions, logprobs, mask = array("i"), array("i"), array("f"), bytearray()
-        truncated, routes = False, None
+        truncated = False
+        routes: Tensor | None = None
         for segment in segments:
             if isinstance(segment, Completion):
+                fed = len(ids) + len(segment.token_ids) - 1
+                if segment.routes is not None and len(segment.routes) == fed:
+                    routes = expert_routes.joined(routes, segment.routes)
                 size = len(segment.token_ids)
                 ids.extend(segment.token_ids)
                 # an answer that was not sampled here has no log-probs
                 logprobs.extend(segment.logprobs or (0.0,) * size)
                 versions.extend(segment.versions or (segment.policy_version,) * size)
                 mask += b"\1" * size
-                truncated, routes = segment.finish_reason == "length", segment.routes
+                truncated = segment.finish_reason == "length"
             else:
                 size = len(segment)
                 ids.extend(segment)
@@ -164,7 +166,7 @@ class Trajectory:
             np.frombuffer(logprobs, np.float32),
             np.frombuffer(versions, np.int32),
             truncated,
-            routes,
+            None if routes is None else expert_routes.to_length(routes, len(ids)),
             turns,
         )
 
@@ -239,6 +241,8 @@ class Rows(Generic[Column]):
     lengths: Tensor  # [B] int64: prompt and response together
     mask: Column  # bool, True where the target is a token that the policy chose
     pictures: RowPictures | None = None  # of the rows; None where none has one
+    # of each token but the last, see expert_routes; None: the model chooses
+    routes: Column | None = None
 
     @staticmethod
     def of_answers(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
@@ -279,7 +283,7 @@ class Rows(Generic[Column]):
         A model is fed all tokens of a row but the last, which is a target only. A value model's
         word on the whole answer is its value after the last token: with a target behind that (0,
         never fed, never predicted) it stands in column lengths - 2 of the longer row.
-        `algorithms.supervised.last_value` reads it there.
+        `algorithms.supervised.last_value` reads it there. Routes are a policy's, and left out.
         """
 
         def longer(column: Any) -> Any:
@@ -365,6 +369,7 @@ class Samples(Generic[Column]):
         groups = _numbered_on([part.group for part in parts])
         rows = [part.rows for part in parts]
         versions = [part.versions for part in parts if part.versions is not None]
+        routes = [part.routes for part in rows if part.routes is not None]
 
         def joined() -> tuple[Any, ...]:
             return (
@@ -372,9 +377,10 @@ class Samples(Generic[Column]):
                 Ragged.join([part.mask for part in rows]),
                 Ragged.join([part.behaviour_logp for part in parts]),
                 Ragged.join(versions) if len(versions) == len(parts) else None,
+                Ragged.join(routes) if len(routes) == len(parts) else None,
             )
 
-        tokens, mask, behaviour_logp, own_versions = once(joined)
+        tokens, mask, behaviour_logp, own_versions, own_routes = once(joined)
         return Samples(
             [prompt for part in parts for prompt in part.prompts],
             Rows(
@@ -383,6 +389,7 @@ class Samples(Generic[Column]):
                 tokens.lengths,
                 mask,
                 RowPictures.join([part.pictures for part in rows], [len(part) for part in rows]),
+                own_routes,
             ),
             behaviour_logp,
             torch.cat([part.reward for part in parts]),
@@ -463,13 +470,22 @@ class Experience(Generic[Column]):
     share: Tensor | None = None
     # [B] bool: the row counts its rollout where rollouts are counted
     leads: Tensor | None = None
+    # that the policy's update goes by, see Rows; None: the model chooses
+    routes: Column | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def rows(self) -> Rows[Column]:
-        return Rows(self.tokens, self.prompt_lengths, self.lengths, self.mask, self.pictures)
+        return Rows(
+            self.tokens,
+            self.prompt_lengths,
+            self.lengths,
+            self.mask,
+            self.pictures,
+            self.routes,
+        )
 
     @property
     def rollouts(self) -> RowsOfRollouts:
@@ -576,7 +592,10 @@ def _padded(batch: Any) -> Any:
             return value
         if name == "tokens":
             return value.padded(width=width).long()
-        return value.padded(width=width - 1, fill=UNKNOWN if name == "versions" else 0)
+        fills = {"versions": UNKNOWN}
+        if name == "routes":
+            fills[name] = expert_routes.unknown(value.values.dtype)
+        return value.padded(width=width - 1, fill=fills.get(name, 0))
 
     return _mapped(batch, padded)
 
@@ -598,6 +617,7 @@ class TokenStats(Generic[Column]):
 
     logp: Column
     entropy: Column | None  # None where nobody asked
+    routes: Column | None = None  # that the tokens took, see expert_routes; None: nobody asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from tqdm import tqdm
 
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
+from rftmega.columns.expert_routes import unknown
+from rftmega.columns.ragged import Ragged
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.options.algorithms import Clip
-from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter
 from tests import plain_adapters
@@ -182,6 +183,17 @@ LAYOUTS |= LATER
 ADAPTED = "qwen3 with adapters"
 LORA = LoRA(rank=4, alpha=6.0)
 LAYOUTS[ADAPTED] = dict(LAYOUTS["qwen3"])
+# Tokens of a mixture that are sent to given experts, of which a router would choose few; some that
+# nobody told of.
+ROUTED = "qwen3-moe with given routes"
+RECOMPUTED = {
+    "EP2 x TP2, SP, full recompute": Layout(
+        2, P(expert=2, tensor=2, sequence=True, recompute="full")
+    ),
+    "EP2 x PP2, full recompute": Layout(4, P(expert=2, pipeline=2, recompute="full")),
+    "PP2 x VPP2, full recompute": Layout(2, P(pipeline=2, virtual_pipeline=2, recompute="full")),
+}
+LAYOUTS[ROUTED] = LAYOUTS["qwen3-moe"] | RECOMPUTED
 # Models that see, on rows with pictures.
 WITH_PICTURES: dict[str, Layout] = {
     **{
@@ -297,7 +309,9 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     count = len(whole)
     noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
     order = torch.randperm(count) if setting.shuffled else torch.arange(count)
-    pairs = folder / "adapter"
+    pairs, routes = folder / "adapter", folder / "routes.pt"
+    if routes.exists():
+        whole = replace(whole, routes=torch.load(routes))
     actor = build_policy(
         folder,
         layout.parallel,
@@ -308,6 +322,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         token_cap=caps[setting.micro_batches],
         temperature=0.8,
         lora=replace(LORA, path=str(pairs)) if pairs.exists() else None,
+        router_replay="engine" if routes.exists() else "none",
     )
     rows = whole.select(order)
     given = rows.ragged()  # as a rollout's are
@@ -322,6 +337,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         reference_logp=scored(actor.reference_log_probs(given)).logp,
         advantage=advantage[order] * rows.mask,
         pictures=rows.pictures,
+        routes=rows.routes,
     ).ragged()
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
@@ -407,7 +423,20 @@ def saved(folder: Path, variant: str) -> Path:
         pairs = plain_adapters.random_pairs(model, rank=LORA.rank, spread=0.1)
         plain_adapters.write_pairs(model / "adapter", pairs, alpha=LORA.alpha)
         return model
+    if variant == ROUTED:
+        model = save_tiny(folder, "qwen3-moe")
+        torch.save(any_routes(layers=3, experts=4, active=2), model / "routes.pt")
+        return model
     return (save_tiny_vision if variant in KINDS else save_tiny)(folder, variant)
+
+
+def any_routes(layers: int, experts: int, active: int) -> torch.Tensor:
+    """Random routes of ROWS, [B, T - 1, layers, active]; every seventh token's are unknown."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.rand(len(ROWS), max(LENGTHS) - 1, layers, experts, generator=generator)
+    routes = scores.argsort(-1)[..., :active].to(torch.uint8)
+    routes[:, ::7] = unknown(torch.uint8)
+    return routes
 
 
 def settings_of(variant: str) -> list[Setting]:

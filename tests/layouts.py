@@ -1,7 +1,7 @@
 """Building the real model in a rank, for tests."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -38,6 +38,7 @@ def config_of(
     dropout: float = 0.0,
     backend: str = "megatron",
     lora: LoRA | None = None,
+    router_replay: Literal["none", "trainer", "engine"] = "none",
 ) -> RunConfig:
     """100 optimizer steps, whatever the number of mini-batches."""
     return RunConfig(
@@ -45,7 +46,7 @@ def config_of(
         model=ModelConfig(path=str(folder), dtype=dtype, dropout=dropout, lora=lora or LoRA()),
         parallel=parallel,
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
-        rollout=RolloutConfig(temperature=temperature),
+        rollout=RolloutConfig(temperature=temperature, router_replay=router_replay),
         algorithm=AlgorithmConfig(
             updates_per_epoch=updates_per_epoch, kl=KLConfig(coef=0.1 if keep_reference else 0.0)
         ),

@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 
-from rftmega.fleet import wire
+from rftmega.vllm_server import wire
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--host")

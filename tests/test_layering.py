@@ -12,13 +12,13 @@ from tests.counters import counted
 
 LEARNT = "algorithms rewards data environments conversations toolsets agents experience gap trainer callbacks"
 RUNS = (
-    "device parallel passes kernels layers checkpoint requests rollout fleet dispatch weights planning "
+    "device parallel passes kernels layers checkpoint requests rollout vllm_server fleet dispatch weights planning "
     "model_providers converters hf_folders flops"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
 BASICS = (
     "config options user_code validation errors json_files media types interfaces shards "
-    "sampling_seeds ragged rollout_arrays"
+    "sampling_seeds columns rollout_arrays"
 )
 MAY_IMPORT = {
     "user_code": "errors",
@@ -26,42 +26,45 @@ MAY_IMPORT = {
     "config": "options errors json_files user_code",
     "errors": "",
     "json_files": "errors",
-    "ragged": "",
-    "types": "ragged media",
+    "columns": "errors",
+    "types": "columns media",
     "media": "errors json_files",
     "shards": "",
-    "interfaces": "media types shards ragged",
+    "interfaces": "media types shards columns",
     "sampling_seeds": "",
-    "rollout_arrays": "media types ragged",
+    "rollout_arrays": "columns media types",
     "environments": "config options errors types interfaces conversations toolsets agents",
     "conversations": "errors json_files types",
     "toolsets": "options errors user_code types",
     "agents": "options errors user_code types interfaces conversations",
-    "algorithms": "types config options ragged",
+    "algorithms": "types config options columns",
     "sandbox": "",
     "rewards": "types errors json_files config options user_code",
     "data": "media config types errors json_files records",
     "records": "config errors json_files user_code",
     "validation": "config options errors json_files user_code",
-    "experience": "media errors types interfaces ragged rollout_arrays algorithms config",
-    "gap": "errors json_files types interfaces sampling_seeds ragged algorithms experience",
-    "trainer": "media errors config types interfaces sampling_seeds ragged rollout_arrays algorithms experience gap",
-    "callbacks": "media errors json_files config options types interfaces ragged sampling_seeds algorithms experience",
+    "experience": "media errors types interfaces columns rollout_arrays algorithms config",
+    "gap": "errors json_files types interfaces sampling_seeds columns algorithms experience",
+    "trainer": "media errors config types interfaces sampling_seeds columns rollout_arrays algorithms experience gap",
+    "callbacks": "media errors json_files config options types interfaces columns sampling_seeds algorithms experience",
     "device": "errors",
     "kernels": "",
-    "layers": "errors kernels",
+    "layers": "columns errors kernels",
     "flops": "model_providers hf_folders",
-    "passes": "config types media ragged errors device parallel model_providers flops",
-    "parallel": "config ragged errors device",
-    "megatron": "config types media shards errors json_files device parallel passes kernels layers checkpoint "
+    "passes": "columns config types media errors device parallel model_providers flops",
+    "parallel": "config columns errors device",
+    "megatron": "columns config types media shards errors json_files device parallel passes kernels layers checkpoint "
     "model_providers converters hf_folders",
     "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
-    "requests": "media types",
-    "rollout": "media config types shards interfaces errors json_files device parallel weights transport requests",
-    "fleet": "media config types shards interfaces errors device parallel transport requests rollout sampling_seeds",
-    "dispatch": "media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout fleet requests",
+    "requests": "columns media types",
+    "rollout": "columns media config types shards interfaces errors json_files device parallel weights transport requests",
+    "vllm_server": "parallel rollout",
+    "fleet": "vllm_server columns media config types shards interfaces errors device parallel transport requests rollout "
+    "sampling_seeds",
+    "dispatch": "columns media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout fleet "
+    "requests",
     "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
     "transport": "types shards errors parallel weights hf_folders",
     "planning": "transport config validation shards errors parallel weights model_providers converters hf_folders flops",
@@ -76,12 +79,12 @@ MAY_IMPORT = {
     "__main__": "config parallel launch",
 }
 ONLY_IN = {
-    "megatron": "parallel megatron layers model_providers",
+    "megatron": "columns parallel megatron layers model_providers",
     "megatron.core.parallel_state": "parallel",
     "torch.distributed": "parallel kernels megatron fsdp weights transport strategy checkpoint rollout dispatch observe launch"
     " lightrft",
     "torch.cuda": "device",
-    "vllm": "rollout fleet",
+    "vllm": "rollout fleet vllm_server",
     "transformers": "rollout data media model_providers hf_folders fsdp conversion",
     "pyarrow": "records",
     "datasets": "records",
@@ -204,7 +207,7 @@ def test_imports_follow_the_map() -> None:
         (
             "rftmega/weights/bad.py",
             "def f():\n    from vllm import LLM",
-            "vllm belongs in rollout fleet, not weights",
+            "vllm belongs in rollout fleet vllm_server, not weights",
         ),
         (
             "rftmega/algorithms/bad.py",

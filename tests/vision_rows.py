@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor
 
+from rftmega.columns.ragged import Ragged
 from rftmega.media.placed import PlacedPicture, RowPictures
-from rftmega.ragged import Ragged
 from rftmega.types import Experience, Rows
 from tests.layouts import rows_of
 from tests.tiny_vision import IMAGE, MERGE, VIDEO, VISION_END, VISION_START, pictures

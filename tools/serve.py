@@ -68,7 +68,7 @@ def main(given: list[str] | None = None) -> int:
 
 def serve(chosen: argparse.Namespace) -> int:
     """Runs the servers until it is asked to end."""
-    from rftmega.fleet import door
+    from rftmega.vllm_server import door
 
     key = os.environ.get(door.KEY, "")
     if not key:

@@ -11,9 +11,9 @@ from torch import Tensor
 from rftmega.algorithms.filters import clip_filter_weight
 from rftmega.algorithms.gae import gae
 from rftmega.algorithms.groups import varied
+from rftmega.columns.ragged import Ragged, by_rows
 from rftmega.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns, TurnNorm
 from rftmega.options.parts import IMPLEMENTATIONS, Advantage, implements
-from rftmega.ragged import Ragged, by_rows
 from rftmega.types import RowsOfRollouts
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.mismatch import Gap, gaps_of
-from rftmega.ragged import Ragged
+from rftmega.columns.ragged import Ragged
 from rftmega.types import SliceChecksums
 
 FEW = 0.05  # of the tokens: a near-tie between experts is rare

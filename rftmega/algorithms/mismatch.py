@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rftmega.columns.ragged import Ragged, by_rows
 from rftmega.options.algorithms import (
     MaskedImportance,
     NoImportance,
@@ -14,7 +15,6 @@ from rftmega.options.algorithms import (
     TokenImportance,
 )
 from rftmega.options.parts import IMPLEMENTATIONS, ImportanceSampling, implements
-from rftmega.ragged import Ragged, by_rows
 from rftmega.types import Experience, Metrics
 
 

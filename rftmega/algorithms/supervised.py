@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
-from rftmega.ragged import Ragged
+from rftmega.columns.ragged import Ragged
 from rftmega.types import (
     Column,
     Experience,

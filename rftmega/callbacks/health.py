@@ -7,8 +7,8 @@ from typing import Any
 
 from rftmega.algorithms.groups import varied
 from rftmega.callbacks.observer import Observer
+from rftmega.columns.ragged import Ragged
 from rftmega.errors import Diverged, RewardError
-from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
 
 SAME_REWARDS = 3  # steps in a row: one batch may be all right, or all wrong, by chance

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rftmega.ragged import Ragged
+from rftmega.columns.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples
 
 

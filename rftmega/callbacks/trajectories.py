@@ -16,9 +16,9 @@ from torch import Tensor
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise
 from rftmega.callbacks.run_chat import RunChat
+from rftmega.columns.ragged import Ragged
 from rftmega.media.placed import Placed, PlacedPicture, unexpanded
 from rftmega.media.thumbnails import thumbnail_of
-from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics, Samples, Turn
 
 log = logging.getLogger(__name__)

@@ -242,6 +242,12 @@ class RolloutConfig:
     mean_logprob_gap: NotNegative = 0.0
     """And where its mean is above this; 0: by dtype."""
 
+    router_replay: Literal["none", "trainer", "engine"] = "none"
+    """Of a mixture, the experts that tokens are sent to in an update: those that the trainer's router
+    chooses then; that it chose when the rollout was scored; or that the engine's chose
+    (docs/mixtures.md).
+    """
+
     memory_fraction: PositiveBelowOne = 0.5
     """Share of the GPU's memory that the engine may take (CUDA only)."""
 

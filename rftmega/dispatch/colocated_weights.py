@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from rftmega.interfaces import WeightSync
+from rftmega.interfaces import LateWeights, WeightSync
 from rftmega.types import Metrics, SliceChecksums
 
 
@@ -27,6 +27,13 @@ class ColocatedWeights:
         self.phases.push()
         metrics = self.weights.push(version=version)
         return metrics | self.phases.pushed(int(metrics["push_buffer_bytes"]))
+
+    def push_to_late(self) -> int:
+        """Does what LateWeights does; 0 where all engines get their weights at once."""
+        if not isinstance(self.weights, LateWeights):
+            return 0
+        self.phases.push()
+        return self.weights.push_to_late()
 
     def checksums(self) -> list[SliceChecksums]:
         self.phases.push()

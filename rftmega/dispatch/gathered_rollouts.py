@@ -1,11 +1,17 @@
 """Rollouts of all processes, one copy of them a host."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.columns import expert_routes
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.host_memory import HostMemory
-from rftmega.rollout_arrays import COLUMNS, RolloutArrays, RolloutPlace
+from rftmega.rollout_arrays import COLUMNS, ROUTES, RolloutArrays, RolloutPlace
 from rftmega.types import Rollout
 
 
@@ -19,18 +25,40 @@ def gathered(
     """
     arrays = RolloutArrays.of([*own.values()])
     columns = [arrays.columns[name] for name in COLUMNS]
-    told = gather_objects((list(own), arrays.places, len(columns[0]), said))
-    sizes = [size for _, _, size, _ in told]
+    routes = arrays.columns.get(ROUTES)
+    shape = None if routes is None else (routes.dtype, tuple(routes.shape[1:]))
+    told = gather_objects((list(own), arrays.places, len(columns[0]), shape, said))
+    sizes = [size for _, _, size, _, _ in told]
     found = dict(zip(COLUMNS, host.gathered(columns, sizes), strict=True))
+    shapes = [theirs for _, _, _, theirs, _ in told if theirs is not None]
+    if shapes:
+        kind, of_token = shapes[0]
+        found[ROUTES] = _gathered_routes(routes, sizes, kind, of_token, host)
     tasks: list[int] = []
     places: list[RolloutPlace | None] = []
     start = 0
-    for numbers, theirs, size, _ in told:
+    for numbers, theirs, size, _, _ in told:
         tasks += numbers
         places += [None if place is None else place.moved(start) for place in theirs]
         start += size
     where = {task: number for number, task in enumerate(tasks)}
     return where, RolloutArrays(found, places), [said for *_, said in told]
+
+
+def _gathered_routes(
+    own: Tensor | None,
+    sizes: Sequence[int],
+    kind: torch.dtype,
+    shape: Sequence[int],
+    host: HostMemory,
+) -> Tensor:
+    """Gathers routes [sum of sizes, *shape], unknown where a process has none."""
+    mine = sizes[dist.get_rank() if len(sizes) > 1 else 0]
+    if own is None:
+        own = torch.full((mine, *shape), expert_routes.unknown(kind), dtype=kind)
+    each = math.prod(shape)
+    (found,) = host.gathered([own.flatten()], [size * each for size in sizes])
+    return found.view(-1, *shape)
 
 
 def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> RolloutArrays:

@@ -81,18 +81,25 @@ def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
         torch.from_numpy(np.concatenate([np.asarray(getattr(part, name)) for part in parts]))
         for name in ("token_ids", "logprobs", "of_tokens")
     ]
-    return {"answers": answers, "columns": columns}
+    routes = [part.routes for part in parts[1:]]
+    return {"answers": answers, "columns": columns, "routes": routes}
 
 
 def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
     """Returns what was packed."""
     ids, logprobs, versions = packed["columns"]
+    routes = packed.get("routes") or [None] * len(packed["answers"])
     found: dict[int, dict[int, Answered]] = {}
     start = 0
-    for place, turn, context, tokens, reason in packed["answers"]:
+    for said, told in zip(packed["answers"], routes, strict=True):
+        place, turn, context, tokens, reason = said
         own = slice(start, start + tokens)
         answer = PartialCompletion(
-            _array("i", ids[own]), _array("f", logprobs[own]), _array("i", versions[own]), reason
+            _array("i", ids[own]),
+            _array("f", logprobs[own]),
+            _array("i", versions[own]),
+            reason,
+            told,
         )
         found.setdefault(place, {})[turn] = Answered(bytes.fromhex(context), answer)
         start += tokens

@@ -1,5 +1,6 @@
 """StreamingPool presents servers that generate all the time."""
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,13 @@ from rftmega.dispatch.rollout_runner import Begun, RolloutRunner
 from rftmega.errors import EngineFault, Preempted
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.interfaces import Enough, Reward, RolloutGroup, TakenGroups
+from rftmega.interfaces import Enough, LateWeights, Reward, RolloutGroup, TakenGroups
 from rftmega.parallel import preemption
 from rftmega.parallel.collectives import gather_objects
 from rftmega.types import Prompt, Rollout, Sampling
 
-THERE, STOPPED, STRANDED = "there", "stopped", "stranded"  # how a wait ends
+THERE, STOPPED, STRANDED, LATE = "there", "stopped", "stranded", "late"  # how a wait ends
+LATE_SECONDS = 10.0  # between two pushes to servers that came since the last one
 OTHERS = -1  # numbers of groups that are no tasks of the run go down from here
 
 
@@ -34,6 +36,8 @@ class StreamingPool(ServerPool):
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)
         self._under_way: dict[int, RolloutGroup] = {}
         self._others = OTHERS
+        self._fleet = engine.fleet
+        self._late_tried = -LATE_SECONDS
         self._runner: RolloutRunner | None = None
         if self.speaks:
             self._runner = RolloutRunner(
@@ -72,7 +76,8 @@ class StreamingPool(ServerPool):
 
     def join(self) -> None:
         numbers = {group.number for group in self.under_way}
-        self._wait(lambda ended: numbers <= set(ended))
+        # the trainer's weights are newer than the last push
+        self._wait(lambda ended: numbers <= set(ended), late=False)
 
     def drop(self, oldest: int) -> Sequence[RolloutGroup]:
         found = [] if self._runner is None else self._runner.before(oldest)
@@ -144,8 +149,9 @@ class StreamingPool(ServerPool):
         count = sum(len(group.seeds) for group in groups)
         return TakenGroups(groups, in_order(where, rollouts, count))
 
-    def _wait(self, enough: Callable[[Collection[int]], bool]) -> None:
-        """Waits until enough groups have ended, on every process.
+    def _wait(self, enough: Callable[[Collection[int]], bool], *, late: bool = True) -> None:
+        """Waits until enough groups have ended, on every process. With `late`, servers that have
+        come since the last push are given its weights meanwhile.
 
         Raises Preempted where the run is asked to stop before, EngineFault where servers do not come
         back.
@@ -156,19 +162,35 @@ class StreamingPool(ServerPool):
                 return THERE
 
             def stop() -> bool:
-                return preemption.asked() or runner.client.stranded
+                return preemption.asked() or runner.client.stranded or (late and self._has_late())
 
             there = runner.wait(enough, stop)
             if preemption.asked():
                 return STOPPED
-            return THERE if there else STRANDED
+            if there:
+                return THERE
+            return STRANDED if runner.client.stranded else LATE
 
         def until_told() -> str:
-            found = self._patiently(wait) if dist.get_world_size() > 1 else wait()
-            (told, *_) = gather_objects(found)
-            if told == STRANDED:  # on every process
-                raise EngineFault("No server is left that could answer.")
-            return told
+            while True:
+                found = self._patiently(wait) if dist.get_world_size() > 1 else wait()
+                (told, *_) = gather_objects(found)
+                if told == STRANDED:  # on every process
+                    raise EngineFault("No server is left that could answer.")
+                if told != LATE:
+                    return told
+                self._push_to_late()
 
         if self._over_faults(until_told, lambda: STOPPED) == STOPPED:
             raise Preempted
+
+    def _push_to_late(self) -> None:
+        if isinstance(self.weights, LateWeights):
+            self.weights.push_to_late()
+            self.phases.rollout()
+        self._late_tried = time.monotonic()
+
+    def _has_late(self) -> bool:
+        """Says whether there are servers without the last push, and it is time to try again."""
+        waited = time.monotonic() - self._late_tried
+        return waited > LATE_SECONDS and bool(self._fleet.late)

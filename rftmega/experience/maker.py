@@ -12,9 +12,9 @@ from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import Scored, advantages, whitened
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
+from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig
 from rftmega.interfaces import Host, OneProcess, Scorer, ValueScorer
-from rftmega.ragged import Ragged
 from rftmega.types import Experience, RowsOfRollouts, Samples
 
 
@@ -105,6 +105,7 @@ class ExperienceMaker:
             rollout=rollouts.of_row,
             share=share,
             leads=leads,
+            routes=stats.routes if rows.routes is None and stats is not None else rows.routes,
         )
 
     def _finished(self, advantage: Ragged, taught: Ragged) -> Ragged:

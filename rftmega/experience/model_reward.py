@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from rftmega.algorithms.supervised import last_value
+from rftmega.columns.ragged import Ragged
 from rftmega.errors import RewardError
 from rftmega.interfaces import Host, OneProcess, ValueScorer
-from rftmega.ragged import Ragged
 from rftmega.types import Samples
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.columns.ragged import Ragged
 from rftmega.interfaces import Host, OneProcess
 from rftmega.media.placed import RowPictures
-from rftmega.ragged import Ragged
 from rftmega.types import Experience
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rftmega.columns.ragged import Ragged
 from rftmega.errors import InfrastructureFault
 from rftmega.interfaces import Reward
 from rftmega.media.placed import RowPictures
-from rftmega.ragged import Ragged
-from rftmega.rollout_arrays import selected
+from rftmega.rollout_arrays import ROUTES, selected
 from rftmega.types import Prompt, Rollout, Rows, Samples
 
 
@@ -81,6 +81,7 @@ def collect(
             # place t speaks about token t + 1
             arrays.column("loss_mask").shifted(1),
             RowPictures.of(prompt.pictures for prompt in prompt_of),
+            arrays.column(ROUTES).shortened() if ROUTES in arrays.columns else None,
         ),
         behaviour_logp=arrays.column("logprobs").shifted(1),
         reward=_spread([score["reward"] for score in scores], sizes),

@@ -11,7 +11,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from rftmega.errors import EngineError
-from rftmega.fleet import wire
+from rftmega.vllm_server import wire
 
 OPEN_SECONDS = 30.0
 LARGEST = 2**30  # bytes of a message

@@ -1,6 +1,7 @@
 """Fleet keeps the servers of a run: which there are, which answer, and which have the newest weights."""
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,7 @@ class Fleet:
         self._start, self._client, self._check = start, client, check
         self._addresses, self._roster = tuple(addresses), Path(roster) if roster else None
         self._numbers = 0  # that were given
+        self._looking = threading.Lock()  # one thread at a time looks what has become of servers
         self.members: list[FleetMember] = [self._member(start(n)) for n in range(own)]
 
     def _member(self, server: ServerClient) -> FleetMember:
@@ -116,6 +118,12 @@ class Fleet:
         there = (ServerState.HEALTHY, ServerState.STALE)
         return [each for each in self.members if each.state in there]
 
+    @property
+    def late(self) -> list[FleetMember]:
+        """Returns the servers elsewhere that answer, and have not got the last push."""
+        stale = [each for each in self.members if each.state is ServerState.STALE]
+        return [each for each in stale if not each.server.own]
+
     def of(self, server: ServerClient) -> FleetMember | None:
         """Returns a server's member; None where it has left."""
         return next((each for each in self.members if each.server is server), None)
@@ -146,14 +154,28 @@ class Fleet:
 
         Returns why servers did not come up; those are dead.
         """
-        self._follow_roster()
-        each_at_once(self._look_at, self.members)
-        dead = [each for each in self.members if each.state is ServerState.DEAD and each.server.own]
-        for member in dead:
-            member.health.restarting()
-            member.server.close()
-            member.server = self._start(member.number)
-        return [error for error in each_at_once(self._came_up, dead) if error is not None]
+        with self._looking:
+            self._follow_roster()
+            each_at_once(self._look_at, self.members)
+            dead = [
+                each for each in self.members if each.state is ServerState.DEAD and each.server.own
+            ]
+            for member in dead:
+                member.health.restarting()
+                member.server.close()
+                member.server = self._start(member.number)
+            return [error for error in each_at_once(self._came_up, dead) if error is not None]
+
+    def look_elsewhere(self) -> None:
+        """Follows the roster, and takes in servers elsewhere that have come; leaves alone those that
+        answer.
+        """
+        if self._client is None:
+            return
+        with self._looking:
+            self._follow_roster()
+            away = (ServerState.RESTARTING, ServerState.DEAD, ServerState.STALE)
+            each_at_once(self._look_at, [each for each in self.members if each.state in away])
 
     def probe(self, member: FleetMember) -> None:
         """Finds out whether a server works, and notes it."""

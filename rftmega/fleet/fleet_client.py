@@ -1,6 +1,7 @@
 """FleetClient asks all servers from one event loop, while weights come and servers go."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from rftmega.types import Completion, Sampling
 
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
 WATCH_SECONDS = 0.5  # between two looks at servers that failed, or missed a push
+ELSEWHERE_SECONDS = 5.0  # between two looks whether servers elsewhere have come or left
 
 
 class FleetClient:
@@ -94,11 +96,17 @@ class FleetClient:
             asking.cancel()
 
     async def _watch(self) -> None:
-        """Probes servers that failed, so that one that answers is asked again."""
+        """Probes servers that failed, so that one that answers is asked again, and finds those that
+        have come.
+        """
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if self.engine.version is None:  # a push is under way, which looks itself
                 continue
+            if time.monotonic() - looked > ELSEWHERE_SECONDS:
+                await asyncio.to_thread(self.engine.fleet.look_elsewhere)
+                looked = time.monotonic()
             for member in list(self.engine.fleet.members):
                 if member.state is ServerState.SUSPECT and member.health.probe_is_due:
                     await asyncio.to_thread(self.engine.fleet.probe, member)

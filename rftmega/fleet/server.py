@@ -15,9 +15,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from rftmega.errors import EngineError
-from rftmega.fleet import door, server_client
+from rftmega.fleet import server_client
 from rftmega.fleet.server_client import ServerClient
 from rftmega.parallel.orphans import end_with_parent
+from rftmega.vllm_server import door
 
 PROGRAM = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"

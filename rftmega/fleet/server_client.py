@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door, wire
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.fleet.line import Line
+from rftmega.vllm_server import door, wire
 
 START_SECONDS = 600.0
 CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door
 from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.fleet.line import Line
 from rftmega.fleet.server import Server
@@ -46,6 +46,7 @@ from rftmega.transport.network_weights import NetworkWeights
 from rftmega.transport.remote_weights import WaitingEngine
 from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Sampling
+from rftmega.vllm_server import door
 
 MESSAGE_SECONDS = 120.0  # that one message of a push may take
 
@@ -65,8 +66,11 @@ class ServerEngine(Engine):
         dtype: str,
         stop_ids: Sequence[int],
         logs: str | Path,
+        routed: RoutedModel | None = None,
     ):
-        """Starts with random weights; the first push brings the real ones."""
+        """Starts with random weights; the first push brings the real ones. `routed`: whose routes
+        servers tell; None: they tell none.
+        """
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
         self.row_tokens = config.max_row_tokens
@@ -74,7 +78,7 @@ class ServerEngine(Engine):
         self.newest = -1  # version that a server may answer under
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         self._media = SharedMedia()
-        self._model, self._logs = folder, Path(logs)
+        self._model, self._logs, self._routed = folder, Path(logs), routed
         self.fleet = Fleet(self._started)
         if not world.is_main:
             return
@@ -245,12 +249,19 @@ class ServerEngine(Engine):
                 self.fleet.wait_for_one_elsewhere(preemption.asked)
             except EngineError as error:  # so that the run is started again
                 raise EngineFault(str(error)) from error
-        stopped = each_at_once(self._stopped, self.fleet.reachable)
-        found = [each for each in stopped if each is not None]
+        found = self._all_stopped(self.fleet.reachable)
         if not found:
             told = f" {errors[0]}" if errors else ""
             raise EngineFault(f"No server of {len(self.servers)} can be given weights.{told}")
         return found
+
+    def late(self) -> list[WaitingEngine]:
+        """Returns the servers elsewhere that came, or came back, since the last push."""
+        return self._all_stopped(self.fleet.late)
+
+    def _all_stopped(self, members: Sequence[FleetMember]) -> list[WaitingEngine]:
+        stopped = each_at_once(self._stopped, members)
+        return [each for each in stopped if each is not None]
 
     def _stopped(self, member: FleetMember) -> WaitingEngine | None:
         """Has a server stop for new weights. None where it does not."""
@@ -350,6 +361,7 @@ class ServerEngine(Engine):
         salt = str(oldest) if self.config.on_update == "keep" else ""
         if not request.pictures:
             answer = await line.server.ask(line, context, parameters, seconds, salt=salt)
+            added = answered(answer, self._routed, len(context))
         else:
             # one placeholder a picture, since vLLM's processor expands it
             body: dict[str, Any] = {"sampling_params": parameters}
@@ -358,8 +370,7 @@ class ServerEngine(Engine):
                 body |= {"content_parts": parts, "return_token_ids": True}
                 reply = await line.server.answer(line, body, seconds)
             check_expanded(request, reply["prompt_token_ids"])
-            answer = answer_of(reply["choices"][0])
-        added = answered(answer)
+            added = answered(answer_of(reply["choices"][0]))
         self.fleet.note_answer(line.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
             raise StaleAnswer(

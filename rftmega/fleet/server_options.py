@@ -7,8 +7,8 @@ from typing import Any
 
 from rftmega import device
 from rftmega.config import RolloutConfig
-from rftmega.fleet import door
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
+from rftmega.vllm_server import door
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -40,6 +40,8 @@ def arguments_of(folder: str | Path, config: RolloutConfig, *, dtype: str) -> li
         "--disable-log-stats",  # a tenth of what a short answer costs
     ]
     flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
+    if config.router_replay == "engine":
+        flags.append("--enable-return-routed-experts")
     if on_cuda:
         arguments["gpu-memory-utilization"] = config.memory_fraction
     else:

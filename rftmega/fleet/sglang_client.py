@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from rftmega.errors import EngineError
-from rftmega.fleet import wire
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_client import CONTROL_SECONDS, PROBE_SECONDS, ServerClient
+from rftmega.vllm_server import wire
 
 VERSION = "0.5.23"
 # rollout.on_update -> how it stops; SGLang itself lets answers end before it takes weights

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rftmega.fleet import wire
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_client import ServerClient, answer_of
+from rftmega.vllm_server import wire
 
 
 class StockClient(ServerClient):

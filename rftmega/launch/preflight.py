@@ -73,7 +73,7 @@ def preflight(
                 "Install it as docs/cluster.md says, or take a dense model."
             )
         if config.algorithm.task == "rl":
-            found += _engine(config, model, on)
+            found += _engine(config, model, on) + _router_replay(config, model, on)
         longest = config.rollout.max_row_tokens
         if longest > model.max_positions:
             found.append(
@@ -106,6 +106,21 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
         read = read_config(path)
         return describe_any(read, tower_of(path, read))
     return describe(read_hf_config(path))
+
+
+def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
+    chosen = config.rollout.router_replay
+    if chosen == "none":
+        return []
+    given = f"rollout.router_replay={chosen}"
+    if model.experts is None:
+        return [f"{given}: this model has no experts. Set it to none."]
+    if chosen == "engine" and config.strategy == "separate" and on.type != "cuda":
+        return [
+            f"{given} with strategy=separate: vLLM's servers tell of experts on CUDA alone. Set it to trainer, or strategy to "
+            "colocated."
+        ]
+    return []
 
 
 def _layout_violations(

@@ -1,10 +1,12 @@
 """MegatronActor: the policy, scored and trained under any layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.layers import router_replay
 from rftmega.megatron.adapters import Adapters
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.manager import MegatronModelManager
@@ -38,6 +40,12 @@ class MegatronActor(MegatronModel):
         self.runner = MegatronRunner(
             self.manager, TokenStats, LogProbs(self.manager.description.vocabulary)
         )
+        self.records = cfg.rollout.router_replay == "trainer"
+        if cfg.rollout.router_replay != "none":
+            experts = self.manager.description.experts
+            assert experts is not None, "validation refuses it for a dense model"
+            for chunk in self.manager.model:
+                router_replay.install(chunk, experts.layers)
         residency, weights = self.manager.residency, self.manager.weights
         self.reference: ReferenceWeights | Adapters | None = None
         if role == "actor" and cfg.algorithm.kl.coef > 0:
@@ -56,13 +64,16 @@ class MegatronActor(MegatronModel):
     ) -> TokenStats[Column]:
         """Returns log-prob and entropy of every target on the host; no gradient.
 
-        `temperature`: None for the rollout's.
+        `temperature`: None for the rollout's. Experts are those of `rows.routes`; where there are
+        none, and `rollout.router_replay` is trainer, the result has those that were chosen.
         """
-        found: TokenStats[Column] = self.runner.score(rows, temperature=temperature)
+        found: TokenStats[Column] = self.runner.score(
+            rows, temperature=temperature, record=self.records and rows.routes is None
+        )
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the same under the reference weights.
+        """Returns the same under the reference weights, which choose their own experts.
 
         Raises AssertionError where none are kept.
         """
@@ -70,7 +81,8 @@ class MegatronActor(MegatronModel):
             "algorithm.kl.coef is 0, so no reference weights are kept"
         )
         with self.reference.swapped_in():
-            return self.log_probs(rows)
+            own: TokenStats[Column] = self.runner.score(replace(rows, routes=None))
+        return own
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights into the rollout engine, which answers under `version` from then on.

@@ -5,7 +5,8 @@ pipeline schedule.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.layers.rotary import MultimodalRotary, PackedRotary
+from rftmega.layers.router_replay import FedRoutes
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms
 from rftmega.parallel.topology import tensor_and_context
@@ -104,11 +106,11 @@ class Packing:
             return flat[self.slots]
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
-    def take_vectors(self, grid: Tensor, *, whole: bool = False) -> Tensor:
-        """Packs [rows, columns, D], on the host, into [N, D]; filler is 0. `whole`: what all
+    def take_vectors(self, grid: Tensor, *, whole: bool = False, fill: int = 0) -> Tensor:
+        """Packs [rows, columns, ...], on the host, into [N, ...]; filler is `fill`. `whole`: what all
         context-parallel processes have.
         """
-        flat = torch.cat([grid.flatten(0, 1), grid.new_zeros(1, grid.shape[2])])
+        flat = torch.cat([grid.flatten(0, 1), grid.new_full((1, *grid.shape[2:]), fill)])
         slots = self.whole if whole else self.slots_on_host
         return flat[slots].to(self.slots.device, non_blocking=True)
 
@@ -244,6 +246,7 @@ def custom_forward(
     max_batch_seqlen: int | None = 4096,
     padding_seqlen: int | None = None,
     pictures: FedPictures | FedWaveforms | None = None,
+    routes: FedRoutes | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
     marks, wherever they are.
@@ -258,7 +261,8 @@ def custom_forward(
     and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
     longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
     Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
-    `pictures` are those of a model with a tower, whose rows begin at column 0.
+    `pictures` are those of a model with a tower, whose rows begin at column 0. `routes`: which
+    experts the tokens are sent to, of a chunk that was prepared for it (`router_replay.install`).
 
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
     `sequence_parallel` that the model was not built with.
@@ -293,7 +297,8 @@ def custom_forward(
     )
     ids = packing.take(input_ids)[None]
     no_logits = value_model or isinstance(logits_processor, HiddenProcessor)
-    output = _run(model, chunk, ids, packing, pictures, hidden_only=no_logits)
+    with _routed(packing, routes, _seen_by_routers(packing, chunk, tensor_group)):
+        output = _run(model, chunk, ids, packing, pictures, hidden_only=no_logits)
     if not chunk.post_process:
         return output
     if value_model:
@@ -316,6 +321,28 @@ def custom_forward(
     return {
         name: packing.put(value) for name, value in logits_processor(logits, **arguments).items()
     }
+
+
+def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> slice:
+    """Returns which of this process's slots its routers see."""
+    size = len(packing.slots_on_host)
+    if not chunk.config.sequence_parallel:
+        return slice(0, size)
+    each = size // dist.get_world_size(tensor_group)
+    rank = dist.get_rank(tensor_group)
+    return slice(rank * each, (rank + 1) * each)
+
+
+@contextmanager
+def _routed(packing: Packing, routes: FedRoutes | None, own: slice) -> Iterator[None]:
+    """Sends tokens to the experts of `routes`, or notes which the layers chose."""
+    if routes is None:
+        yield
+        return
+    packed = routes.packed(packing.take_vectors, packing.slots_on_host, own)
+    packing.sequence.routes = packed
+    yield
+    routes.note(packed, packing.slots_on_host, own, packing.rows * packing.columns)
 
 
 def unwrap(model: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rftmega.device.spans import recorder
+from rftmega.layers.router_replay import FedRoutes
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms, fed_waveforms
 from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length, unwrap
@@ -80,11 +81,18 @@ class MegatronRunner(ModelRunner):
             temperature=batch.temperature,
             max_batch_seqlen=None,  # the plan has a cap of its own
             pictures=self._pictures(rows, model),
+            routes=self._routes(batch),
         )
         finish = partial(self._stats if batch.loss_fn is None else self._loss, batch, output)
         # the schedule wants to see a tensor; all of them go to `finish`
         shown = next(iter(output.values())) if isinstance(output, dict) else output
         return shown, finish
+
+    def _routes(self, batch: MicroBatch) -> FedRoutes | None:
+        """Returns what the routers are given, or tell; None where they choose and nobody asks."""
+        if batch.rows.routes is None and batch.chosen is None:
+            return None
+        return FedRoutes(batch.rows.routes, batch.chosen)
 
     def _pictures(self, rows: Rows, model: Any) -> FedPictures | FedWaveforms | None:
         """Returns what the pictures or waveforms of the rows feed the chunk with; None for a model

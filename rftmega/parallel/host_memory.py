@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
+from rftmega.columns.ragged import Ragged
 from rftmega.parallel import shared
 from rftmega.parallel.collectives import gather_objects
-from rftmega.ragged import Ragged
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

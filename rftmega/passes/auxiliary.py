@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rftmega.ragged import chunks
+from rftmega.columns.ragged import chunks
 from rftmega.types import Auxiliary, Experience, LossFn, TokenLoss
 
 

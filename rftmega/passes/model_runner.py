@@ -5,13 +5,17 @@ count. Gradients of the sums are added up over micro-batches and processes, and 
 count of all. So a backend moves rows and sums; what is learnt is the LossFn's business.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rftmega.columns import expert_routes
+from rftmega.columns.expert_routes import ChosenExperts
+from rftmega.columns.ragged import Ragged
 from rftmega.config import RunConfig
 from rftmega.device.spans import recorder
 from rftmega.errors import NothingLearnt
@@ -22,7 +26,6 @@ from rftmega.model_providers.tower import AudioTower
 from rftmega.parallel import host_memory
 from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.passes.auxiliary import beside
-from rftmega.ragged import Ragged
 from rftmega.types import (
     COUNT,
     Auxiliary,
@@ -93,6 +96,8 @@ class MicroBatch:
     temperature: float  # of the distribution that is scored
     experience: Experience | None = None  # on the device
     loss_fn: LossFn | None = None
+    # filled with what this process's layers chose; None: nobody asks
+    chosen: list[ChosenExperts] | None = None
 
 
 class ModelRunner:
@@ -106,7 +111,7 @@ class ModelRunner:
     def __init__(self, model: StepModel, ranks: Ranks, stats: Any):
         """`stats` (TokenStats or TokenValues) is what a forward gives."""
         self.stepped, self.ranks, self.stats = model, ranks, stats
-        self.names: list[str] = list(stats.__dataclass_fields__)
+        self.names = [each.name for each in fields(stats) if each.name != "routes"]
         self.gives_values = "value" in self.names
         self.cfg = model.cfg
         self.temperature = self.cfg.rollout.temperature
@@ -128,17 +133,54 @@ class ModelRunner:
         raise NotImplementedError
 
     @torch.no_grad()
-    def score(self, rows: Rows[Any], *, temperature: float | None = None) -> Any:
+    def score(
+        self, rows: Rows[Any], *, temperature: float | None = None, record: bool = False
+    ) -> Any:
         """Returns `stats` of every target on the host, in columns like those of `rows`; no gradient.
 
-        `temperature`: None for the rollout's.
+        `temperature`: None for the rollout's. `record`: with the routes that the tokens took.
         """
         self.stepped.finish_param_sync()
         chosen = self.temperature if temperature is None else temperature
         self.stepped.train(False)
         indices = self._micro_batches(rows, passes=1)
-        batches = [MicroBatch(rows.select(index).padded(), chosen) for index in indices]
-        return self._gathered(rows, indices, self._run(batches, forward_only=True))
+        batches = [
+            MicroBatch(self._fed(rows.select(index)), chosen, chosen=[] if record else None)
+            for index in indices
+        ]
+        stats = self._gathered(rows, indices, self._run(batches, forward_only=True))
+        if record:
+            return replace(stats, routes=self._gathered_routes(rows, indices, batches))
+        return stats
+
+    def _fed(self, rows: Rows[Any]) -> Rows:
+        """Returns rows as the model is fed them; only a policy goes by routes."""
+        return (replace(rows, routes=None) if self.gives_values else rows).padded()
+
+    def _gathered_routes(
+        self, rows: Rows[Any], indices: Sequence[Tensor], batches: Sequence[MicroBatch]
+    ) -> Any:
+        """Gathers the routes of all rows, one copy a host, from what each process's layers chose."""
+        experts = self.stepped.description.experts
+        assert experts is not None, "a dense model has no routes"
+        kind, shape = expert_routes.kind_of(experts.number), (len(experts.layers), experts.active)
+        targets = (rows.lengths - 1).clamp(min=0)
+        starts = targets.cumsum(0) - targets
+
+        def write(memory: Sequence[Tensor]) -> None:
+            values = memory[0].view(-1, *shape)
+            for index, batch in zip(indices, batches, strict=True):
+                columns = batch.rows.tokens.shape[1] - 1
+                for slots, layer, chosen in batch.chosen or ():
+                    places = starts[index[slots // columns]] + slots % columns
+                    values[places, layer] = chosen.to("cpu", kind)
+
+        size = int(targets.sum()) * math.prod(shape)
+        (found,) = host_memory.current().filled([(kind, size)], write)
+        routes = Ragged.packed(found.view(-1, *shape), targets)
+        if isinstance(rows.tokens, Ragged):
+            return routes
+        return routes.padded(width=rows.tokens.shape[1] - 1, fill=expert_routes.unknown(kind))
 
     def _gathered(self, rows: Rows[Any], indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
         """Gathers statistics of all rows, one copy a host, from those of this process's
@@ -202,10 +244,11 @@ class ModelRunner:
         loss_fn: LossFn,
         temperature: float,
     ) -> list[MicroBatch]:
-        parts = [experience.select(index).padded() for index in indices]
+        parts = [experience.select(index) for index in indices]
+        bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
         return [
-            MicroBatch(part.rows, temperature, part.to(self.stepped.where), loss_fn)
-            for part in parts
+            MicroBatch(self._fed(part.rows), temperature, seen.to(self.stepped.where), loss_fn)
+            for part, seen in zip(parts, bare, strict=True)
         ]
 
     def learnt(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:

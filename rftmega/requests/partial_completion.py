@@ -4,6 +4,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from rftmega.columns import expert_routes
 from rftmega.types import Completion
 
 
@@ -17,12 +20,19 @@ class PartialCompletion:
     logprobs: "array[Any]" = field(default_factory=lambda: array("f"))
     of_tokens: "array[Any]" = field(default_factory=lambda: array("i"))  # versions
     reason: str = "abort"
+    routes: Tensor | None = field(default=None, compare=False)  # see Completion
 
     @staticmethod
     def of(answer: Completion) -> "PartialCompletion":
-        """Returns a completion that has ended. What its engine tells of experts is left out."""
+        """Returns a completion that has ended."""
         versions = answer.versions or array("i", [answer.policy_version]) * len(answer.token_ids)
-        return PartialCompletion(answer.token_ids, answer.logprobs, versions, answer.finish_reason)  # type: ignore[arg-type]
+        return PartialCompletion(
+            answer.token_ids,  # type: ignore[arg-type]
+            answer.logprobs,  # type: ignore[arg-type]
+            versions,  # type: ignore[arg-type]
+            answer.finish_reason,
+            answer.routes,
+        )
 
     def with_more(self, more: "PartialCompletion") -> "PartialCompletion":
         """Returns both, one behind the other."""
@@ -31,6 +41,7 @@ class PartialCompletion:
             self.logprobs + more.logprobs,
             self.of_tokens + more.of_tokens,
             more.reason,
+            expert_routes.joined(self.routes, more.routes),
         )
 
     @property
@@ -42,7 +53,14 @@ class PartialCompletion:
         assert self.reason in ("stop", "length"), self.reason
         newest = self.of_tokens[-1]
         mixed = self.of_tokens if len(self.versions) > 1 else ()
-        return Completion(self.token_ids, self.logprobs, self.reason, newest, mixed)  # type: ignore[arg-type]
+        return Completion(
+            self.token_ids,
+            self.logprobs,
+            self.reason,  # type: ignore[arg-type]
+            newest,
+            mixed,
+            self.routes,
+        )
 
 
 NOTHING = PartialCompletion()

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rftmega.columns import expert_routes
+from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
 from rftmega.media.fed import picture_positions
@@ -100,7 +102,9 @@ class TransformersEngine(Engine):
         *,
         stop_ids: Sequence[int],
         where: torch.device,
+        routed: RoutedModel | None = None,
     ):
+        """`routed`: whose routes are told; None: none are."""
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
         self.stop_ids, self.stop = stop_ids, config.stop
@@ -123,9 +127,12 @@ class TransformersEngine(Engine):
         self.model = model.eval().to(where)
         # by each router of the model in turn, since the answer began
         self._chosen: list[Tensor] = []
-        for module in self.model.modules():
-            if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_hook(self._note_routes)
+        self._kind = torch.uint8
+        if routed is not None:
+            self._kind = expert_routes.kind_of(routed.experts)
+            for module in self.model.modules():
+                if type(module).__name__.lower().endswith("topkrouter"):
+                    module.register_forward_hook(self._note_routes)
 
     def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
         """Keeps the experts that a router has chosen: [tokens, experts a token], largest weight
@@ -133,7 +140,7 @@ class TransformersEngine(Engine):
         """
         _, weights, experts = told
         order = weights.argsort(dim=-1, descending=True, stable=True)
-        self._chosen.append(experts.gather(-1, order).to("cpu", torch.int16))
+        self._chosen.append(experts.gather(-1, order).to("cpu", self._kind))
 
     @torch.no_grad()
     def _answer(self, requests: Requests, sampling: Sampling) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rftmega import device
+from rftmega.columns import expert_routes
+from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
 from rftmega.media.hearing import ear_of
@@ -46,6 +48,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
 from rftmega.rollout.adapter import POLICY_ADAPTER, set_adapter  # noqa: E402
+from rftmega.rollout.captured_routes import CapturedRoutes  # noqa: E402
 from rftmega.rollout.pictures import (  # noqa: E402
     check_expanded,
     check_samples,
@@ -108,6 +111,13 @@ def _logprobs(answer: Any) -> list[float]:
     return [at[token].logprob for token, at in pairs]
 
 
+class RunningRequest(NamedTuple):
+    """RunningRequest is a request under way."""
+
+    name: str  # vLLM's own
+    tokens: int  # of its prompt
+
+
 class VLLMEngine(Engine):
     """Token ids in, token ids and log-probs of the sampling distribution out."""
 
@@ -120,8 +130,10 @@ class VLLMEngine(Engine):
         dtype: str,
         stop_ids: Sequence[int],
         adapter_rank: int = 0,
+        routed: RoutedModel | None = None,
     ):
-        """`adapter_rank`: of the adapter that it serves; 0: none.
+        """`adapter_rank`: of the adapter that it serves; 0: none. `routed`: whose routes are told;
+        None: none are.
 
         Builds vLLM; a collective over the engine's processes.
 
@@ -157,6 +169,9 @@ class VLLMEngine(Engine):
         if adapter_rank:
             serves = {"enable_lora": True, "max_lora_rank": adapter_rank, "max_loras": 1}
             self._adapter = POLICY_ADAPTER
+        self._routed = routed
+        if routed and on_cuda:
+            serves["enable_return_routed_experts"] = True
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
@@ -188,13 +203,17 @@ class VLLMEngine(Engine):
             check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
         if self._waveforms:
             self._waveforms.check(self._llm.llm_engine)
-        self.destinations = FreshParameters(self._llm.apply_model(_itself)[0])
+        module = self._llm.apply_model(_itself)[0]
+        self.destinations = FreshParameters(module)
+        self._captured: CapturedRoutes | None = None
+        if routed and not on_cuda:
+            self._captured = CapturedRoutes(module, self._runner, routed, self.row_tokens)
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
     def _answer(self, requests: Requests, sampling: Sampling) -> None:
         engine = self._llm.llm_engine
-        begun, running = 0, set[int]()
+        begun, running = 0, dict[int, RunningRequest]()
         unchecked: dict[int, Request] = {}  # with pictures
         try:
             further, stopped = requests.take(self.slots), False
@@ -202,10 +221,12 @@ class VLLMEngine(Engine):
                 for request in further:
                     parameters = self._parameters(request, sampling)
                     prompt = self._prompt_of(request)
-                    engine.add_request(str(begun), prompt, parameters, lora_request=self._adapter)
+                    name = engine.add_request(
+                        str(begun), prompt, parameters, lora_request=self._adapter
+                    )
                     if request.pictures:
                         unchecked[begun] = request
-                    running.add(begun)
+                    running[begun] = RunningRequest(name, len(request.token_ids))
                     begun += 1
                 if not running:
                     break
@@ -215,13 +236,13 @@ class VLLMEngine(Engine):
                     number = int(output.request_id)
                     if number in unchecked:
                         check_expanded(unchecked.pop(number), output.prompt_token_ids)
-                    done[number] = self._completion(output.outputs[0])
-                running -= done.keys()
+                    done[number] = self._completion(output.outputs[0], running.pop(number))
                 if done:
                     requests.finished(list(done), list(done.values()))
                 stopped = requests.stopped()
                 if stopped and requests.wants_parts:
-                    requests.broken_off({number: self._part(number) for number in running})
+                    parts = {number: self._part(number, asked) for number, asked in running.items()}
+                    requests.broken_off(parts)
                 room = self.slots - len(running)
                 has_room = room > 0 and not stopped and not self._waiting()
                 further = requests.take(room) if has_room else ()
@@ -265,12 +286,33 @@ class VLLMEngine(Engine):
             raise EngineFault(f"vLLM failed while generating: {error!r}") from error
         return outputs
 
-    def _completion(self, answer: Any) -> Completion:
+    @property
+    def _runner(self) -> Any:
+        """Returns vLLM's model runner in this process."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner
+
+    def _routes(self, answer: Any, asked: RunningRequest) -> Tensor | None:
+        """Returns the routes of all tokens that were fed for an answer; None where nobody asks."""
+        fed = asked.tokens + len(answer.token_ids) - 1
+        if self._routed is None or not answer.token_ids:
+            return None
+        if self._captured is not None:
+            return self._captured.take(asked.name, fed)
+        return expert_routes.of_vllm(answer.routed_experts, self._routed, fed)
+
+    def _completion(self, answer: Any, asked: RunningRequest) -> Completion:
         assert self.version is not None
         assert answer.finish_reason in ("stop", "length"), answer.finish_reason
-        return Completion(answer.token_ids, _logprobs(answer), answer.finish_reason, self.version)
+        return Completion(
+            answer.token_ids,
+            _logprobs(answer),
+            answer.finish_reason,
+            self.version,
+            routes=self._routes(answer, asked),
+        )
 
-    def _part(self, number: int) -> PartialCompletion:
+    def _part(self, number: int, asked: RunningRequest) -> PartialCompletion:
         """Returns what there is of an answer."""
         processor = self._llm.llm_engine.output_processor
         (known,) = processor.external_req_ids[str(number)]
@@ -281,7 +323,7 @@ class VLLMEngine(Engine):
         assert self.version is not None
         versions = array("i", [self.version]) * len(answer.token_ids)
         ids, logprobs = array("i", answer.token_ids), array("f", _logprobs(answer))
-        return PartialCompletion(ids, logprobs, versions)
+        return PartialCompletion(ids, logprobs, versions, routes=self._routes(answer, asked))
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
@@ -307,6 +349,8 @@ class VLLMEngine(Engine):
 
     def _forget_computed(self) -> None:
         """Drops what was computed with the weights before, and is kept for the next prompts."""
+        if self._captured is not None:
+            self._captured.forget()
         self._llm.reset_prefix_cache()
         # of pictures and waveforms; the scheduler would still count on them
         self._llm.llm_engine.reset_encoder_cache()

@@ -88,7 +88,11 @@ class ReinforcementStrategy:
         )
         self.phases.start()
         self.local_engine = engines.create(
-            config, world, vocabulary=actor.description.vocabulary, stop_ids=stop_ids
+            config,
+            world,
+            vocabulary=actor.description.vocabulary,
+            stop_ids=stop_ids,
+            experts=actor.description.experts,
         )
         if not separate:
             self.phases.engine = self.local_engine

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from rftmega.algorithms.groups import deviations, varied
+from rftmega.columns import expert_routes
+from rftmega.columns.ragged import Ragged
 from rftmega.interfaces import Host, OneProcess
-from rftmega.ragged import Ragged
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.types import Metrics, Prompt, Samples
@@ -147,4 +149,11 @@ def described(found: Sequence[Samples[Ragged]]) -> Metrics:
     for name in dict.fromkeys(name for samples in found for name in samples.measures):
         counted = torch.cat([samples.measured(name) for samples in found])
         metrics[f"environment_{name}"] = counted.nanmean().item()
+    if told := [routes for samples in found if (routes := samples.rows.routes) is not None]:
+        metrics["routes_known"] = torch.cat(list(map(known, told))).double().mean().item()
     return metrics
+
+
+def known(routes: Ragged) -> Tensor:
+    """Returns [tokens] bool: those that the engine told the experts of."""
+    return routes.flat[:, 0, 0] != expert_routes.unknown(routes.values.dtype)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from rftmega.columns.ragged import Ragged
 from rftmega.experience import collect, complete
 from rftmega.interfaces import Enough, Reward
-from rftmega.ragged import Ragged
 from rftmega.rollout_arrays import selected
 from rftmega.types import Prompt, Rollout, Samples
 

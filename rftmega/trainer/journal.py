@@ -9,8 +9,10 @@ not there is where the run was stopped.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
+from rftmega.columns.ragged import Ragged
 from rftmega.errors import CheckpointError, Preempted
 from rftmega.interfaces import (
     Machinery,
@@ -19,7 +21,6 @@ from rftmega.interfaces import (
     ValueModel,
     ValueScorer,
 )
-from rftmega.ragged import Ragged
 from rftmega.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
 from rftmega.types import (
     Column,
@@ -244,7 +245,8 @@ def _packed(result: Any) -> Any:
     if callable(result):
         return result()
     if isinstance(result, TokenStats):
-        return {"logp": _packed(result.logp), "entropy": _packed(result.entropy)}
+        columns = {each.name: getattr(result, each.name) for each in fields(result)}
+        return {name: _packed(column) for name, column in columns.items() if column is not None}
     if isinstance(result, Ragged):
         return {"values": result.flat, "lengths": result.lengths}
     return packed_answers(result) if isinstance(result, list | RolloutArrays) else result
@@ -254,7 +256,8 @@ def _unpacked(packed: Any) -> Any:
     if not isinstance(packed, dict):
         return packed
     if "logp" in packed:
-        return TokenStats(_unpacked(packed["logp"]), _unpacked(packed["entropy"]))
+        columns = {name: _unpacked(column) for name, column in packed.items()}
+        return TokenStats(**{"entropy": None} | columns)
     if "lengths" in packed:
         return Ragged.packed(packed["values"], packed["lengths"])
     if "token_ids" not in packed:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
+from rftmega.columns.ragged import Ragged
 from rftmega.interfaces import Host, OneProcess, Policy, ValueModel
-from rftmega.ragged import Ragged
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.trainer.ptx import PTX

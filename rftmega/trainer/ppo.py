@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rftmega.algorithms.mismatch import Gap
+from rftmega.columns.ragged import Ragged
 from rftmega.experience import ExperienceMaker, ModelReward
 from rftmega.gap.gap_gate import GapGate, chosen_by, gap_of
 from rftmega.interfaces import (
@@ -18,7 +19,6 @@ from rftmega.interfaces import (
     RolloutStream,
     WeightSync,
 )
-from rftmega.ragged import Ragged
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.group_collector import GroupCollector, Wanted

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.columns.ragged import Ragged
 from rftmega.experience.replay import ReplayBuffer
 from rftmega.interfaces import Scorer
-from rftmega.ragged import Ragged
 from rftmega.types import Experience, Metrics
 
 

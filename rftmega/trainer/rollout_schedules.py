@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rftmega.columns.ragged import Ragged
 from rftmega.errors import ConfigError
 from rftmega.experience import complete
 from rftmega.interfaces import RolloutGroup, RolloutStream, TakenGroups
-from rftmega.ragged import Ragged
 from rftmega.rollout_arrays import packed_answers, unpacked_answers
 from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in

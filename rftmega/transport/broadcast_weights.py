@@ -58,8 +58,10 @@ class BroadcastWeights(WholeWeights):
         """Makes a group with each engine that has none."""
         return self._first(lambda: self._met(waiting))
 
+    def _keep(self, names: set[str]) -> None:
+        self._forget(self._groups.keys() - names)
+
     def _met(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        self._forget(self._groups.keys() - {each.name for each in waiting})
         joining: Asked = {}
         made: dict[str, EngineGroup] = {}
         for each in waiting:
@@ -81,7 +83,7 @@ class BroadcastWeights(WholeWeights):
                 self._groups[name] = made[name]
             else:
                 self.engines.miss(name, EngineFault(f"{WORKS} {made[name].name} did not meet."))
-        return list(self._groups)
+        return [each.name for each in waiting if each.name in self._groups]
 
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         buckets = self._exporter.buckets

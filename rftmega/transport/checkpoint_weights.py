@@ -35,6 +35,9 @@ class CheckpointWeights(WholeWeights):
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
         return [each.name for each in waiting]
 
+    def _keep(self, names: set[str]) -> None:
+        """A server needs no preparation."""
+
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         target = self.folder / f"version-{version}"
         try:

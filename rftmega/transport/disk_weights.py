@@ -68,7 +68,6 @@ class DiskWeights(RemoteWeights):
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
         names = [each.name for each in waiting]
-        self._joined &= set(names)
         tensors = [told_tensors(planned(bucket)) for bucket in self.buckets]
 
         def joined() -> list[str]:
@@ -77,6 +76,9 @@ class DiskWeights(RemoteWeights):
 
         self._joined.update(self._first(joined))
         return [name for name in names if name in self._joined]
+
+    def _keep(self, names: set[str]) -> None:
+        self._joined &= names
 
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         draft = self.folder / f"version-{version}"

@@ -110,7 +110,6 @@ class NetworkWeights(RemoteWeights):
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
         """Makes a link with each engine that has none."""
-        self._forget(self._links.keys() - {each.name for each in waiting})
         new = [each for each in waiting if each.name not in self._links]
         groups = {}
         for each in new:
@@ -136,11 +135,14 @@ class NetworkWeights(RemoteWeights):
                 link.group.close()
             else:
                 self._links[name] = link
-        return list(self._links)
+        return [each.name for each in waiting if each.name in self._links]
+
+    def _keep(self, names: set[str]) -> None:
+        self._forget(self._links.keys() - names)
 
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         receiving = self._asked(names, self.engines.receive, {"version": version})
-        return self._send(version), receiving
+        return self._send(names, version), receiving
 
     def _least_bytes(self, landed: Sequence[str]) -> int:
         return sum(self._links[name].plan.bytes for name in landed)
@@ -229,13 +231,14 @@ class NetworkWeights(RemoteWeights):
         return sum(sizes[name] * sum(map(volume, boxes)) for name, boxes in needs.items())
 
     @torch.no_grad()
-    def _send(self, version: int) -> int:
-        """Sends this process's part of every bucket over all links; returns the bytes that all
+    def _send(self, names: Sequence[str], version: int) -> int:
+        """Sends this process's part of every bucket to these engines; returns the bytes that all
         processes sent.
 
         A link that breaks is closed, so that its workers do not wait for more.
         """
-        self._sent.clear()
+        if version != self.engines.newest:  # else a late engine's are added
+            self._sent.clear()
         self.buffer_bytes = sent = 0
         broken: set[str] = set()
         in_flight: deque[tuple[int, dict[str, list[InFlight]], list[Tensor]]] = deque()
@@ -252,7 +255,8 @@ class NetworkWeights(RemoteWeights):
             mark()
             alike: dict[int, Tensor] = {}  # engines that read alike get the same message
             sending: dict[str, list[InFlight]] = {}
-            for name, (group, plan) in self._links.items():
+            for name in names:
+                group, plan = self._links[name]
                 for target, layout in plan.sends[number].items():
                     if name in broken:
                         continue

@@ -45,6 +45,10 @@ class RemoteReceivers(Protocol):
 
     def land(self, name: str, version: int) -> None: ...
 
+    def late(self) -> list[WaitingEngine]:
+        """Returns, of those that waiting() would, the engines that have not got the last push."""
+        ...
+
     def miss(self, name: str, error: EngineError) -> None:
         """Notes that an engine has no weights of the push."""
         ...
@@ -82,11 +86,10 @@ class RemoteWeights(ABC):
         begin = time.perf_counter()
         self.engines.invalidate()
         self.shards.look_again()
-        names = self._linked(self._first(self.engines.waiting))
-        moved, receiving = self._brought(names, version)
-        self.engines.newest = version
-        landed = self._landed(receiving, version)
-        self._forget(set(names) - set(landed))
+        waiting = self._first(self.engines.waiting)
+        self._keep({each.name for each in waiting})
+        names = self._linked(waiting)
+        landed, moved = self._given(names, version)
         if not landed:
             raise EngineFault(
                 f"No server has the weights of push {version}; {len(names)} waited for them."
@@ -102,12 +105,37 @@ class RemoteWeights(ABC):
             "push_missed": float(len(names) - len(landed)),
         } | self._first(self.engines.measures)
 
+    def push_to_late(self) -> int:
+        """Brings the weights of the last push to engines that have come since, while the others
+        answer; returns how many have them now.
+
+        The trainer's weights must still be those: it is called before they change.
+        """
+        names = self._linked(self._first(self.engines.late))
+        if not names:
+            return 0
+        self.shards.look_again()
+        landed, _ = self._given(names, self.engines.newest)
+        return len(landed)
+
+    def _given(self, names: Sequence[str], version: int) -> tuple[list[str], int]:
+        """Gives engines a push. Returns those that have it, and the bytes that were moved."""
+        moved, receiving = self._brought(names, version)
+        self.engines.newest = version
+        landed = self._landed(receiving, version)
+        self._forget(set(names) - set(landed))
+        return landed, moved
+
     @abstractmethod
     def checksums(self) -> list[SliceChecksums]: ...
 
     @abstractmethod
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Prepares these engines, and forgets others. Returns those that can take a push."""
+        """Prepares these engines. Returns those of them that can take a push."""
+
+    @abstractmethod
+    def _keep(self, names: set[str]) -> None:
+        """Forgets all engines but these."""
 
     @abstractmethod
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:

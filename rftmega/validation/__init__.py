@@ -19,6 +19,7 @@ from rftmega.validation.logging import logging_options
 from rftmega.validation.paths import paths
 from rftmega.validation.ranges import choices_and_ranges
 from rftmega.validation.reward import reward_parts
+from rftmega.validation.router_replay import router_replay
 from rftmega.validation.trainer import evaluation, exports, held_out_prompts, step_rows
 from rftmega.validation.vision import vision
 from rftmega.validation.without_rollouts import unread_without_rollouts
@@ -51,6 +52,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + environment(config)
                 + asynchronous(config)
                 + fleet(config)
+                + router_replay(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.fleet import door
 from rftmega.types import Prompt, Sampling
+from rftmega.vllm_server import door
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

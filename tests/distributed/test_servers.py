@@ -15,9 +15,9 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.errors import EngineError
-from rftmega.fleet import door
 from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Prompt, Sampling
+from rftmega.vllm_server import door
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

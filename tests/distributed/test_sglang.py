@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig
-from rftmega.fleet import door, server_engine
+from rftmega.fleet import server_engine
 from rftmega.types import Prompt, Sampling
+from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import Trainer, push_body
 from tests.distributed.test_streaming import assert_exact, in_flight_body
 from tests.ranks import run_ranks

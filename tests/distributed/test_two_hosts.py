@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rftmega.config import ParallelConfig
 from rftmega.errors import EngineFault
-from rftmega.fleet import door
+from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import Trainer
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rftmega.fleet import door
+from rftmega.vllm_server import door
 from tests.e2e.conftest import ROOT, metrics_of
 
 STEPS, STALENESS = 10, 2

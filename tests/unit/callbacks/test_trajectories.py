@@ -15,6 +15,7 @@ from PIL import Image
 
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import Trajectories, described, records, write
+from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from rftmega.data import Chat
 from rftmega.errors import DataError
@@ -22,7 +23,6 @@ from rftmega.experience import ExperienceMaker, collect
 from rftmega.media.placed import PlacedPicture, RowPictures
 from rftmega.options.algorithms import GroupNorm
 from rftmega.options.environments import Tools
-from rftmega.ragged import Ragged
 from rftmega.types import (
     Completion,
     Experience,

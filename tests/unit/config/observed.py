@@ -28,7 +28,6 @@ from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.errors import RFTMegaError
-from rftmega.fleet import door
 from rftmega.fleet import server_engine as servers
 from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
@@ -41,6 +40,7 @@ from rftmega.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.trainer import Algorithm
 from rftmega.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
+from rftmega.vllm_server import door
 from tests.fleets import set_servers
 from tests.rollouts import Alone
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rftmega.columns.ragged import Ragged
 from rftmega.fsdp.feed import feed
-from rftmega.ragged import Ragged
 from rftmega.types import Experience
 from tests.layouts import rows_of
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
+from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
 from rftmega.experience import ExperienceMaker
 from rftmega.options.algorithms import GAE, Returns
-from rftmega.ragged import Ragged
 from rftmega.types import Prompt, Rows, Samples, TokenStats, TokenValues
 
 # tokens of the prompt, and of prompt and answer together

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.columns.ragged import Ragged
 from rftmega.errors import RewardError
 from rftmega.experience import ModelReward
-from rftmega.ragged import Ragged
 from rftmega.types import Prompt, Rows, Samples, TokenValues
 from tests.columns import ragged
 

@@ -10,6 +10,7 @@ import torch
 
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
+from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig
 from rftmega.errors import InfrastructureFault
 from rftmega.experience import ExperienceMaker, ReplayBuffer, collect
@@ -22,7 +23,6 @@ from rftmega.options.algorithms import (
     Returns,
     TurnNorm,
 )
-from rftmega.ragged import Ragged
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue

@@ -8,13 +8,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import uvicorn
 
+from rftmega.columns.expert_routes import RoutedModel
 from rftmega.errors import EngineError
-from rftmega.fleet import door, wire
-from rftmega.fleet.completions_socket import CompletionsSocket
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
+from rftmega.fleet.server_answers import answered
+from rftmega.vllm_server import door, wire
+from rftmega.vllm_server.completions_socket import CompletionsSocket
 
 pytest.importorskip("vllm")
 SAMPLING = {"temperature": 1.0, "max_tokens": 8}
@@ -42,9 +46,21 @@ class Engine:
         logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in ids]
         spans = [SimpleNamespace(version="3", start=0, end=len(ids))]
         choice = SimpleNamespace(
-            token_ids=ids, logprobs=logprobs, weight_versions=spans, finish_reason="stop"
+            token_ids=ids,
+            logprobs=logprobs,
+            weight_versions=spans,
+            finish_reason="stop",
+            routed_experts=routes_of(ids),
         )
         yield SimpleNamespace(outputs=[choice])
+
+
+def routes_of(ids: list[int]) -> Any:
+    """As vLLM tells them, of two layers and two experts a token: what it is fed, once the prompt and
+    once the answer; nothing of prompts of one token.
+    """
+    fed = [*ids, *ids][:-1]
+    return np.array([[[7, 7], [n, n + 1]] for n in fed], np.uint8) if len(ids) > 1 else None
 
 
 class Served:
@@ -114,6 +130,25 @@ def test_each_request_gets_its_own_answer_and_many_travel_together(
         assert wire.numbers("f", answer.logprobs).tolist() == [-float(token) for token in ids]
         assert answer.spans == [("3", 0, 3)] and answer.reason == "stop"
     assert application.messages < 20, "the requests came one by one"
+
+
+def test_routes_come_with_the_tokens_and_others_than_those_of_the_tokens_are_refused(
+    served: tuple[Served, str],
+) -> None:
+    _, address = served
+    answer = within(address, lambda connection: connection.ask([4, 9, 2], SAMPLING))
+    model = RoutedModel(layers=(1,), experts=16, active=2)
+    known = answered(answer, model, context=3).routes
+    assert known is not None and known.dtype == torch.uint8
+    assert known[:, 0].tolist() == [[n, n + 1] for n in (4, 9, 2, 4, 9)]
+    assert answered(answer).routes is None, "nobody asked"
+    with pytest.raises(EngineError, match=r"routes of shape \(5, 2, 2\). Of 6 tokens"):
+        answered(answer, model, context=4)
+    with pytest.raises(EngineError, match="experts 2 to 10; there are 10"):
+        answered(answer, model._replace(experts=10), context=3)
+    silent = within(address, lambda connection: connection.ask([4], SAMPLING))
+    with pytest.raises(EngineError, match="routes of shape"):
+        answered(silent, model, context=1)
 
 
 def test_a_salt_keeps_caches_apart(served: tuple[Served, str]) -> None:

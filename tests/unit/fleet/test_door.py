@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rftmega.fleet.door import KEY, PATHS, SAMPLES, Door, headers
-from rftmega.fleet.wire import SOCKET
+from rftmega.vllm_server.door import KEY, PATHS, SAMPLES, Door, headers
+from rftmega.vllm_server.wire import SOCKET
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dict[str, Any]]]:

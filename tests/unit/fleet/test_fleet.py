@@ -29,6 +29,8 @@ class Elsewhere:
 
     def probe(self, *, paused: bool) -> None: ...
 
+    def close(self) -> None: ...
+
     def identity(self) -> str:
         return self.start
 
@@ -73,6 +75,26 @@ def test_a_server_that_was_started_again_and_failed_no_request_is_stale_at_the_n
     server.start = "second"
     fleet.renew()
     assert (member.state, member.health.starts) == ("stale", 2)
+
+
+def test_between_pushes_servers_come_and_leave_and_those_that_answer_are_left_alone(
+    tmp_path: Path,
+) -> None:
+    roster = tmp_path / "roster"
+    roster.write_text("http://a\n")
+    fleet = fleet_of(roster=roster)
+    fleet.renew()
+    fleet.members[0].health.landed()
+    fleet.members[0].server.start = "second"  # type: ignore[attr-defined]
+    roster.write_text("http://a\nhttp://b\n")
+    assert fleet.late == [] and len(fleet.members) == 1
+    fleet.look_elsewhere()
+    assert [each.server.address for each in fleet.late] == ["http://b"]
+    assert fleet.healthy == [fleet.members[0].server], "it was looked at"
+    fleet.late[0].health.landed()
+    roster.write_text("http://b\n")
+    fleet.look_elsewhere()
+    assert [each.address for each in fleet.healthy] == ["http://b"] and fleet.late == []
 
 
 def test_a_trainer_that_is_there_first_waits_for_a_server(

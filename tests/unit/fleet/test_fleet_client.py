@@ -10,7 +10,6 @@ import torch
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import wire
 from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_answers import answered
@@ -19,6 +18,7 @@ from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.sampling_seeds import continued_seed
 from rftmega.types import Completion, Sampling
+from rftmega.vllm_server import wire
 from tests.fleets import set_servers
 
 Answers = Callable[["Says"], wire.ServerAnswer]

@@ -12,8 +12,8 @@ from PIL import Image
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
-from rftmega.fleet import door, server_options
 from rftmega.fleet import server as server_module
+from rftmega.fleet import server_options
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_answers import answered
 from rftmega.fleet.server_client import answer_of
@@ -24,6 +24,7 @@ from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.types import Sampling
+from rftmega.vllm_server import door
 from tests.fleets import set_servers
 from tests.tiny_vision import save_tiny_vision
 

@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftmega import ragged
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.columns import ragged
 from rftmega.experience import given
 from rftmega.passes.auxiliary import beside, counted
 from rftmega.types import Auxiliary, Experience, Rows, TokenStats

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig, KLConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.options.algorithms import GAE, GroupNorm, ReplayConfig
 from rftmega.planning.data_plane import on_each_host
-from rftmega.ragged import Ragged
 from rftmega.types import Completion, Prompt, TokenStats, TokenValues
 from tests.rollouts import rollout_of
 

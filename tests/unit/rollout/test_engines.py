@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, WeightMismatch
 from rftmega.requests import PromptBatch, Request
@@ -144,8 +145,10 @@ def test_a_push_that_breaks_off_leaves_the_engine_without_a_version() -> None:
         engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(1.0))
 
 
-def transformers_engine(folder: Path) -> TransformersEngine:
-    engine = TransformersEngine(folder, CONFIG, stop_ids=[1], where=torch.device("cpu"))
+def transformers_engine(folder: Path, routed: RoutedModel | None = None) -> TransformersEngine:
+    engine = TransformersEngine(
+        folder, CONFIG, stop_ids=[1], where=torch.device("cpu"), routed=routed
+    )
     engine.load_weights(load_file(folder / "model.safetensors").items(), version=0)
     return engine
 
@@ -240,6 +243,9 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
     folder = save_tiny(tmp_path, variant)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     gates = [module for module in plain.modules() if "topkrouter" in type(module).__name__.lower()]
+    active = plain.config.num_experts_per_tok
+    experts = gates[0].weight.shape[0]
+    engine = transformers_engine(folder, RoutedModel(tuple(range(len(gates))), experts, active))
     fed: list[torch.Tensor] = []
     for gate in gates:
         gate.register_forward_pre_hook(
@@ -247,7 +253,7 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
         )
     for prompt, answer in zip(
         PROMPTS,
-        transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)),
+        engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)),
         strict=True,
     ):
         row = [*prompt.token_ids, *answer.token_ids]
@@ -266,12 +272,16 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
             for gate, hidden in zip(gates, fed, strict=True)
         ]
         assert answer.routes is not None
-        assert answer.routes.shape == (len(row) - 1, len(gates), plain.config.num_experts_per_tok)
+        assert answer.routes.dtype == torch.uint8
+        assert answer.routes.shape == (len(row) - 1, len(gates), active)
         assert answer.routes.transpose(0, 1).tolist() == by_layer
 
 
-def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
-    (answer, _) = transformers_engine(save_tiny(tmp_path, "qwen3")).generate(
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
+def test_a_dense_model_has_no_routes_and_others_tell_them_where_they_are_asked(
+    variant: str, tmp_path: Path
+) -> None:
+    (answer, _) = transformers_engine(save_tiny(tmp_path, variant)).generate(
         PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)
     )
     assert answer.routes is None

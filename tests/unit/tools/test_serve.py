@@ -18,11 +18,11 @@ import pytest
 
 from rftmega import config as configuration
 from rftmega.errors import EngineFault
-from rftmega.fleet import door
 from rftmega.fleet import server as server_module
 from rftmega.fleet.connection import Disconnected
 from rftmega.fleet.server_client import ServerClient
 from rftmega.tools import serve
+from rftmega.vllm_server import door
 
 pytest.importorskip("vllm")
 KEY = "the key of the run"

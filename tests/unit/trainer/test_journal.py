@@ -326,12 +326,12 @@ def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
 
 
 def test_a_journal_is_the_same_when_it_was_written_down() -> None:
-    routes = torch.tensor([[[1, 0]], [[2, 3]], [[0, 1]]], dtype=torch.int16)
+    routes = torch.tensor([[[1, 0]], [[2, 3]], [[0, 1]], [[1, 2]], [[3, 0]]], dtype=torch.int16)
     answer = Completion((1, 2), (-0.1, -1 / 3), "stop", 4, (3, 4), routes)
     turns = Trajectory.of((5,), Completion((6,), (-2.0,), "length", 4), (7, 8), answer)
     told = Rollout((Trajectory.of((9,), answer), turns), {"reward": 0.1})
     answers = [answered((), (), "length", 4), None, told]
-    stats = TokenStats(torch.rand(2, 3), None)
+    stats = TokenStats(torch.rand(2, 3), None, torch.ones(2, 3, 1, 2, dtype=torch.uint8))
     journal = Journal()
     for name, result in (
         ("a", answers),
@@ -346,11 +346,13 @@ def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     assert len(journal) == 5
     same = again("a", list)
     assert same == answers
-    assert same[0].trajectories[0].routes is None
-    assert torch.equal(same[2].trajectories[1].routes, routes)
-    assert same[2].trajectories[1].routes.dtype == torch.int16
+    assert same[0].trajectories[0].routes.eq(32767).all(), "not known"
+    kept = same[2].trajectories[1].routes
+    assert kept.dtype == torch.int16 and kept.tolist() == told.trajectories[1].routes.tolist()
     assert same[2].trajectories[1].loss_mask.tolist() == [False, True, False, False, True, True]
-    assert torch.equal(again("b", lambda: stats).logp, stats.logp)
+    known = again("b", lambda: stats)
+    assert torch.equal(known.logp, stats.logp) and torch.equal(known.routes, stats.routes)
+    assert known.entropy is None
     assert again("c", dict) == {"loss": 0.1}
     assert again("d", dict).shape == (2, 3)
     assert again("e", list) == [None]

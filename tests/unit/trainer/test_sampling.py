@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rftmega.columns.ragged import Ragged
 from rftmega.experience import collect
-from rftmega.ragged import Ragged
 from rftmega.trainer import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rftmega.fleet.wire import SOCKET
 from rftmega.parallel.orphans import end_with_all
+from rftmega.vllm_server.wire import SOCKET
 
 PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
 SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
@@ -90,7 +90,7 @@ async def _tell(found: Any, send: Send) -> None:
 
 async def _serve(scope: Message, receive: Receive, send: Send) -> None:
     """Answers the requests of one connection here: vLLM has nothing as cheap."""
-    from rftmega.fleet.completions_socket import CompletionsSocket
+    from rftmega.vllm_server.completions_socket import CompletionsSocket
 
     await CompletionsSocket(scope["app"].state.engine_client, receive, send).serve()
 

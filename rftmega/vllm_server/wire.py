@@ -35,6 +35,8 @@ class ServerAnswer(msgspec.Struct, array_like=True, tag=0):
     logprobs: bytes  # float32, of each token
     reason: str  # stop, length or abort
     spans: list[tuple[str, int, int]]  # version of the weights, first token, token behind the last
+    routes: bytes = b""  # int16 [tokens fed, layers, experts a token], where the server tells
+    shape: list[int] = []  # of the routes
 
 
 class Failure(msgspec.Struct, array_like=True, tag=1):

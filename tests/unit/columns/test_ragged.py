@@ -5,9 +5,9 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from rftmega import ragged
 from rftmega.algorithms.advantages import discounted_returns
-from rftmega.ragged import Ragged, by_rows
+from rftmega.columns import ragged
+from rftmega.columns.ragged import Ragged, by_rows
 
 ROWS = st.lists(st.lists(st.integers(-9, 9), max_size=6), min_size=1, max_size=8)
 

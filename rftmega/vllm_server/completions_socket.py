@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from rftmega.fleet import wire
+from rftmega.vllm_server import wire
 
 Message = MutableMapping[str, Any]
 _connections = itertools.count()  # of this server
@@ -83,8 +83,16 @@ class CompletionsSocket:
         pairs = zip(ids, choice.logprobs or (), strict=True)
         logprobs = array("f", [at[token].logprob for token, at in pairs])
         spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
+        told = choice.routed_experts
+        routes, shape = (b"", []) if told is None else (told.astype("int16"), list(told.shape))
         return wire.ServerAnswer(
-            ask.number, wire.integers(ids), logprobs.tobytes(), choice.finish_reason, spans
+            ask.number,
+            wire.integers(ids),
+            logprobs.tobytes(),
+            choice.finish_reason,
+            spans,
+            bytes(routes),
+            shape,
         )
 
     async def _hand_out(self) -> None:

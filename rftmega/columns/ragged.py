@@ -19,7 +19,7 @@ class Ragged:
     Rows lie anywhere in `values`, so that a choice of rows, or of another order, copies nothing.
     """
 
-    values: Tensor  # [N]
+    values: Tensor  # [N], or of vectors [N, ...]
     starts: Tensor  # [B] int64, of each row in `values`
     lengths: Tensor  # [B] int64
 
@@ -80,15 +80,22 @@ class Ragged:
         """Returns the rows without their first `by` values; copies nothing."""
         return Ragged(self.values, self.starts + by, (self.lengths - by).clamp(min=0))
 
+    def shortened(self) -> "Ragged":
+        """Returns the rows without their last value; copies nothing."""
+        return Ragged(self.values, self.starts, (self.lengths - 1).clamp(min=0))
+
     def padded(self, *, width: int | None = None, fill: float = 0) -> Tensor:
-        """Returns [B, width], `fill` behind the end of each row; None: as wide as the longest."""
+        """Returns [B, width, ...], `fill` behind the end of each row; None: as wide as the longest."""
         if width is None:
             width = int(self.lengths.max()) if len(self) else 0
         if self._short and len(self.values):
             places = self.starts[:, None] + torch.arange(width)
             values = self.values[places.clamp(max=len(self.values) - 1)]
-            return values.masked_fill_(~self._inside(width).to(values.device), fill)
-        found = self.values.new_full((len(self), width), fill)
+            outside = ~self._inside(width).to(values.device)
+            return values.masked_fill_(
+                outside.view(*outside.shape, *[1] * (values.dim() - 2)), fill
+            )
+        found = self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
         for row, values in enumerate(self):
             found[row, : len(values)] = values
         return found

@@ -1,0 +1,111 @@
+"""Routers that go by given routes, or tell which they chose, in any layout.
+
+Megatron-Core has a RouterReplay of its own: one global list over all models, in the order in which
+layers were built, whose action is switched around each forward and recomputation. Here the routes of
+a micro-batch travel with its packed sequence instead. A layer takes them when it is entered: in a
+recomputation, too, whichever micro-batches came in between.
+
+R3 is from Ma et al. (arXiv:2510.11370); R2, the trainer's own routes, from Zheng et al. (arXiv:2507.18071).
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rftmega.columns import expert_routes
+from rftmega.columns.expert_routes import ChosenExperts
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRoutes:
+    """PackedRoutes holds the routes of one micro-batch's tokens, as this process's routers see them."""
+
+    given: Tensor | None  # [n, layers, experts a token] on the device; None: routers choose
+    complete: bool = True  # none of the given is unknown
+    noted: dict[int, Tensor] = field(default_factory=dict)  # layer -> [n, experts a token]
+
+
+@dataclass(frozen=True, slots=True)
+class FedRoutes:
+    """FedRoutes holds what the routers of a micro-batch are given, and where their choice goes."""
+
+    given: Tensor | None  # [B, S, layers, experts a token], on the host
+    chosen: list[ChosenExperts] | None = None
+
+    def packed(self, take: Callable[..., Tensor], slots: Tensor, own: slice) -> PackedRoutes:
+        """Packs the routes of the slots `own` of this process's; `take` is Packing.take_vectors."""
+        if self.given is None:
+            return PackedRoutes(None)
+        flat = self.given.flatten(0, 1)
+        unknown = expert_routes.unknown(flat.dtype)
+        mine = slots[own]
+        complete = bool((mine < len(flat)).all())  # the others are filler
+        complete = complete and not bool((flat[mine] == unknown).any())
+        return PackedRoutes(take(self.given, fill=unknown)[own], complete)
+
+    def note(self, routes: PackedRoutes, slots: Tensor, own: slice, size: int) -> None:
+        """Notes what the layers of a chunk chose; `size`: slots behind it are filler."""
+        if self.chosen is None:
+            return
+        mine = slots[own]
+        inside = mine < size
+        for layer, experts in routes.noted.items():
+            self.chosen.append(ChosenExperts(mine[inside], layer, experts.cpu()[inside]))
+
+
+class LayerRoutes:
+    """LayerRoutes stands where a router expects Megatron's RouterReplay, and gives or notes the
+    experts of one layer.
+    """
+
+    def __init__(self, place: int):
+        """`place`: of the layer, among those with experts."""
+        self.place = place
+        self.routes: PackedRoutes | None = None
+
+    def enter(self, layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Takes the routes of the micro-batch that the layer is about to compute."""
+        self.routes = getattr(named["packed_seq_params"], "routes", None)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the scores and numbers of the experts of each token, [n, topk] both."""
+        assert default_compute_topk is not None
+        routes = self.routes
+        if routes is None or routes.given is None or not routes.complete:
+            values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+            if routes is None:
+                return values, chosen
+            if routes.given is None:
+                routes.noted[self.place] = chosen
+                return values, chosen
+            told = routes.given[:, self.place]
+            known = told != expert_routes.unknown(told.dtype)
+            chosen = torch.where(known, told.long(), chosen)
+        else:
+            chosen = routes.given[:, self.place].long()
+        return scores.gather(1, chosen), chosen
+
+
+def install(chunk: Any, layers: Collection[int]) -> None:
+    """Has the routers of a pipeline chunk go by the routes of their micro-batches; `layers`: those
+    of the model with experts.
+    """
+    places = {layer: place for place, layer in enumerate(sorted(layers))}
+    for layer in chunk.modules():
+        if isinstance(layer, TransformerLayer) and hasattr(layer.mlp, "router"):
+            routes = LayerRoutes(places[layer.layer_number - 1])
+            layer.mlp.router.router_replay = routes
+            layer.register_forward_pre_hook(routes.enter, with_kwargs=True)

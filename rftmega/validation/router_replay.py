@@ -1,0 +1,30 @@
+"""Checks of where the routes of a mixture come from."""
+
+from rftmega.config.schema import RunConfig
+
+
+def router_replay(config: RunConfig) -> list[str]:
+    """Lists what rollout.router_replay can't be had with."""
+    chosen = config.rollout.router_replay
+    if chosen == "none":
+        return []
+    given = f"rollout.router_replay={chosen}"
+    found = []
+    if config.backend == "fsdp":
+        found.append(
+            f"{given} needs backend=megatron: routers of transformers take no routes. Set it to none."
+        )
+    engine = config.rollout.engine
+    if chosen == "engine" and engine not in ("vllm", "transformers"):
+        found.append(
+            f"{given} needs rollout.engine=vllm or transformers: {engine} tells of no experts. Set it to trainer."
+        )
+    if (
+        chosen == "engine"
+        and config.strategy == "separate"
+        and config.rollout.transport == "checkpoint"
+    ):
+        found.append(
+            f"{given} needs servers with this package: rollout.transport=checkpoint is for others. Set it to trainer."
+        )
+    return found

@@ -1,0 +1,83 @@
+"""vLLM in the trainer's processes tells which experts each token was sent to."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rftmega.columns.expert_routes import RoutedModel
+from rftmega.config import RolloutConfig
+from rftmega.types import Prompt, Sampling
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+LONG = tuple((7 * place) % 120 for place in range(150))  # more than a block of the cache
+PROMPTS = [Prompt(LONG), Prompt((3,)), Prompt(LONG), Prompt((*LONG[:140], 9, 9)), Prompt((5, 9))]
+ROUTED = RoutedModel(layers=(0, 2, 3), experts=4, active=2)
+
+
+def body(world: Any, folder: Path, engine_size: int) -> Any:
+    from rftmega.rollout.vllm import VLLMEngine
+
+    config = RolloutConfig(
+        max_prompt_tokens=160,
+        max_response_tokens=9,
+        cpu_cache_gib=0.05,
+        max_batch=2,
+        tensor=engine_size,
+    )
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[1], routed=ROUTED)
+    cached: list[int] = []
+    real = engine._captured._sort
+
+    def counted(tokens: dict[str, int]) -> None:
+        batch = engine._runner.input_batch
+        for number, name in enumerate(batch.req_ids):
+            start = int(batch.num_computed_tokens_cpu[number])
+            if name not in engine._captured._by_request and start:
+                cached.append(start)
+        real(tokens)
+
+    engine._captured._sort = counted
+    found = []
+    try:
+        for version, factor in enumerate((1.0, 1.1)):
+            tensors = {
+                name: t * factor for name, t in load_file(folder / "model.safetensors").items()
+            }
+            engine.load_weights(iter(tensors.items()), version=version)
+            answers = engine.generate(PROMPTS, seeds=range(5), sampling=Sampling(1.0))
+            found.append([(list(each.token_ids), each.routes) for each in answers])
+    finally:
+        engine.close()
+    return found, cached
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_routes_of_every_fed_token_are_those_of_transformers(size: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_tiny(tmp_path, "qwen3-moe")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chosen: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.register_forward_hook(lambda router, given, told: chosen.append(told[2]))
+    by_rank = run_ranks(size, body, folder, size, timeout=300)
+    for found, cached in by_rank:
+        assert len(cached) >= 2, "nobody found a prompt in the cache"
+        for answers, factor in zip(found, (1.0, 1.1), strict=True):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            for prompt, (ids, routes) in zip(PROMPTS, answers, strict=True):
+                chosen.clear()
+                with torch.no_grad():
+                    model(torch.tensor([[*prompt.token_ids, *ids][:-1]]))
+                wanted = torch.stack(chosen, 1).sort(-1).values
+                assert torch.equal(routes.long().sort(-1).values, wanted)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.div_(factor)
