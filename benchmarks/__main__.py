@@ -28,6 +28,7 @@ from benchmarks import (
     mixture,
     offload,
     push,
+    real_servers,
     replayed_routes,
     rollouts,
     sharded,
@@ -86,6 +87,11 @@ BENCHMARKS = {
         turns.tools_against_a_plain_loop,
         "100 tokens: environment_over_plain",
         "at least 0.95",
+    ),
+    "asynchronous steps on a real server": (
+        real_servers.against_synchronous,
+        "staleness 2: times as fast",
+        "",
     ),
     "asynchronous against synchronous steps": (
         asynchronous.against_synchronous,

@@ -404,7 +404,9 @@ def built(config: RunConfig) -> Seen:
             still["weight_sync"] = weight_sync
             return SimpleNamespace(
                 residency=SimpleNamespace(only=lambda: seen.append(("makes room", name))),
-                description=SimpleNamespace(family="", parameters=0, vocabulary=WORDS),
+                description=SimpleNamespace(
+                    family="", parameters=0, vocabulary=WORDS, experts=None
+                ),
                 shards=list,
                 dtype="",
                 layout="",
@@ -449,6 +451,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         *("vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload"),
         "rftmega.rollout.reload",
         "rftmega.rollout.adapter",
+        "rftmega.rollout.captured_routes",
     )
     fake = {name: ModuleType(name) for name in modules}
     fake["vllm"].LLM = lambda **named: (
@@ -462,6 +465,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     ].forget_expert_kernels = None
     fake["rftmega.rollout.adapter"].POLICY_ADAPTER = None
     fake["rftmega.rollout.adapter"].set_adapter = None
+    fake["rftmega.rollout.captured_routes"].CapturedRoutes = None
     fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:

@@ -1,0 +1,37 @@
+"""Answers of given, lognormal lengths, whatever the model says: a plugin of a benchmark."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rftmega.interfaces import Model
+from rftmega.options.parts import EnvironmentPart, implements
+from rftmega.types import Prompt, Rollout, Trajectory
+
+SIGMA, LONGEST = 1.0, 16.0  # of lengths in medians; they are cut off at the second
+
+
+@dataclass(frozen=True)
+class LongTail(EnvironmentPart):
+    """One answer a prompt, as long as a lognormal number says."""
+
+    type: Literal["long_tail"] = "long_tail"
+
+    median: int = 12
+    """Tokens of the median answer."""
+
+
+@implements(LongTail)
+class LongTailEnvironment:
+    """LongTailEnvironment asks for one answer of so many tokens."""
+
+    def __init__(self, options: LongTail, tokenizer: Any):
+        self.options = options
+        self._drawn = random.Random(0)
+
+    async def run(self, task: Prompt, model: Model) -> Rollout:
+        medians = min(math.exp(self._drawn.gauss(0.0, SIGMA)), LONGEST)
+        tokens = max(1, round(self.options.median * medians))
+        completion = await model.generate(task.token_ids, max_tokens=tokens)
+        return Rollout((Trajectory.of(task.token_ids, completion),))
