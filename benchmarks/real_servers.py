@@ -15,7 +15,7 @@ import psutil
 
 from tests.e2e.conftest import ROOT, write_arithmetic
 
-STEPS, FIRST = 14, 4  # of which the first ones are not counted
+STEPS, FIRST = 40, 5  # of which the first ones are not counted
 PLUGIN = Path(__file__).parent / "long_tail_environment.py"
 OPTIONS = (
     *("strategy=separate", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.1", "data.eval="),
@@ -57,6 +57,7 @@ def measured(folder: Path, name: str, options: list[str]) -> dict[str, float]:
         run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         os.sched_setaffinity(run.pid, {cores[0]})
         begun: tuple[float, float] | None = None
+        known: set[int] = set()
         worked = wall = 0.0
         while run.poll() is None:
             time.sleep(0.1)
@@ -65,8 +66,9 @@ def measured(folder: Path, name: str, options: list[str]) -> dict[str, float]:
             steps = len(lines(output))
             if steps > FIRST:
                 now = (time.monotonic(), seconds_of(servers))
-                begun = begun or now
-                if now[1]:
+                if begun is None:
+                    begun, known = now, {process.pid for process in servers}
+                if now[1] and known == {process.pid for process in servers}:  # none has ended
                     wall, worked = now[0] - begun[0], now[1] - begun[1]
     if run.returncode:
         raise RuntimeError(f"{name} ended with {run.returncode}; see {log.name}")
