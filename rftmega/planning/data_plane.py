@@ -2,7 +2,9 @@
 way takes from the engines to the micro-batches.
 """
 
+from rftmega.columns.expert_routes import kind_of
 from rftmega.config import RunConfig
+from rftmega.model_providers.description import Experts
 
 ANSWERS = 4 + 1 + 4 + 4  # bytes of a token: id, mask, log-prob, version of the policy
 NUMBER = 4  # bytes of a log-prob, an entropy, a value, an advantage
@@ -25,13 +27,23 @@ def scored(config: RunConfig) -> int:
     return 2 + (chosen.kl.coef > 0) + chosen.advantage.needs_critic
 
 
-def on_each_host(config: RunConfig) -> dict[str, int]:
-    """Returns the bytes that all processes of a host have in common, by kind."""
+def of_routes(config: RunConfig, experts: Experts | None) -> int:
+    """Returns the bytes of a token that say which experts it is sent to."""
+    if experts is None or config.rollout.router_replay == "none":
+        return 0
+    return len(experts.layers) * experts.active * kind_of(experts.number).itemsize
+
+
+def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str, int]:
+    """Returns the bytes that all processes of a host have in common, by kind. `experts`: of the
+    policy, where it is a mixture.
+    """
     chosen, tokens = config.algorithm, tokens_of(config)
     if chosen.task != "rl":
         return {}
     learnt = 1 + chosen.advantage.needs_critic  # advantages, returns
     row = ANSWERS + NUMBER * (scored(config) + learnt) + chosen.drop_truncated
+    row += of_routes(config, experts)
     found = {"rollout": row * tokens, "at_work": AT_WORK * tokens}
     if chosen.replay.max_age:
         rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt

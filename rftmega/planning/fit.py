@@ -99,7 +99,7 @@ def misfits(
             hosts,
             sum(on_host(models, config, world, place).values()) * min(world, machine.speeds.node),
         )
-    hosts += sum(on_each_host(config).values())
+    hosts += sum(on_each_host(config, models[POLICY].model.experts).values())
     if machine.host and hosts > machine.host:
         found.append(
             Misfit(

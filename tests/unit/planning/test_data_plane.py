@@ -9,8 +9,9 @@ import torch
 from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig, KLConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.experience import ExperienceMaker, collect
+from rftmega.model_providers.description import Experts
 from rftmega.options.algorithms import GAE, GroupNorm, ReplayConfig
-from rftmega.planning.data_plane import on_each_host
+from rftmega.planning.data_plane import on_each_host, tokens_of
 from rftmega.types import Completion, Prompt, TokenStats, TokenValues
 from tests.rollouts import rollout_of
 
@@ -38,6 +39,16 @@ def bytes_of(samples: Any, experience: Any) -> int:
                 storage = column.values.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
+
+
+@pytest.mark.parametrize("experts", [None, 60, 384])
+def test_routes_take_a_byte_an_expert_or_two(experts: int | None) -> None:
+    config = RunConfig(rollout=RolloutConfig(router_replay="engine"))
+    mixture = experts and Experts(experts, 8, 16, frozenset(range(1, 48)), normalised=True)
+    more = on_each_host(config, mixture or None)["rollout"] - on_each_host(config)["rollout"]
+    size = {None: 0, 60: 1, 384: 2}[experts]
+    assert more == tokens_of(config) * 47 * 8 * size
+    assert on_each_host(RunConfig(), mixture or None) == on_each_host(RunConfig())
 
 
 @pytest.mark.parametrize(
