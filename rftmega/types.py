@@ -369,7 +369,6 @@ class Samples(Generic[Column]):
         groups = _numbered_on([part.group for part in parts])
         rows = [part.rows for part in parts]
         versions = [part.versions for part in parts if part.versions is not None]
-        routes = [part.routes for part in rows if part.routes is not None]
 
         def joined() -> tuple[Any, ...]:
             return (
@@ -377,7 +376,7 @@ class Samples(Generic[Column]):
                 Ragged.join([part.mask for part in rows]),
                 Ragged.join([part.behaviour_logp for part in parts]),
                 Ragged.join(versions) if len(versions) == len(parts) else None,
-                Ragged.join(routes) if len(routes) == len(parts) else None,
+                _joined_routes(rows),
             )
 
         tokens, mask, behaviour_logp, own_versions, own_routes = once(joined)
@@ -429,6 +428,20 @@ def _numbered_on(parts: Sequence[Tensor]) -> list[Tensor]:
     most = [int(part.max()) + 1 if len(part) else 0 for part in parts]
     before = [0, *itertools.accumulate(most)]
     return [part + first for part, first in zip(parts, before, strict=False)]
+
+
+def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]") -> Ragged | None:
+    """Returns the routes of all parts, unknown where a part has none; None where none has any."""
+    known = [part.routes for part in parts if part.routes is not None]
+    if not known:
+        return None
+    nothing = known[0].values[:0]
+    found = []
+    for part in parts:
+        targets = (part.lengths - 1).clamp(min=0)
+        unknown = expert_routes.to_length(nothing, int(targets.sum()))
+        found.append(Ragged.packed(unknown, targets) if part.routes is None else part.routes)
+    return Ragged.join(found)
 
 
 class Shares(NamedTuple):
@@ -523,12 +536,15 @@ class Experience(Generic[Column]):
     def join(parts: "Iterable[Experience[Ragged]]") -> "Experience[Ragged]":
         """Joins the rows of all parts, in their order.
 
-        What one of them does not have (None) none has.
+        What one of them does not have (None) none has; but of routes the others' stay, beside unknown
+        ones.
         """
         parts = list(parts)
 
         def joined(name: str) -> Any:
             values = [getattr(part, name) for part in parts]
+            if name == "routes":
+                return _joined_routes(parts)
             if name == "pictures":
                 return RowPictures.join(values, [len(part) for part in parts])
             if any(value is None for value in values):

@@ -127,6 +127,7 @@ class Stage:
             else:
                 landed.append(waiting.name)
         engine.version = version
+        engine.pushed()
         return landed
 
     def begin(self, first: int, count: int) -> None:

@@ -62,10 +62,11 @@ def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int,
     """Returns the rollouts that the processes have, each of which one has. A collective."""
     packed = packed_partials(own)
     columns = packed.pop("columns")
-    told = gather_objects((packed["answers"], len(columns[0])))
-    columns = host.gathered(columns, [size for _, size in told])
-    answers = [answer for theirs, _ in told for answer in theirs]
-    return unpacked_partials({"answers": answers, "columns": columns})
+    told = gather_objects((packed["answers"], packed["routes"], len(columns[0])))
+    columns = host.gathered(columns, [size for _, _, size in told])
+    answers = [answer for theirs, _, _ in told for answer in theirs]
+    routes = [own for _, theirs, _ in told for own in theirs]
+    return unpacked_partials({"answers": answers, "columns": columns, "routes": routes})
 
 
 def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:

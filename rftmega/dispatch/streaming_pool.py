@@ -1,5 +1,6 @@
 """StreamingPool presents servers that generate all the time."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from rftmega.parallel.collectives import gather_objects
 from rftmega.types import Prompt, Rollout, Sampling
 
 THERE, STOPPED, STRANDED, LATE = "there", "stopped", "stranded", "late"  # how a wait ends
-LATE_SECONDS = 10.0  # between two pushes to servers that came since the last one
+LATE_SECONDS = 10.0  # between two pushes to late servers; twice as long after each in vain
 OTHERS = -1  # numbers of groups that are no tasks of the run go down from here
 
 
@@ -37,7 +38,7 @@ class StreamingPool(ServerPool):
         self._under_way: dict[int, RolloutGroup] = {}
         self._others = OTHERS
         self._fleet = engine.fleet
-        self._late_tried = -LATE_SECONDS
+        self._late_tried, self._late_wait = -math.inf, LATE_SECONDS
         self._runner: RolloutRunner | None = None
         if self.speaks:
             self._runner = RolloutRunner(
@@ -185,12 +186,15 @@ class StreamingPool(ServerPool):
             raise Preempted
 
     def _push_to_late(self) -> None:
+        landed = 0
         if isinstance(self.weights, LateWeights):
-            self.weights.push_to_late()
+            landed = self.weights.push_to_late()
             self.phases.rollout()
+        # one that can't be given weights costs the trainer time at every try
+        self._late_wait = LATE_SECONDS if landed else 2 * self._late_wait
         self._late_tried = time.monotonic()
 
     def _has_late(self) -> bool:
         """Says whether there are servers without the last push, and it is time to try again."""
         waited = time.monotonic() - self._late_tried
-        return waited > LATE_SECONDS and bool(self._fleet.late)
+        return waited > self._late_wait and bool(self._fleet.late)

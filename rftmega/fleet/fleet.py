@@ -63,6 +63,7 @@ class Fleet:
         self._addresses, self._roster = tuple(addresses), Path(roster) if roster else None
         self._numbers = 0  # that were given
         self._looking = threading.Lock()  # one thread at a time looks what has become of servers
+        self.pushing = False  # nobody comes or goes meanwhile
         self.members: list[FleetMember] = [self._member(start(n)) for n in range(own)]
 
     def _member(self, server: ServerClient) -> FleetMember:
@@ -129,7 +130,11 @@ class Fleet:
         return next((each for each in self.members if each.server is server), None)
 
     def named(self, name: str) -> FleetMember:
-        return next(each for each in self.members if each.name == name)
+        """Raises EngineFault where it has left, or was started again since."""
+        found = next((each for each in self.members if each.name == name), None)
+        if found is None:
+            raise EngineFault(f"{name} has left.")
+        return found
 
     def note_fault(self, server: ServerClient, fault: EngineError) -> None:
         """Notes that a server failed: it is asked nothing more, until it answers a probe."""
@@ -168,11 +173,13 @@ class Fleet:
 
     def look_elsewhere(self) -> None:
         """Follows the roster, and takes in servers elsewhere that have come; leaves alone those that
-        answer.
+        answer, and all of them while weights are brought (`pushing`).
         """
         if self._client is None:
             return
         with self._looking:
+            if self.pushing:
+                return
             self._follow_roster()
             away = (ServerState.RESTARTING, ServerState.DEAD, ServerState.STALE)
             each_at_once(self._look_at, [each for each in self.members if each.state in away])

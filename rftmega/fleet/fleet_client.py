@@ -1,6 +1,7 @@
 """FleetClient asks all servers from one event loop, while weights come and servers go."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rftmega.types import Completion, Sampling
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
 WATCH_SECONDS = 0.5  # between two looks at servers that failed, or missed a push
 ELSEWHERE_SECONDS = 5.0  # between two looks whether servers elsewhere have come or left
+log = logging.getLogger(__name__)
 
 
 class FleetClient:
@@ -105,8 +107,12 @@ class FleetClient:
             if self.engine.version is None:  # a push is under way, which looks itself
                 continue
             if time.monotonic() - looked > ELSEWHERE_SECONDS:
-                await asyncio.to_thread(self.engine.fleet.look_elsewhere)
                 looked = time.monotonic()
+                try:
+                    await asyncio.to_thread(self.engine.fleet.look_elsewhere)
+                except Exception as error:
+                    # a roster that can't be read now, or an address that is none
+                    log.warning("servers elsewhere were not looked for: %r", error)
             for member in list(self.engine.fleet.members):
                 if member.state is ServerState.SUSPECT and member.health.probe_is_due:
                     await asyncio.to_thread(self.engine.fleet.probe, member)

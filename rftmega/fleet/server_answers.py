@@ -40,7 +40,8 @@ def answered(
         )
     routes = None
     if routed is not None and ids:
-        told = np.frombuffer(answer.routes, np.int16)
+        small = len(answer.routes) == math.prod(answer.shape)
+        told = np.frombuffer(answer.routes, np.uint8 if small else np.int16)
         if told.size == math.prod(answer.shape):
             told = told.reshape(answer.shape)
         routes = expert_routes.of_vllm(told, routed, context + len(ids) - 1)

@@ -243,6 +243,7 @@ class ServerEngine(Engine):
         Raises EngineFault where there is none. Waits where all are elsewhere and have ended: their
         owner starts them again.
         """
+        self.fleet.pushing = True
         errors = self.fleet.renew()
         if not self.fleet.reachable:
             try:
@@ -257,7 +258,12 @@ class ServerEngine(Engine):
 
     def late(self) -> list[WaitingEngine]:
         """Returns the servers elsewhere that came, or came back, since the last push."""
+        self.fleet.pushing = True
         return self._all_stopped(self.fleet.late)
+
+    def pushed(self) -> None:
+        """Ends a push, whatever came of it: servers come and go again."""
+        self.fleet.pushing = False
 
     def _all_stopped(self, members: Sequence[FleetMember]) -> list[WaitingEngine]:
         stopped = each_at_once(self._stopped, members)
@@ -289,7 +295,8 @@ class ServerEngine(Engine):
         member.health.landed()
 
     def miss(self, name: str, error: EngineError) -> None:
-        self.fleet.note_miss(self.fleet.named(name), error)
+        with suppress(EngineFault):  # who has left misses nothing
+            self.fleet.note_miss(self.fleet.named(name), error)
 
     def measures(self) -> Metrics:
         """Returns how the servers are."""

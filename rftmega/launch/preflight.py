@@ -115,6 +115,11 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
     given = f"rollout.router_replay={chosen}"
     if model.experts is None:
         return [f"{given}: this model has no experts. Set it to none."]
+    if chosen == "engine" and config.strategy == "separate" and model.tower is not None:
+        return [
+            f"{given} with strategy=separate: servers tell nothing of prompts with pictures or sound. Set it to trainer, or "
+            "strategy to colocated."
+        ]
     if chosen == "engine" and config.strategy == "separate" and on.type != "cuda":
         return [
             f"{given} with strategy=separate: vLLM's servers tell of experts on CUDA alone. Set it to trainer, or strategy to "

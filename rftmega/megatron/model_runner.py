@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.columns import expert_routes
+from rftmega.columns.ragged import Ragged
 from rftmega.device.spans import recorder
 from rftmega.layers.router_replay import FedRoutes
 from rftmega.media.fed import FedPictures, fed_pictures
@@ -92,7 +94,14 @@ class MegatronRunner(ModelRunner):
         """Returns what the routers are given, or tell; None where they choose and nobody asks."""
         if batch.rows.routes is None and batch.chosen is None:
             return None
-        return FedRoutes(batch.rows.routes, batch.chosen)
+        given: Any = batch.rows.routes
+        if isinstance(given, Ragged):
+            width, unknown = (
+                batch.rows.tokens.shape[1] - 1,
+                expert_routes.unknown(given.values.dtype),
+            )
+            given = given.padded(width=width, fill=unknown)
+        return FedRoutes(given, batch.chosen)
 
     def _pictures(self, rows: Rows, model: Any) -> FedPictures | FedWaveforms | None:
         """Returns what the pictures or waveforms of the rows feed the chunk with; None for a model

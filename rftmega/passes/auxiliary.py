@@ -45,7 +45,7 @@ def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
     names = stats.__dataclass_fields__
     count = 0
     for index in chunks(experience.lengths):
-        part = experience.select(index).padded()
+        part = replace(experience.select(index), routes=None).padded()
         zeros = torch.zeros_like(part.advantage)
         loss = loss_fn(stats(*[zeros] * len(names)), replace(part, old_logp=zeros))
         count += int(loss.count)

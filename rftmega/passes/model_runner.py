@@ -154,8 +154,11 @@ class ModelRunner:
         return stats
 
     def _fed(self, rows: Rows[Any]) -> Rows:
-        """Returns rows as the model is fed them; only a policy goes by routes."""
-        return (replace(rows, routes=None) if self.gives_values else rows).padded()
+        """Returns rows as the model is fed them. Only a policy goes by routes, which are padded when
+        their micro-batch is computed: they are large.
+        """
+        fed = replace(rows, routes=None).padded()
+        return fed if self.gives_values else replace(fed, routes=rows.routes)
 
     def _gathered_routes(
         self, rows: Rows[Any], indices: Sequence[Tensor], batches: Sequence[MicroBatch]

@@ -219,7 +219,8 @@ class Algorithm:
         if not chosen.max_age:
             return None
         buffer = ReplayBuffer(chosen.max_rows, host=host)
-        return ReplayMixer(policy, buffer, max_age=chosen.max_age)
+        own_routes = self.config.rollout.router_replay == "trainer"
+        return ReplayMixer(policy, buffer, max_age=chosen.max_age, own_routes=own_routes)
 
     @property
     def aggregation(self) -> Aggregation:

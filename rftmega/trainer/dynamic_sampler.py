@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,4 +157,5 @@ def described(found: Sequence[Samples[Ragged]]) -> Metrics:
 
 def known(routes: Ragged) -> Tensor:
     """Returns [tokens] bool: those that the engine told the experts of."""
-    return routes.flat[:, 0, 0] != expert_routes.unknown(routes.values.dtype)
+    first = replace(routes, values=routes.values[:, 0, 0])  # a view: routes are large
+    return first.flat != expert_routes.unknown(routes.values.dtype)

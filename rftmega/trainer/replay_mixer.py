@@ -22,7 +22,13 @@ class ReplayMixer:
     `algorithm.importance_sampling`.
     """
 
-    def __init__(self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int):
+    def __init__(
+        self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int, own_routes: bool = False
+    ):
+        """`own_routes`: experts are those that the policy chooses when rows are scored, again each
+        time.
+        """
+        self.own_routes = own_routes
         self.policy, self.buffer, self.max_age = policy, buffer, max_age
         self._crowded_out = 0  # groups that the last `keep` dropped
 
@@ -41,8 +47,12 @@ class ReplayMixer:
         once = self.buffer.host.once
         earlier = once(lambda: Experience.join(self.buffer.groups))
         metrics["replay_staleness"] = once(lambda: _staleness(earlier, step))
+        if self.own_routes:
+            earlier = replace(earlier, routes=None)
         stats = self.policy.log_probs(earlier.rows)
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
+        if self.own_routes:
+            earlier = replace(earlier, routes=stats.routes)
         # Mini-batches are consecutive rollouts: each gets its share of both.
         numbers = [part.rollouts.of_row for part in (experience, earlier)]
         place = torch.cat([index / (int(index[-1]) + 1) for index in numbers])

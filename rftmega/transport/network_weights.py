@@ -139,6 +139,7 @@ class NetworkWeights(RemoteWeights):
 
     def _keep(self, names: set[str]) -> None:
         self._forget(self._links.keys() - names)
+        self._sent.clear()  # of the push before; those of late engines come to it
 
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         receiving = self._asked(names, self.engines.receive, {"version": version})
@@ -237,8 +238,6 @@ class NetworkWeights(RemoteWeights):
 
         A link that breaks is closed, so that its workers do not wait for more.
         """
-        if version != self.engines.newest:  # else a late engine's are added
-            self._sent.clear()
         self.buffer_bytes = sent = 0
         broken: set[str] = set()
         in_flight: deque[tuple[int, dict[str, list[InFlight]], list[Tensor]]] = deque()

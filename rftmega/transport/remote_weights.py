@@ -49,6 +49,10 @@ class RemoteReceivers(Protocol):
         """Returns, of those that waiting() would, the engines that have not got the last push."""
         ...
 
+    def pushed(self) -> None:
+        """Notes that a push has ended, whatever came of it."""
+        ...
+
     def miss(self, name: str, error: EngineError) -> None:
         """Notes that an engine has no weights of the push."""
         ...
@@ -78,6 +82,13 @@ class RemoteWeights(ABC):
         self.buffer_bytes = 0  # of messages that this process held at once in the last push
 
     def push(self, *, version: int) -> Metrics:
+        """Does what `_push` does; engines neither come nor go meanwhile."""
+        try:
+            return self._push(version)
+        finally:
+            self.engines.pushed()
+
+    def _push(self, version: int) -> Metrics:
         """Afterwards every engine that has the weights answers under `version`; those that missed
         them are told to the engines' owner, and answer nothing.
 
@@ -111,12 +122,15 @@ class RemoteWeights(ABC):
 
         The trainer's weights must still be those: it is called before they change.
         """
-        names = self._linked(self._first(self.engines.late))
-        if not names:
-            return 0
-        self.shards.look_again()
-        landed, _ = self._given(names, self.engines.newest)
-        return len(landed)
+        try:
+            names = self._linked(self._first(self.engines.late))
+            if not names:
+                return 0
+            self.shards.look_again()
+            landed, _ = self._given(names, self.engines.newest)
+            return len(landed)
+        finally:
+            self.engines.pushed()
 
     def _given(self, names: Sequence[str], version: int) -> tuple[list[str], int]:
         """Gives engines a push. Returns those that have it, and the bytes that were moved."""

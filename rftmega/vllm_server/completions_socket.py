@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from rftmega.vllm_server import wire
 
 Message = MutableMapping[str, Any]
+MESSAGE = 1 << 26  # bytes
 _connections = itertools.count()  # of this server
 
 
@@ -84,14 +85,17 @@ class CompletionsSocket:
         logprobs = array("f", [at[token].logprob for token, at in pairs])
         spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
         told = choice.routed_experts
-        routes, shape = (b"", []) if told is None else (told.astype("int16"), list(told.shape))
+        routes, shape = b"", list[int]()
+        if told is not None:
+            kind = "uint8" if told.dtype == "uint8" else "int16"
+            routes, shape = told.astype(kind).tobytes(), list(told.shape)
         return wire.ServerAnswer(
             ask.number,
             wire.integers(ids),
             logprobs.tobytes(),
             choice.finish_reason,
             spans,
-            bytes(routes),
+            routes,
             shape,
         )
 
@@ -100,5 +104,16 @@ class CompletionsSocket:
         while True:
             await self._news.wait()
             self._news.clear()
-            answers, self._answers = self._answers, []
-            await self._send({"type": "websocket.send", "bytes": wire.packed(answers)})
+            while self._answers:
+                answers = self._some()
+                await self._send({"type": "websocket.send", "bytes": wire.packed(answers)})
+
+    def _some(self) -> list[wire.ServerAnswer | wire.Failure]:
+        """Takes answers of about MESSAGE bytes in all, one at least: routes are large."""
+        taken: list[wire.ServerAnswer | wire.Failure] = []
+        size = 0
+        while self._answers and size < MESSAGE:
+            answer = self._answers.pop(0)
+            size += len(getattr(answer, "routes", b""))
+            taken.append(answer)
+        return taken

@@ -35,7 +35,9 @@ class ServerAnswer(msgspec.Struct, array_like=True, tag=0):
     logprobs: bytes  # float32, of each token
     reason: str  # stop, length or abort
     spans: list[tuple[str, int, int]]  # version of the weights, first token, token behind the last
-    routes: bytes = b""  # int16 [tokens fed, layers, experts a token], where the server tells
+    routes: bytes = (
+        b""  # uint8 or int16 [tokens fed, layers, experts a token], where the server tells
+    )
     shape: list[int] = []  # of the routes
 
 

@@ -96,6 +96,20 @@ def test_rows_hold_them_for_every_token_that_is_fed() -> None:
     assert [first(own) for own in both] == [[10, 11, 12], [NOBODY], [30, 31]] * 2  # type: ignore[union-attr]
 
 
+def test_routes_stay_where_rows_without_any_are_joined_to_them() -> None:
+    prompts = [Prompt((1, 2)), Prompt((7,))]
+    some = collect(prompts, rollouts(), reward_of, samples_per_prompt=1)
+    none = some.select(torch.tensor([1]))
+    none = replace(none, rows=replace(none.rows, routes=None))
+    for parts, wanted in (
+        ([some, none], [[10, 11, 12], [NOBODY], [30, 31], [NOBODY]]),
+        ([none, some], [[NOBODY], [10, 11, 12], [NOBODY], [30, 31]]),
+    ):
+        both = type(some).join(parts).rows.routes
+        assert [first(own) for own in both] == wanted  # type: ignore[union-attr]
+    assert type(some).join([none, none]).rows.routes is None
+
+
 def test_long_rows_are_padded_alike() -> None:
     """Ragged copies rows one by one where they are long."""
     numbers = torch.arange(2 * 300).view(300, 1, 2) % 200

@@ -1,14 +1,18 @@
 """Rollouts that are broken off go on from the tokens that are there, whatever has changed since."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from rftmega.config import RolloutConfig
 from rftmega.dispatch.partial_rollouts import (
+    Answered,
     PartialRollouts,
     digest,
+    everywhere,
     packed_partials,
     unpacked_partials,
 )
@@ -16,10 +20,12 @@ from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.interfaces import Model
+from rftmega.parallel.host_memory import HostMemory
 from rftmega.requests.order import RequestOrder
+from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import ScriptedEngine
 from rftmega.sampling_seeds import continued_seed, turn_seed
-from rftmega.types import Prompt, Rollout, Sampling, Trajectory
+from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from tests.two_turns import TwoTurns
 
 PROMPTS = [Prompt((5, 9, 2 + place), index=place) for place in range(4)]
@@ -148,6 +154,16 @@ def test_partial_rollouts_are_the_same_when_packed() -> None:
     assert any(len(turns) == 2 for turns in noted.values())
     assert unpacked_partials(packed_partials(noted)) == noted
     assert unpacked_partials(packed_partials({})) == {}
+
+
+def test_what_an_answer_that_was_broken_off_tells_of_experts_comes_to_every_process() -> None:
+    told = torch.tensor([[[1, 2]], [[3, 0]]], dtype=torch.uint8)
+    part = replace(PartialCompletion.of(Completion([7], [-1.0], "stop", 3)), routes=told)
+    silent = PartialCompletion.of(Completion([8], [-1.0], "stop", 3))
+    noted = {4: {0: Answered(b"x" * 16, part), 1: Answered(b"y" * 16, silent)}}
+    turns = everywhere(noted, HostMemory())[4]
+    assert turns == noted[4]
+    assert torch.equal(turns[0].answer.routes, told) and turns[1].answer.routes is None  # type: ignore[arg-type]
 
 
 def test_contexts_that_differ_have_other_digests() -> None:

@@ -17,7 +17,7 @@ from rftmega.columns.expert_routes import RoutedModel
 from rftmega.errors import EngineError
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.fleet.server_answers import answered
-from rftmega.vllm_server import door, wire
+from rftmega.vllm_server import completions_socket, door, wire
 from rftmega.vllm_server.completions_socket import CompletionsSocket
 
 pytest.importorskip("vllm")
@@ -149,6 +149,24 @@ def test_routes_come_with_the_tokens_and_others_than_those_of_the_tokens_are_ref
     silent = within(address, lambda connection: connection.ask([4], SAMPLING))
     with pytest.raises(EngineError, match="routes of shape"):
         answered(silent, model, context=1)
+
+
+def test_large_answers_go_in_several_messages(
+    served: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions_socket, "MESSAGE", 50)  # bytes; an answer's routes are 20
+    sizes = list[int]()
+    real = wire.packed
+    monkeypatch.setattr(wire, "packed", lambda said: sizes.append(len(said)) or real(said))
+    _, address = served
+
+    async def work(connection: ServerConnection) -> list[wire.ServerAnswer]:
+        return await asyncio.gather(*(connection.ask([n, 5, 7], SAMPLING) for n in range(1, 41)))
+
+    answers = within(address, work)
+    assert [wire.numbers("i", each.token_ids)[0] for each in answers] == list(range(1, 41))
+    told = [size for size in sizes if size != 40]
+    assert max(told) <= 3 and sum(told) >= 40
 
 
 def test_a_salt_keeps_caches_apart(served: tuple[Served, str]) -> None:

@@ -93,8 +93,14 @@ def test_between_pushes_servers_come_and_leave_and_those_that_answer_are_left_al
     assert fleet.healthy == [fleet.members[0].server], "it was looked at"
     fleet.late[0].health.landed()
     roster.write_text("http://b\n")
+    fleet.pushing = True
+    fleet.look_elsewhere()
+    assert len(fleet.healthy) == 2, "one left while weights were brought"
+    fleet.pushing = False
     fleet.look_elsewhere()
     assert [each.address for each in fleet.healthy] == ["http://b"] and fleet.late == []
+    with pytest.raises(EngineFault, match="server-0-start-1 has left"):
+        fleet.named("server-0-start-1")
 
 
 def test_a_trainer_that_is_there_first_waits_for_a_server(

@@ -10,6 +10,7 @@ import torch
 
 from rftmega.config import RolloutConfig
 from rftmega.errors import EngineError, EngineFault
+from rftmega.fleet import fleet_client
 from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_answers import answered
@@ -148,6 +149,30 @@ def test_a_request_of_a_server_that_fails_is_asked_of_another_with_the_same_seed
     engine = engine_of(one, other)
     assert list(completed(engine, Request((5,), seed=11)).token_ids) == [1]
     assert one.asked == other.asked and engine.healthy == [other]
+
+
+def test_a_roster_that_can_not_be_read_now_does_not_end_the_probes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_client, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_client, "ELSEWHERE_SECONDS", 0.0)
+    engine = engine_of(Says())
+    looked = list[int]()
+
+    def look() -> None:
+        looked.append(1)
+        raise OSError("stale file handle")
+
+    engine.fleet.look_elsewhere = look  # type: ignore[method-assign]
+
+    async def watched() -> None:
+        task = asyncio.create_task(fleet_client.FleetClient(engine)._watch())
+        while len(looked) < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(watched(), 20))
+    assert "stale file handle" in caplog.text
 
 
 @pytest.mark.parametrize(
