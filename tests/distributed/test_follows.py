@@ -55,7 +55,7 @@ def follows_body(
 
     config = config_of(folder, parallel, optimizer)
     config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)
-    engines.create = lambda config, world, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
+    engines.create = lambda config, world, *, experts, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
     strategy = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[1])
     manager, engine = strategy.actor.manager, strategy.local_engine
     assert isinstance(engine, Keeps)

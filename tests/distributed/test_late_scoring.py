@@ -73,8 +73,8 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
         folder, parallel, OPTIMIZER, temperature=0.7, token_cap=40, keep_reference=True
     )
     passes = []
-    score = actor.log_probs
-    actor.log_probs = lambda rows, **how: passes.append(len(rows)) or score(rows, **how)
+    score = actor.runner.score
+    actor.runner.score = lambda rows, **how: passes.append(len(rows)) or score(rows, **how)
 
     def weights() -> dict[str, torch.Tensor]:
         return {

@@ -119,7 +119,9 @@ def starts(world: Any, folder: Path, case: Case) -> bool:
     for name in ("MegatronActor", "MegatronCritic"):
         patch.setattr(backend, name, watched(getattr(backend, name)))
 
-    def create(config: RunConfig, world: Any, *, vocabulary: int, stop_ids: Sequence[int]) -> Any:
+    def create(
+        config: RunConfig, world: Any, *, vocabulary: int, stop_ids: Sequence[int], experts: Any
+    ) -> Any:
         if case.memory * MIB - held() < config.rollout.memory_fraction * case.memory * MIB:
             raise NoMemory
         return Demanding(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)

@@ -304,6 +304,11 @@ ELSEWHERE = {
             ("rslora", "true", "rslora=rslora"),
         )
     },
+    "rollout.router_replay": (
+        "engine",
+        "distributed/test_router_replay.py",
+        'router_replay="trainer"',
+    ),
     "model.lora.push": ("adapters", "distributed/test_pushed_adapters.py", 'push="adapters"'),
     "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
     **{
