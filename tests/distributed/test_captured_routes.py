@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
@@ -15,6 +16,7 @@ from tests.tiny_models import save_tiny
 
 LONG = tuple((7 * place) % 120 for place in range(150))  # more than a block of the cache
 PROMPTS = [Prompt(LONG), Prompt((3,)), Prompt(LONG), Prompt((*LONG[:140], 9, 9)), Prompt((5, 9))]
+FACTORS = (1.0, 1.1)  # of the weights of each push
 ROUTED = RoutedModel(layers=(0, 2, 3), experts=4, active=2)
 
 
@@ -30,20 +32,22 @@ def body(world: Any, folder: Path, engine_size: int) -> Any:
     )
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[1], routed=ROUTED)
     cached: list[int] = []
-    real = engine._captured._sort
+    captured: Any = engine._captured
+    if captured is not None:
+        real = captured._sort
 
-    def counted(tokens: dict[str, int]) -> None:
-        batch = engine._runner.input_batch
-        for number, name in enumerate(batch.req_ids):
-            start = int(batch.num_computed_tokens_cpu[number])
-            if name not in engine._captured._by_request and start:
-                cached.append(start)
-        real(tokens)
+        def counted(tokens: dict[str, int]) -> None:
+            batch = engine._runner.input_batch
+            for number, name in enumerate(batch.req_ids):
+                start = int(batch.num_computed_tokens_cpu[number])
+                if name not in captured._by_request and start:
+                    cached.append(start)
+            real(tokens)
 
-    engine._captured._sort = counted
+        captured._sort = counted
     found = []
     try:
-        for version, factor in enumerate((1.0, 1.1)):
+        for version, factor in enumerate(FACTORS):
             tensors = {
                 name: t * factor for name, t in load_file(folder / "model.safetensors").items()
             }
@@ -55,29 +59,42 @@ def body(world: Any, folder: Path, engine_size: int) -> Any:
     return found, cached
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.ranks)])
-def test_routes_of_every_fed_token_are_those_of_transformers(size: int, tmp_path: Path) -> None:
+@torch.no_grad()
+def of_transformers(
+    folder: Path, factor: float, rows: list[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns for each row the experts that transformers chooses with all weights `factor` times as large,
+    [tokens fed, layers, experts a token], and how much more probable each token's last expert is than
+    the first that it was not sent to, [tokens fed, layers].
+    """
     from transformers import AutoModelForCausalLM
 
-    folder = save_tiny(tmp_path, "qwen3-moe")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    chosen: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        parameter.mul_(factor)
+    told: list[Tensor] = []
     for module in model.modules():
         if type(module).__name__ == "Qwen3MoeTopKRouter":
-            module.register_forward_hook(lambda router, given, told: chosen.append(told[2]))
-    by_rank = run_ranks(size, body, folder, size, timeout=300)
-    for found, cached in by_rank:
+            module.register_forward_hook(lambda router, given, found: told.append(found[0]))
+    result = []
+    for row in rows:
+        told.clear()
+        model(torch.tensor([row[:-1]]))
+        probabilities, experts = torch.stack(told, 1).softmax(-1).sort(-1, descending=True)
+        lead = probabilities[..., ROUTED.active - 1] - probabilities[..., ROUTED.active]
+        result.append((experts[..., : ROUTED.active], lead))
+    return result
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_routes_of_every_fed_token_are_those_of_transformers(size: int, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3-moe")
+    for found, cached in run_ranks(size, body, folder, size, timeout=300):
         assert len(cached) >= 2, "nobody found a prompt in the cache"
-        for answers, factor in zip(found, (1.0, 1.1), strict=True):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(factor)
-            for prompt, (ids, routes) in zip(PROMPTS, answers, strict=True):
-                chosen.clear()
-                with torch.no_grad():
-                    model(torch.tensor([[*prompt.token_ids, *ids][:-1]]))
-                wanted = torch.stack(chosen, 1).sort(-1).values
-                assert torch.equal(routes.long().sort(-1).values, wanted)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.div_(factor)
+        for answers, factor in zip(found, FACTORS, strict=True):
+            rows = [
+                [*prompt.token_ids, *ids] for prompt, (ids, _) in zip(PROMPTS, answers, strict=True)
+            ]
+            wanted = of_transformers(folder, factor, rows)
+            for (_, routes), (experts, _) in zip(answers, wanted, strict=True):
+                assert torch.equal(routes.long().sort(-1).values, experts.sort(-1).values)
