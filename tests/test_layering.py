@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "trainer": "media errors config types interfaces sampling_seeds columns rollout_arrays algorithms experience gap",
     "callbacks": "media errors json_files config options types interfaces columns sampling_seeds algorithms experience",
     "device": "errors",
-    "kernels": "",
+    "kernels": "device",
     "layers": "columns errors kernels",
     "flops": "model_providers hf_folders",
     "passes": "columns config types media errors device parallel model_providers flops",

@@ -1,10 +1,11 @@
 """CUDA as a device: NCCL, bfloat16."""
 
+import importlib.util
 import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +115,14 @@ class CUDA:
             done = self._cuda.Event()
             done.record()
         return Aside(self._cuda, done)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function as few kernels; as it is where triton, which torch.compile needs, is
+        not installed.
+        """
+        if importlib.util.find_spec("triton") is None:
+            return function
+        return torch.compile(function)
 
     def release_unused(self) -> None:
         """Gives freed memory back to others on this device (the rollout engine), past torch's

@@ -4,11 +4,15 @@ at a time.
 Legend: N tokens, H hidden size, V this rank's part of the vocabulary, c tokens of a chunk.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rftmega import device
 
 CHUNK = 1024  # tokens whose logits exist at once: memory is O(CHUNK x V), whatever N is
 
@@ -87,51 +91,39 @@ class _LinearStats(torch.autograd.Function):
         log_normaliser = normaliser.log() + top
         logp = target - log_normaliser
         entropy = normaliser.log() - weighted / normaliser
-        if last is not None:
-            last += (largest - log_normaliser)[-len(last) :, None]
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy, last)
+        saved = hidden, weight, targets, temperature, largest, log_normaliser, entropy, last
+        ctx.save_for_backward(*saved)
         ctx.shard, ctx.chunk = shard, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, log_normaliser, entropy, last = ctx.saved_tensors
+        hidden, weight, targets, temperature, largest, log_normaliser, entropy, last = (
+            ctx.saved_tensors
+        )
+        shard: VocabularyShard = ctx.shard
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        pull = torch.zeros_like(log_normaliser) if grad_logp is None else grad_logp / temperature
+        spread = None if grad_entropy is None else grad_entropy / temperature
         parts = _parts(len(hidden), ctx.chunk)
         for part in parts:
-            if last is not None and part is parts[-1]:
-                log_p = last
-            else:
-                log_p = _logits(hidden[part], weight, temperature[part], ctx.shard).sub_(
-                    log_normaliser[part, None]
-                )
-            grad = log_p.exp()
-            pull = (
-                torch.zeros_like(log_normaliser[part])
-                if grad_logp is None
-                else grad_logp[part] / temperature[part]
-            )
-            if grad_entropy is None:
-                grad.mul_(-pull[:, None])
-            else:
-                log_p[:, ctx.shard.real :] = 0.0  # p is 0 there, and 0 * -inf is not
-                spread = log_p.add_(entropy[part, None]).mul_(
-                    (grad_entropy[part] / temperature[part])[:, None]
-                )
-                grad.mul_(spread.add_(pull[:, None]).neg_())
-            column, held = _columns(targets[part], ctx.shard)
-            grad.scatter_add_(-1, column, (pull * held)[:, None])
-            grad = grad.to(hidden.dtype)
+            known = last if part is parts[-1] else None
+            normaliser = log_normaliser[part] if known is None else (log_normaliser - largest)[part]
+            column, held = _columns(targets[part], shard)
+            pulled = _Pulled(pull[part], None if spread is None else spread[part], entropy[part])
+            grad, of_targets = _fused(_gradient)(
+                hidden[part], weight, known, temperature[part], normaliser, column, pulled, shard.real
+            )  # fmt: skip
+            # what a target is pulled by is added before rounding: beside it, 1 - p may be little
+            of_targets = (of_targets + pull[part, None]).to(grad.dtype)
+            grad.scatter_(-1, column, torch.where(held, of_targets, grad.gather(-1, column)))
             grad_hidden[part] = grad @ weight
-            if grad_weight is None:  # a frozen one
-                continue
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad.T, hidden[part])
-            else:
-                grad_weight += grad.T @ hidden[part]
+            if grad_weight is not None:  # it is not frozen
+                _add_product(grad_weight, grad.T, hidden[part])
+            del grad  # before the next one is made
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, of_weight, None, None, None, None
 
@@ -151,39 +143,97 @@ def _local_sums(
     need not compute it again.
     """
     last = None
-    largest = hidden.new_empty(len(hidden), dtype=torch.float32)
-    sums = hidden.new_empty(3, len(hidden), dtype=torch.float32)
-    for part in _parts(len(hidden), chunk):
-        logits = _logits(hidden[part], weight, temperature[part], shard)
+    largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+    sums = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
+    parts = _parts(len(hidden), chunk) if shard.real else []  # there are ranks of padding only
+    for part in parts:
         column, held = _columns(targets[part], shard)
-        sums[2, part] = torch.where(held, logits.gather(-1, column)[:, 0], 0.0)
-        if shard.real == 0:
-            largest[part], sums[:2, part] = -torch.inf, 0.0
-            continue
-        words = logits[:, : shard.real]
-        largest[part] = words.max(-1).values
-        words -= largest[part, None]
-        last = logits
-        p = words.exp()
-        sums[0, part] = p.sum(-1)
-        sums[1, part] = p.mul_(words).sum(-1)
+        largest[part], sums[0, part], sums[1, part], target, last = _fused(_row_sums)(
+            hidden[part], weight, temperature[part], column, shard.real, part is parts[-1]
+        )
+        sums[2, part] = torch.where(held, target, 0.0)[:, 0]
     return largest, sums, last
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: VocabularyShard) -> Tensor:
-    """Returns [c, V] float32, -inf on padding."""
+class _Pulled(NamedTuple):
+    """_Pulled says how the loss pulls at each token of a chunk, all [c] float32."""
+
+    pull: Tensor  # at its log-prob, by temperature
+    spread: Tensor | None  # at its entropy, by temperature
+    entropy: Tensor
+
+
+def _row_sums(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, column: Tensor, real: int, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns each token's largest logit x of the first `real` columns, m [c], sum of exp(x - m), sum of
+    exp(x - m) (x - m), the logit at `column` [c, 1], and with `keep` x - m itself [c, V].
+    """
     logits = (hidden @ weight.T).float().div_(temperature[:, None])
-    logits[:, shard.real :] = -torch.inf
-    return logits
+    target = logits.gather(-1, column)
+    words = logits[:, :real]
+    largest = words.max(-1).values
+    logits.sub_(largest[:, None])
+    p = words.exp()
+    normaliser = p.sum(-1)
+    return largest, normaliser, p.mul_(words).sum(-1), target, logits if keep else None
+
+
+def _gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    known: Tensor | None,
+    temperature: Tensor,
+    normaliser: Tensor,
+    column: Tensor,
+    pulled: _Pulled,
+    real: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of the logits [c, V] but for the pull at each target itself, 0 on padding,
+    and what it is at `column`, unrounded [c, 1].
+
+    `known`: the logits, where they need not be computed again; they are changed. `normaliser` [c] is
+    subtracted from them.
+    """
+    if known is None:
+        known = (hidden @ weight.T).float().div_(temperature[:, None])
+    log_p = known.sub_(normaliser[:, None])
+    of_targets = _pulled_by(log_p.gather(-1, column), pulled)
+    grad = _pulled_by(log_p, pulled)
+    grad[:, real:] = 0.0
+    return grad.to(hidden.dtype), of_targets
+
+
+def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:
+    """Returns -p (spread (log p + H) + pull). Changes `log_p`."""
+    grad = log_p.exp()
+    if pulled.spread is None:
+        return grad.mul_(-pulled.pull[:, None])
+    spread = log_p.add_(pulled.entropy[:, None]).mul_(pulled.spread[:, None])
+    return grad.mul_(spread.add_(pulled.pull[:, None]).neg_())
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Adds a product to `total` in float32."""
+    if one.dtype == torch.float32:
+        total.addmm_(one, other)
+    else:
+        total += one @ other
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of a chunk as few kernels, where the device has a compiler."""
+    return device.current().compiled(function)
 
 
 def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Returns each target's column here [c, 1] (0 where another rank has it), and whether it is
-    here [c].
+    """Returns each target's column here (0 where another rank has it), and whether it is here, both
+    [c, 1].
     """
     local = targets - shard.first
     held = (local >= 0) & (local < shard.real)
-    return torch.where(held, local, 0)[:, None], held
+    return torch.where(held, local, 0)[:, None], held[:, None]
 
 
 def _parts(tokens: int, chunk: int) -> list[slice]:

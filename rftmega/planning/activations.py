@@ -136,11 +136,9 @@ def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) ->
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n, width = load.tokens / parallel.context, -(-model.vocabulary // parallel.tensor)
     chunk = min(n, CHUNK) * width
-    # a product in half precision, beside what is made of it in float32
     half = itemsize if itemsize < 4 else 0
-    if not learns:
-        # the last chunk's, its exponential, this one's
-        return int(n * model.hidden * itemsize + chunk * (12 + half))
+    if not learns:  # logits and their exponentials
+        return int(n * model.hidden * itemsize + chunk * 8)
     weight = width * model.hidden * (4 + half)
-    # beside these the forward pass's last chunk
-    return int(2 * n * model.hidden * itemsize + chunk * 16 + weight)
+    # beside these the forward pass's last chunk, and the gradient in half precision
+    return int(2 * n * model.hidden * itemsize + chunk * (12 + half) + weight)

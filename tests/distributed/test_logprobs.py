@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rftmega.device import CPU, CUDA
+from rftmega.kernels import linear_log_probs
 from rftmega.kernels.linear_log_probs import VocabularyShard as Shard
 from rftmega.kernels.linear_log_probs import linear_stats
+from tests.imitation_cuda import ImitationCUDA
 from tests.ranks import run_ranks
 
 VOCABULARY, TOKENS, HIDDEN = 11, 6, 5
@@ -87,6 +90,57 @@ def test_log_prob_alone_and_entropy_alone_have_gradients(pick: int) -> None:
     ].sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().sum() > 0
+
+
+def fused_by(backend: str | None) -> Any:
+    """Computes a case of two chunks in bfloat16, with padding: values and gradients."""
+    hidden, weight, targets, temperature, on_logp, on_entropy = (
+        x if x.dtype == torch.int64 else x.float() for x in case(1.0)
+    )
+    padded = torch.cat([weight, torch.full((2, HIDDEN), 50.0)])
+    hidden, padded = (x.bfloat16().requires_grad_() for x in (hidden, padded))
+    found = []
+
+    def compiled(function: Any) -> Any:
+        found.append(function.__name__)
+        return torch.compile(function, backend=backend, fullgraph=True) if backend else function
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_log_probs, "_fused", compiled)
+        shard = Shard(0, VOCABULARY, None)
+        logp, entropy = linear_stats(hidden, padded, targets, temperature, shard, chunk=4)
+        (logp * on_logp + entropy * on_entropy).sum().backward()
+    assert found == ["_row_sums"] * 2 + ["_gradient"] * 2
+    return logp.detach(), entropy.detach(), hidden.grad, padded.grad
+
+
+def test_what_is_compiled_is_what_is_not() -> None:
+    for found, wanted in zip(fused_by("aot_eager"), fused_by(None), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_device_compiles_where_triton_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CPU().compiled(dense) is dense
+    cuda = CUDA(ImitationCUDA())
+    for spec, is_compiled in ((None, False), (object(), True)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
+        assert (cuda.compiled(dense) is not dense) == is_compiled
+
+
+def test_in_bfloat16_a_target_that_is_nearly_certain_has_its_own_gradient() -> None:
+    """1 - p is 0.007 there, less than bfloat16 can tell beside 1."""
+    weight = torch.tensor([[5.0], [0.0], [0.0]]).bfloat16()
+    hidden = torch.ones(2, 1).bfloat16().requires_grad_()
+    targets = torch.tensor([0, 1])
+    logp, _ = linear_stats(hidden, weight, targets, 1.0, Shard(0, 3, None), chunk=1)
+    logp.sum().backward()
+    p = torch.tensor([5.0, 0.0, 0.0], dtype=torch.float64).softmax(-1)[0].item()
+    torch.testing.assert_close(
+        hidden.grad.double()[:, 0],
+        torch.tensor([5 * (1 - p), -5 * p]).double(),
+        rtol=0.01,
+        atol=0.0,
+    )
 
 
 def largest_allocation(tokens: int) -> int:

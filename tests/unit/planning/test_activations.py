@@ -86,9 +86,7 @@ def test_log_probs_hold_what_torch_really_holds(dtype: torch.dtype, learns: bool
             sum(found).sum().backward()
 
     predicted = activations.log_probs(small, 0, Load(tokens, 1), learns=learns)
-    # a CPU's product of a transposed matrix copies it
-    turned = 1024 * words * dtype.itemsize if learns else 0
-    assert most_bytes(work) == pytest.approx(predicted + turned, rel=0.03)
+    assert most_bytes(work) == pytest.approx(predicted, rel=0.03)
 
 
 def test_an_engine_samples_from_logits_and_probabilities_in_float32() -> None:
