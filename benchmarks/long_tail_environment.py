@@ -1,14 +1,18 @@
 """Answers of given, lognormal lengths, whatever the model says: a plugin of a benchmark."""
 
 import math
+import os
 import random
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from rftmega.interfaces import Model
 from rftmega.options.parts import EnvironmentPart, implements
 from rftmega.types import Prompt, Rollout, Trajectory
 
+ASKED = "RFTMEGA_BENCHMARK_ASKED"  # the file that is told how many answers are asked for, and when
 SIGMA, LONGEST = 1.0, 16.0  # of lengths in medians; they are cut off at the second
 
 
@@ -29,9 +33,17 @@ class LongTailEnvironment:
     def __init__(self, options: LongTail, tokenizer: Any):
         self.options = options
         self._drawn = random.Random(0)
+        self._asked = 0
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
         medians = min(math.exp(self._drawn.gauss(0.0, SIGMA)), LONGEST)
         tokens = max(1, round(self.options.median * medians))
+        self._tell(1)
         completion = await model.generate(task.token_ids, max_tokens=tokens)
+        self._tell(-1)
         return Rollout((Trajectory.of(task.token_ids, completion),))
+
+    def _tell(self, more: int) -> None:
+        self._asked += more
+        with Path(os.environ[ASKED]).open("a") as file:
+            file.write(f"{time.time()} {self._asked}\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.long_tail_environment import ASKED
 from tests.e2e.conftest import ROOT, write_arithmetic
 
 STEPS, FIRST = 40, 5  # of which the first ones are not counted
@@ -53,23 +54,14 @@ def measured(folder: Path, name: str, options: list[str]) -> dict[str, float]:
     command = [sys.executable, str(ROOT / "train_rl.py"), str(folder / "run.yaml"), *OPTIONS]
     command += [*options, f"trainer.output={output}", "--processes", "1"]
     cores = sorted(os.sched_getaffinity(0))
+    asked = folder / f"{output.name}.asked"
+    environment = {**os.environ, ASKED: str(asked)}
     with (folder / f"{output.name}.log").open("w") as log:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         os.sched_setaffinity(run.pid, {cores[0]})
-        begun: tuple[float, float] | None = None
-        known: set[int] = set()
-        worked = wall = 0.0
         while run.poll() is None:
             time.sleep(0.1)
-            servers = server_processes(run.pid)
-            keep_on(cores[-1], servers)
-            steps = len(lines(output))
-            if steps > FIRST:
-                now = (time.monotonic(), seconds_of(servers))
-                if begun is None:
-                    begun, known = now, {process.pid for process in servers}
-                if now[1] and known == {process.pid for process in servers}:  # none has ended
-                    wall, worked = now[0] - begun[0], now[1] - begun[1]
+            keep_on(cores[-1], server_processes(run.pid))
     if run.returncode:
         raise RuntimeError(f"{name} ended with {run.returncode}; see {log.name}")
     counted = [line for line in lines(output) if line["step"] > FIRST]
@@ -80,7 +72,7 @@ def measured(folder: Path, name: str, options: list[str]) -> dict[str, float]:
     return {
         "seconds": step,
         "trainer idle": waited / step,
-        "engine idle": 1 - worked / wall if wall else float("nan"),
+        "engine idle": idle_share(asked, counted[0]["time"], counted[-1]["time"]),
         "staleness": statistics.mean(line.get("staleness", 0.0) for line in counted),
         "dropped": sum(line.get("groups_dropped", 0.0) for line in counted),
     }
@@ -116,13 +108,13 @@ def server_processes(trainer: int) -> list[psutil.Process]:
         return []
 
 
-def seconds_of(processes: list[psutil.Process]) -> float:
-    """Returns the seconds that they have worked."""
-    total = 0.0
-    for process in processes:
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            return 0.0
-        total += times.user + times.system
-    return total
+def idle_share(asked: Path, begin: float, end: float) -> float:
+    """Returns the share of the time from `begin` to `end` in which nobody asked the server for an answer."""
+    idle, since, now = 0.0, begin, 0
+    for line in asked.read_text().splitlines():
+        moment, number = line.split()
+        until = min(max(float(moment), begin), end)
+        if not now:
+            idle += until - since
+        since, now = until, int(number)
+    return (idle + (0.0 if now else end - since)) / (end - begin)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+# the linear layers of attention and MLP, by the last part of their names
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
 Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, what of it), of one shard
 
@@ -112,6 +114,11 @@ class ShardBox:
     offset: tuple[int, ...]  # of the box in it
     tensor: Tensor  # the box, a view
     written: bool  # by this process, not by another that holds the same
+
+
+def is_linear(name: str) -> bool:
+    """Returns whether an HF tensor is the weight of a linear layer of attention or MLP."""
+    return name.endswith(tuple(f".{layer}.weight" for layer in LINEAR))
 
 
 def whole(shape: Sequence[int]) -> Box:

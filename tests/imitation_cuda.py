@@ -150,6 +150,9 @@ class ImitationCUDA:
     def reset_peak_memory_stats(self) -> None:
         self.most = 0
 
+    def get_device_capability(self) -> tuple[int, int]:
+        return 9, 0
+
     def current_device(self) -> int:
         return 0
 

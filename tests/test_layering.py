@@ -59,7 +59,8 @@ MAY_IMPORT = {
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "columns media types",
-    "rollout": "columns media config types shards interfaces errors json_files device parallel weights transport requests",
+    "rollout": "columns media config types shards interfaces errors json_files device parallel kernels weights transport "
+    "requests",
     "vllm_server": "parallel rollout",
     "fleet": "vllm_server columns media config types shards interfaces errors device parallel transport requests rollout "
     "sampling_seeds",
@@ -75,7 +76,7 @@ MAY_IMPORT = {
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
     "model_providers": "config errors json_files device layers converters",
     "converters": "errors json_files shards",
-    "hf_folders": "options errors json_files converters model_providers",
+    "hf_folders": "options errors json_files converters kernels model_providers",
     "__main__": "config parallel launch",
 }
 ONLY_IN = {

@@ -242,6 +242,11 @@ class RolloutConfig:
     mean_logprob_gap: NotNegative = 0.0
     """And where its mean is above this; 0: by dtype."""
 
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: engines compute the linear layers of attention and MLP with numbers of 8 bits and one scale a
+    block of 128 x 128, made anew at each push; needs algorithm.importance_sampling (docs/push.md).
+    """
+
     router_replay: Literal["none", "trainer", "engine"] = "none"
     """Of a mixture, the experts that tokens are sent to in an update: those that the trainer's router
     chooses then; that it chose when the rollout was scored; or that the engine's chose

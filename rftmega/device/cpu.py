@@ -65,6 +65,10 @@ class CPU:
             target.copy_(source)
         return Done()
 
+    def multiplies_eight_bits(self) -> bool:
+        """Returns whether engines can compute with numbers of 8 bits here: they need AMX."""
+        return torch.cpu._is_amx_tile_supported()
+
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function: a CPU's caches make up for most of what fewer kernels would save."""
         return function

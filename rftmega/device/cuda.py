@@ -116,6 +116,12 @@ class CUDA:
             done.record()
         return Aside(self._cuda, done)
 
+    def multiplies_eight_bits(self) -> bool:
+        """Returns whether engines can compute with numbers of 8 bits here: since Ada and Hopper (8.9),
+        and before by kernels that make them larger first (8.0).
+        """
+        return self._cuda.get_device_capability() >= (8, 0)
+
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function as few kernels; as it is where triton, which torch.compile needs, is
         not installed.

@@ -23,7 +23,11 @@ from rftmega.sampling_seeds import sampling_seed
 from rftmega.types import Prompt, Rollout, Samples, Sampling
 
 # What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
-LIMITS = {"float32": Limits(1e-3, 1e-4), "bfloat16": Limits(0.8, 0.03)}
+LIMITS = {
+    "float32": Limits(1e-3, 1e-4),
+    "bfloat16": Limits(0.8, 0.03),
+    "fp8": Limits(1.6, 0.12),  # the engine's, whatever the trainer's
+}
 WORST = 16  # rows that are looked at, and kept
 PROBES = 8  # prompts that are asked after another push
 # no answer to a task has this number, so that probes draw seeds of their own

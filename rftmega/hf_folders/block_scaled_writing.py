@@ -10,9 +10,7 @@ from torch import Tensor
 from rftmega.converters.block_scales import SUFFIX, BlockScales
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import PlannedTensor
-
-NUMBERS = torch.float8_e4m3fn
-LARGEST = torch.finfo(NUMBERS).max
+from rftmega.kernels.block_scaled import NUMBERS, quantise
 
 
 class Quantising:
@@ -44,23 +42,8 @@ class Quantising:
             if name not in self._names:
                 yield name, tensor
                 continue
-            numbers, scales = quantise(tensor, self._layout)
+            numbers, scales = quantise(tensor, self._layout.rows, self._layout.columns)
             if not scales.isfinite().all():
                 raise CheckpointError(f"{name} holds NaN or infinity, so it is not written.")
             yield name, numbers
             yield name + SUFFIX, scales
-
-
-def quantise(weight_RC: Tensor, layout: BlockScales) -> tuple[Tensor, Tensor]:
-    """Returns numbers [R, C] in e4m3 and scales [blocks down, blocks across] in float32: the largest of a
-    block becomes the largest number (arXiv:2412.19437, section 3.3.2). A block of zeros has scale 1.
-    """
-    rows, columns = weight_RC.shape
-    down, across = -(-rows // layout.rows), -(-columns // layout.columns)
-    padded = weight_RC.new_zeros(down * layout.rows, across * layout.columns, dtype=torch.float32)
-    padded[:rows, :columns] = weight_RC
-    blocks = padded.view(down, layout.rows, across, layout.columns)
-    scales = blocks.abs().amax((1, 3)) / LARGEST
-    scales = torch.where(scales == 0, 1.0, scales)
-    numbers = (blocks / scales[:, None, :, None]).to(NUMBERS)
-    return numbers.view(padded.shape)[:rows, :columns].contiguous(), scales

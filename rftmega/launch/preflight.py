@@ -32,6 +32,8 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
+from rftmega.rollout.eight_bits import BLOCK
+from rftmega.shards import LINEAR
 from rftmega.validation import violations
 
 HEAD = "score.weight"  # of a value model
@@ -74,6 +76,7 @@ def preflight(
             )
         if config.algorithm.task == "rl":
             found += _engine(config, model, on) + _router_replay(config, model, on)
+            found += _quantized_engine(config, model, on)
         longest = config.rollout.max_row_tokens
         if longest > model.max_positions:
             found.append(
@@ -126,6 +129,45 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
             "colocated."
         ]
     return []
+
+
+def _quantized_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
+    """Lists why vLLM can't compute the model's linear layers with numbers of 8 bits."""
+    rollout = config.rollout
+    if rollout.quantization == "none" or rollout.engine != "vllm" or config.backend != "megatron":
+        return []
+    given = f"rollout.quantization={rollout.quantization}"
+    if not on.multiplies_eight_bits():
+        return [
+            f"{given}: vLLM multiplies such numbers on CUDA, and on CPUs with AMX. Here rollout.engine=transformers computes "
+            "with the same rounded weights, in float32."
+        ]
+    if model.latent or model.tower:
+        return [
+            f"{given}: models with latent attention, or that see or hear, can't have it. Set it to none."
+        ]
+    rules = [rule for rule in table(read_hf_config(config.model.path)) if rule.per_layer]
+    names = [name for rule in rules if rule.exported for name in rule.hf_names(0, 0)]
+    layers = {name.split(".")[-2] for name in names if name.endswith("_proj.weight")}
+    unknown = layers - set(LINEAR)
+    if unknown:
+        return [
+            f"{given}: {', '.join(sorted(unknown))} are no layers that it knows. Set it to none."
+        ]
+    experts = model.experts
+    sizes = {
+        "queries": model.heads * model.head_dim,
+        "keys": model.groups * model.head_dim,
+        "an MLP": 0 if experts and len(experts.layers) == model.layers else model.ffn,
+        "an expert": experts.ffn if experts else 0,
+        "the shared expert": experts.shared_ffn if experts else 0,
+    }
+    return [
+        f"{given}: the {size} rows of {what} over rollout.tensor={rollout.tensor} processes are no multiple of {BLOCK}, the rows "
+        "that share a scale. Lower rollout.tensor, or set it to none."
+        for what, size in sizes.items()
+        if size % (BLOCK * rollout.tensor)
+    ]
 
 
 def _layout_violations(

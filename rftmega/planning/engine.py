@@ -5,26 +5,37 @@ in.
 from functools import lru_cache
 from math import prod
 
+from rftmega.config import RolloutConfig
 from rftmega.converters import Rule
 from rftmega.model_providers.description import ModelDescription
 from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
-from rftmega.shards import volume
+from rftmega.shards import is_linear, volume
 
+QUANTIZED = 1 + 4 / 128**2  # bytes of a number and its part of a scale
 BATCHED = 8192  # tokens that vLLM computes at once
 
 
-def weight_bytes(planned: PlannedModel, ranks: int, itemsize: int = 2) -> int:
+def weight_bytes(
+    planned: PlannedModel, ranks: int, itemsize: int = 2, *, quantization: str = "none"
+) -> int:
     """Returns the bytes of weights on the fullest of `ranks` processes that share an engine."""
     if not planned.rules:
         return itemsize * _by_shapes(planned, ranks)
     experts = planned.model.experts.number if planned.model.experts else 0
-    elements = 0
+    total = 0.0
     for rule in planned.rules:
         if rule.exported:
             layers = sum(map(rule.speaks_of, range(planned.model.layers))) if rule.per_layer else 1
-            elements += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks)
-    return elements * itemsize
+            eight_bits = quantization != "none" and all(map(is_linear, rule.hf_names(0, 0)))
+            size = QUANTIZED if eight_bits else itemsize
+            total += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks) * size
+    return int(total)
+
+
+def held_bytes(planned: PlannedModel, rollout: RolloutConfig) -> int:
+    """Returns `weight_bytes` of the engines that a run asks for."""
+    return weight_bytes(planned, rollout.tensor, quantization=rollout.quantization)
 
 
 def _by_shapes(planned: PlannedModel, ranks: int) -> int:

@@ -115,7 +115,7 @@ def _engine(policy: PlannedModel, config: RunConfig, budget: Budget) -> list[Mis
     cache = cache_of(policy, config, budget)
     if cache.sequences >= 1:
         return []
-    needed = engine.weight_bytes(policy, config.rollout.tensor)
+    needed = engine.held_bytes(policy, config.rollout)
     needed += engine.working_bytes(policy.model, config.rollout.tensor, config.rollout.max_batch)
     return [
         Misfit(

@@ -110,7 +110,7 @@ def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:
     share = config.rollout.memory_fraction * budget.memory
     left = (
         share
-        - engine.weight_bytes(policy, ranks)
+        - engine.held_bytes(policy, config.rollout)
         - engine.working_bytes(policy.model, ranks, config.rollout.max_batch)
     )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -169,22 +169,17 @@ def on_device(
     if config.algorithm.task == "rl":
         phases["push"]["push_buffers"] = push_buffers
         if config.strategy == "colocated":
-            policy = models[POLICY]
-            cache, weights = (
-                cache_of(policy, config, budget),
-                engine.weight_bytes(policy, config.rollout.tensor),
-            )
-            working = engine.working_bytes(
-                policy.model, config.rollout.tensor, config.rollout.max_batch
-            )
+            policy, rollout = models[POLICY], config.rollout
+            cache = cache_of(policy, config, budget)
+            working = engine.working_bytes(policy.model, rollout.tensor, rollout.max_batch)
             whole = {
-                "engine_weights": weights,
+                "engine_weights": engine.held_bytes(policy, rollout),
                 "engine_working": working,
                 "kv_cache": max(0, cache.bytes),
             }
             phases["rollout"] |= whole
             phases["start"] |= whole
-            phases["push"]["engine_weights"] = weights
+            phases["push"]["engine_weights"] = whole["engine_weights"]
     for parts in phases.values():
         parts["reserved"] = int(budget.reserved)
     return phases

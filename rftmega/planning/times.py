@@ -8,7 +8,7 @@ everywhere. Real runs take longer; compare layouts with it, or a measured phase 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rftmega.config import RunConfig
+from rftmega.config import RolloutConfig, RunConfig
 from rftmega.flops import BACKWARD, OF_FROZEN, forward_flops
 from rftmega.model_providers.description import ModelDescription
 from rftmega.planning import data_plane, engine, sharded
@@ -137,7 +137,7 @@ def generated(
     length = rollout.max_response_tokens * mean_length
     middle = rollout.max_prompt_tokens + length / 2
     a_token = forward_flops(model, [1]) / ranks
-    read = _read(policy, ranks, together) + together * middle * engine.cache_bytes(model, ranks)
+    read = _read(policy, rollout, together) + together * middle * engine.cache_bytes(model, ranks)
     exchanged = 2 * model.layers * together * model.hidden * 2 * 2 * (ranks - 1) / ranks
     prefill = forward_flops(model, [rollout.max_prompt_tokens]) / ranks / speeds.flops
     decode = max(read / speeds.memory, together * a_token / speeds.flops)
@@ -152,22 +152,16 @@ def generated(
     )
 
 
-def _read(policy: PlannedModel, ranks: int, tokens: float) -> float:
+def _read(policy: PlannedModel, rollout: RolloutConfig, tokens: float) -> float:
     """Returns the bytes of weights that a step of `tokens` sequences reads: of routed experts,
     those that one of them goes to.
     """
-    whole, model = engine.weight_bytes(policy, ranks), policy.model
+    whole, model = engine.held_bytes(policy, rollout), policy.model
     if model.experts is None:
         return whole
-    routed = (
-        len(model.experts.layers)
-        * model.experts.number
-        * 3
-        * model.hidden
-        * model.experts.ffn
-        * 2
-        / ranks
-    )
+    size = 2 if rollout.quantization == "none" else engine.QUANTIZED
+    experts = len(model.experts.layers) * model.experts.number
+    routed = experts * 3 * model.hidden * model.experts.ffn * size / rollout.tensor
     met = 1 - (1 - model.experts.active / model.experts.number) ** tokens
     return whole - routed * (1 - met)
 

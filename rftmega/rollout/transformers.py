@@ -32,6 +32,7 @@ from rftmega.media.processor import PictureProcessor
 from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine
+from rftmega.rollout.eight_bits import rounded
 from rftmega.types import Completion, Sampling
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
@@ -108,6 +109,7 @@ class TransformersEngine(Engine):
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
         self.stop_ids, self.stop = stop_ids, config.stop
+        self.quantized = config.quantization == "fp8"
         self.where = where
         self.tokenizer: Any = None
         if self.stop:
@@ -243,6 +245,8 @@ class TransformersEngine(Engine):
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises WeightMismatch where a tensor is unknown, of another shape, or missing."""
         own = named_as_in_a_folder(self.model)
+        if self.quantized:
+            named_tensors = rounded(named_tensors)
         for name, tensor in named_tensors:
             if name not in own or own[name].shape != tensor.shape:
                 raise WeightMismatch(

@@ -49,6 +49,7 @@ from vllm.v1.engine import FinishReason  # noqa: E402
 
 from rftmega.rollout.adapter import POLICY_ADAPTER, set_adapter  # noqa: E402
 from rftmega.rollout.captured_routes import CapturedRoutes  # noqa: E402
+from rftmega.rollout.eight_bits import described, quantised  # noqa: E402
 from rftmega.rollout.pictures import (  # noqa: E402
     check_expanded,
     check_samples,
@@ -131,9 +132,10 @@ class VLLMEngine(Engine):
         stop_ids: Sequence[int],
         adapter_rank: int = 0,
         routed: RoutedModel | None = None,
+        unquantized: Sequence[str] = (),
     ):
         """`adapter_rank`: of the adapter that it serves; 0: none. `routed`: whose routes are told;
-        None: none are.
+        None: none are. `unquantized`: modules that keep their precision under rollout.quantization.
 
         Builds vLLM; a collective over the engine's processes.
 
@@ -172,6 +174,8 @@ class VLLMEngine(Engine):
         self._routed = routed
         if routed and on_cuda:
             serves["enable_return_routed_experts"] = True
+        self._quantized = config.quantization == "fp8"
+        written_as = described(unquantized) if self._quantized else None
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
@@ -192,7 +196,7 @@ class VLLMEngine(Engine):
             **media,
             **serves,
             **prefill_arguments(config, on_cuda=on_cuda),
-            **model_arguments(folder, on_cuda=on_cuda),
+            **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
         )
         # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
         if on_cuda:
@@ -204,7 +208,8 @@ class VLLMEngine(Engine):
         if self._waveforms:
             self._waveforms.check(self._llm.llm_engine)
         module = self._llm.apply_model(_itself)[0]
-        self.destinations = FreshParameters(module)
+        if not self._quantized:  # its loader alone knows how such numbers lie
+            self.destinations = FreshParameters(module)
         self._captured: CapturedRoutes | None = None
         if routed and not on_cuda:
             self._captured = CapturedRoutes(module, self._runner, routed, self.row_tokens)
@@ -327,6 +332,8 @@ class VLLMEngine(Engine):
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
+        if self._quantized:
+            named_tensors = quantised(named_tensors)
         try:
             self._llm.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(named_tensors)}
@@ -338,7 +345,8 @@ class VLLMEngine(Engine):
             )
             raise
         finally:
-            self.destinations.release()
+            if self.destinations:
+                self.destinations.release()
         self._llm.apply_model(pack_output_heads)
         self._forget_computed()
 

@@ -22,17 +22,20 @@ looks for it.
 """
 
 
-def model_arguments(folder: str | Path, *, on_cuda: bool) -> dict[str, Any]:
-    """Returns keyword arguments of `vllm.LLM` for the model in `folder`.
+def model_arguments(
+    folder: str | Path, *, on_cuda: bool, written_as: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns keyword arguments of `vllm.LLM` for the model in `folder`; `written_as`: how the weights
+    that it gets are quantised.
 
     On a CPU, vLLM 0.32's kernel rotates neighbouring elements (DeepSeek's way) wrongly in queries
     of several heads, so its own operations in torch serve.
     """
     config = read_json_object(Path(folder) / "config.json")
     arguments = _of_family(config, on_cuda=on_cuda)
-    if config.get("quantization_config"):
-        # It gets the trainer's weights, which are not quantised.
-        overrides = arguments.get("hf_overrides", {}) | {"quantization_config": None}
+    if config.get("quantization_config") or written_as:
+        # It gets the trainer's weights: what the folder says of its own does not count.
+        overrides = arguments.get("hf_overrides", {}) | {"quantization_config": written_as}
         arguments["hf_overrides"] = overrides
     return arguments
 

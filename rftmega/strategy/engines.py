@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RunConfig
-from rftmega.model_providers.description import Experts
+from rftmega.converters import table
+from rftmega.converters.rules import instances
+from rftmega.model_providers.description import Experts, describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.process_group import World
 from rftmega.rollout import Engine, ScriptedEngine
+from rftmega.shards import is_linear
 
 
 def create(
@@ -51,7 +55,7 @@ def create(
         )
     from rftmega.rollout.vllm import VLLMEngine
 
-    lora = config.model.lora
+    lora, quantized = config.model.lora, config.rollout.quantization != "none"
     return VLLMEngine(
         config.model.path,
         config.rollout,
@@ -60,4 +64,21 @@ def create(
         stop_ids=stop_ids,
         adapter_rank=lora.rank if lora.push == "adapters" else 0,
         routed=routed,
+        unquantized=modules_kept(config.model.path) if quantized else (),
     )
+
+
+def modules_kept(folder: str) -> list[str]:
+    """Returns the modules with a matrix that stays as it is where linear layers are quantised: embeddings,
+    heads, routers.
+    """
+    description = describe(read_hf_config(folder))
+    experts = description.experts.number if description.experts else 0
+    found = []
+    for rule, layer, expert in instances(
+        table(read_hf_config(folder)), layers=description.layers, experts=experts
+    ):
+        for name, tensor in zip(rule.hf_names(layer, expert), rule.hf, strict=True):
+            if rule.exported and len(tensor.shape) == 2 and not is_linear(name):
+                found.append(name.removesuffix(".weight"))
+    return found

@@ -172,8 +172,9 @@ class Algorithm:
         config = self.config
         if config.rollout.engine == "scripted":
             return None
+        quantized = config.rollout.quantization
         limits = limits_of(
-            built.numerics.dtype,
+            built.numerics.dtype if quantized == "none" else quantized,
             percentile=config.rollout.max_logprob_gap,
             mean=config.rollout.mean_logprob_gap,
         )

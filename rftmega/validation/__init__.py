@@ -17,6 +17,7 @@ from rftmega.validation.layout import critic, engine, layout, overlap
 from rftmega.validation.learnt_order import learnt_order
 from rftmega.validation.logging import logging_options
 from rftmega.validation.paths import paths
+from rftmega.validation.quantization import quantization
 from rftmega.validation.ranges import choices_and_ranges
 from rftmega.validation.reward import reward_parts
 from rftmega.validation.router_replay import router_replay
@@ -53,6 +54,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + asynchronous(config)
                 + fleet(config)
                 + router_replay(config)
+                + quantization(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

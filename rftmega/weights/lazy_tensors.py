@@ -58,6 +58,11 @@ class LazyTensor(Tensor):
             )
 
 
+def elements_of(tensor: Tensor) -> Tensor:
+    """Returns all elements of a lazy tensor; another tensor as it is."""
+    return _elements(tensor) if isinstance(tensor, LazyTensor) else tensor
+
+
 def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) -> LazyTensor:
     tensor = plain.as_subclass(LazyTensor)
     tensor.fetch, tensor.whole, tensor.home = fetch, whole, home

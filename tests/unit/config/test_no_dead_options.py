@@ -309,6 +309,7 @@ ELSEWHERE = {
         "distributed/test_router_replay.py",
         'router_replay="trainer"',
     ),
+    "rollout.quantization": ("fp8", "e2e/test_eight_bits.py", "rollout.quantization=fp8"),
     "model.lora.push": ("adapters", "distributed/test_pushed_adapters.py", 'push="adapters"'),
     "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
     **{

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from rftmega.converters.block_scales import BlockScales, block_scales
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
-from rftmega.hf_folders.block_scaled_writing import Quantising, quantise
+from rftmega.hf_folders.block_scaled_writing import Quantising
 from rftmega.hf_folders.hf_folder import PlannedTensor, copy_companions
 from rftmega.hf_folders.stacked_files import open_folder
+from rftmega.kernels.block_scaled import quantise
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from tests.block_scales import meant, quantise_folder, quantised
@@ -187,7 +188,7 @@ def test_a_weight_is_quantised_as_block_by_block(
 ) -> None:
     torch.manual_seed(sum(shape))
     weight = torch.randn(shape).to(getattr(torch, dtype))
-    numbers, scales = quantise(weight, BlockScales(*block, dtype))
+    numbers, scales = quantise(weight, *block)
     wanted, wanted_scales = quantised(weight.float(), block)
     assert torch.equal(numbers.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scales, wanted_scales)
@@ -196,7 +197,7 @@ def test_a_weight_is_quantised_as_block_by_block(
 def test_a_block_of_zeros_stays_zero_and_what_is_not_finite_is_named() -> None:
     layout = BlockScales(2, 2, "bfloat16")
     weight = torch.tensor([[0.0, 0.0, 3.0], [0.0, 0.0, -448.0]])
-    numbers, scales = quantise(weight, layout)
+    numbers, scales = quantise(weight, layout.rows, layout.columns)
     assert torch.equal(numbers.float(), weight)
     assert scales.tolist() == [[1.0, 1.0]]
     writing = Quantising(layout, {WEIGHT})

@@ -3,17 +3,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
-from rftmega.device import hardware
+from rftmega.device import CPU, hardware
 from rftmega.device.hardware import Hardware
 from rftmega.errors import ConfigError
 from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
 from rftmega.model_providers.installed import Installed
-from rftmega.options.algorithms import GAE
+from rftmega.options.algorithms import GAE, TokenImportance
+from rftmega.strategy import engines
 from tests.block_scales import quantise_folder
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
@@ -264,3 +266,34 @@ def test_weights_are_written_quantised_only_where_the_models_are(tmp_path: Path)
     config.trainer.export = False
     with pytest.raises(ConfigError, match="export_quantised=true needs trainer.export=true"):
         preflight(config, 1)
+
+
+def test_vllm_has_8_bits_where_the_device_multiplies_them_and_blocks_are_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "vllm")
+    config.rollout.quantization = "fp8"
+    config.algorithm.importance_sampling = TokenImportance()
+    monkeypatch.setattr(CPU, "multiplies_eight_bits", lambda self: False)
+    with pytest.raises(ConfigError, match="on CUDA, and on CPUs with AMX. Here rollout.engine=tra"):
+        preflight(config, 1)
+    monkeypatch.setattr(CPU, "multiplies_eight_bits", lambda self: True)
+    with pytest.raises(
+        ConfigError, match="the 64 rows of keys over rollout.tensor=1 processes are"
+    ):
+        preflight(config, 1)
+    whole = {"head_dim": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    save_tiny(tmp_path, "qwen3", **whole)
+    preflight(config, 1)
+    save_tiny(tmp_path, "deepseek-v3")
+    with pytest.raises(ConfigError, match="latent attention, or that see or hear, can't have it"):
+        preflight(config, 1)
+
+
+def test_modules_that_keep_their_precision_are_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3-moe")
+    names = load_file(folder / "model.safetensors")
+    routers = {name.removesuffix(".weight") for name in names if name.endswith("mlp.gate.weight")}
+    assert len(routers) == 3
+    kept = engines.modules_kept(str(folder))
+    assert set(kept) == {"lm_head", "model.embed_tokens", *routers} and len(kept) == 5

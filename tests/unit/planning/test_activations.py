@@ -115,3 +115,16 @@ def test_a_pipeline_is_planned_with_as_many_micro_batches_as_it_gets(
         trainer=TrainerConfig(prompts_per_step=8, max_tokens_per_micro_batch=16_384),
     )
     assert load_of(config, parallel, world) == load
+
+
+def test_an_engine_of_8_bits_holds_a_byte_a_number_of_its_linear_layers() -> None:
+    """Llama-3-70B over 8 processes: 80 layers, hidden 8192, feed-forward 28672, 64 heads and 8 groups of
+    128, a vocabulary of 128256.
+    """
+    policy = planned("llama-3-70b", P())
+    linear = 80 * 8192 * (2 * 64 * 128 + 2 * 8 * 128 + 3 * 28672) // 8
+    rest = 2 * 128256 * 8192 // 8 + (2 * 80 + 1) * 8192
+    plain = RolloutConfig(tensor=8)
+    assert engine.held_bytes(policy, plain) == 2 * (linear + rest)
+    held = engine.held_bytes(policy, replace(plain, quantization="fp8"))
+    assert held == pytest.approx(linear * (1 + 4 / 128**2) + 2 * rest, abs=1.0)

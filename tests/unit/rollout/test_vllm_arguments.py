@@ -5,6 +5,7 @@ it must not change.
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,3 +120,46 @@ def test_every_request_has_parameters_that_the_engine_knows(
     assert (params.top_p, params.top_k, params.min_p) == (0.9, 5, 0.1)
     assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
     assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)
+
+
+class Loading(FakeLLM):
+    """Keeps what its loader is given."""
+
+    def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
+        assert name == "reload_weights"
+        self.loaded = list(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self) -> None: ...
+
+    @property
+    def llm_engine(self) -> Any:
+        return SimpleNamespace(reset_encoder_cache=lambda: None)
+
+
+def test_an_engine_of_8_bits_is_told_so_and_its_loader_gets_numbers_and_scales(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vllm = pytest.importorskip("rftmega.rollout.vllm")
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    monkeypatch.setattr(vllm, "LLM", Loading)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with imitated(monkeypatch):
+        engine = vllm.VLLMEngine(
+            tmp_path,
+            RolloutConfig(quantization="fp8"),
+            World(0, 1, 0, 1, torch.device("cpu")),
+            dtype="auto",
+            stop_ids=[1],
+            unquantized=["lm_head"],
+        )
+    understood = Fp8Config.from_config(FakeLLM.given["hf_overrides"]["quantization_config"])
+    assert understood.is_checkpoint_fp8_serialized and understood.weight_block_size == [128, 128]
+    assert understood.ignored_layers == ["lm_head"]
+    assert engine.destinations is None, "a push would copy past its loader"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    engine.load_weights([(name, torch.ones(4, 4)), ("lm_head.weight", torch.ones(4, 4))], version=0)
+    (numbers, scales, head) = engine._llm.loaded
+    assert (numbers[0], numbers[1].dtype) == (name, torch.float8_e4m3fn)
+    assert (scales[0], scales[1].tolist()) == (f"{name}_scale_inv", [[pytest.approx(1 / 448)]])
+    assert (head[0], head[1].dtype) == ("lm_head.weight", torch.float32)

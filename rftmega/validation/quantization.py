@@ -1,0 +1,32 @@
+"""Checks of engines that compute with numbers of 8 bits."""
+
+from rftmega.config.schema import RunConfig
+from rftmega.options.algorithms import NoImportance
+
+
+def quantization(config: RunConfig) -> list[str]:
+    """Lists what rollout.quantization can't be had with."""
+    rollout = config.rollout
+    if rollout.quantization == "none":
+        return []
+    given = f"rollout.quantization={rollout.quantization}"
+    found = []
+    if rollout.engine not in ("vllm", "transformers"):
+        found.append(
+            f"{given} needs rollout.engine=vllm or transformers, not {rollout.engine}. Set it to none."
+        )
+    if config.strategy == "separate":
+        found.append(
+            f"{given} needs strategy=colocated: servers take weights as the trainer has them. Set it to none."
+        )
+    if config.backend == "fsdp" and rollout.engine == "vllm":
+        found.append(
+            f"{given} with rollout.engine=vllm needs backend=megatron, whose table says which modules have no such numbers. "
+            "Set it to none."
+        )
+    if isinstance(config.algorithm.importance_sampling, NoImportance):
+        found.append(
+            f"{given}: answers come from other weights than the trainer's. Correct that by algorithm.importance_sampling=token "
+            "(or sequence, masked), or set it to none."
+        )
+    return found
