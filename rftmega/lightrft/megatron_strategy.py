@@ -11,6 +11,7 @@ from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints
 from rftmega.data import Tokenizer
 from rftmega.data.pictures import Most
 from rftmega.device.residency import ADAM, MAIN_PARAMETERS
+from rftmega.errors import ConfigError
 from rftmega.experience import complete
 from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
@@ -29,7 +30,13 @@ class LightRFTStrategy(StrategyBase):
     """LightRFTStrategy hands each call on to the parts of the ReinforcementStrategy that it wraps."""
 
     def __init__(self, strategy: ReinforcementStrategy):
+        """Raises ConfigError for what LightRFT's experiences have no place for."""
         config = strategy.config
+        if (replay := config.rollout.router_replay) != "none":
+            raise ConfigError(
+                f"rollout.router_replay={replay}: LightRFT's experiences hold no experts' routes. Set it to none, or use "
+                "train_rl.py."
+            )
         super().__init__(
             seed=config.trainer.seed,
             max_norm=config.optimizer.clip_grad,

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.errors import EngineError
+from rftmega.config import ParallelConfig, RolloutConfig, RunConfig
+from rftmega.errors import ConfigError, EngineError
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
@@ -134,6 +135,16 @@ def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_eng
 
 def likes_long(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
     return [{"reward": float(len(completion.response_ids))} for completion in rollouts]
+
+
+def test_experts_routes_are_refused_since_lightrfts_experiences_hold_none() -> None:
+    from rftmega.lightrft.megatron_strategy import LightRFTStrategy
+
+    built: Any = SimpleNamespace(config=RunConfig(rollout=RolloutConfig(router_replay="engine")))
+    with pytest.raises(
+        ConfigError, match="rollout.router_replay=engine: LightRFT's experiences ho"
+    ):
+        LightRFTStrategy(built)
 
 
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:
