@@ -102,7 +102,12 @@ class Servers:
         from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
 
         device.current()
-        self._arguments = arguments_of(config.model.path, config.rollout, dtype=config.model.dtype)
+        self._arguments = arguments_of(
+            config.model.path,
+            config.rollout,
+            dtype=config.model.dtype,
+            adapter_rank=config.model.lora.served_rank,
+        )
         environment = environment_of(key)
         tensor = config.rollout.tensor
         self._environments = [
