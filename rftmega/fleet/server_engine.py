@@ -44,7 +44,7 @@ from rftmega.transport.broadcast_weights import BroadcastWeights
 from rftmega.transport.checkpoint_weights import CheckpointWeights
 from rftmega.transport.disk_weights import DiskWeights
 from rftmega.transport.network_weights import NetworkWeights
-from rftmega.transport.remote_weights import WaitingEngine
+from rftmega.transport.remote_weights import RemoteWeights, WaitingEngine
 from rftmega.transport.served_adapters import ServedAdapters
 from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Sampling
@@ -145,7 +145,9 @@ class ServerEngine(Engine):
         tokens = placeholders(processor, videos=self.config.max_videos > 0)
         check_samples(server.samples(tokens), processor)
 
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+    def weight_sync(
+        self, shards: Sequence[Shard], *, bucket_bytes: int
+    ) -> RemoteWeights | SharedWeights:
         config = self.config
         if config.transport == "network":
             over_network = BroadcastWeights if config.engine == "sglang" else NetworkWeights

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega import device
-from rftmega.config import RolloutConfig
+from rftmega.config import RolloutConfig, RunConfig
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
 from rftmega.vllm_server import door
 
@@ -67,6 +67,13 @@ def arguments_of(
         else:
             arguments[option] = json.dumps(value)
     return [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def arguments_of_run(config: RunConfig) -> list[str]:
+    """Returns the arguments of `vllm serve` for a run."""
+    model = config.model
+    rank = model.lora.served_rank
+    return arguments_of(model.path, config.rollout, dtype=model.dtype, adapter_rank=rank)
 
 
 def environment_of(key: str) -> dict[str, str]:

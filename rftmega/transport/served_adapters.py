@@ -8,9 +8,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from rftmega.errors import EngineError
-from rftmega.interfaces import LateWeights, WeightSync
 from rftmega.shards import AdapterSource
 from rftmega.transport.adapter_parcel import packed
+from rftmega.transport.remote_weights import RemoteWeights
+from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights import AdapterPairs
 
@@ -35,7 +36,7 @@ class ServedAdapters:
 
     def __init__(
         self,
-        base: WeightSync,
+        base: RemoteWeights | SharedWeights,
         adapters: AdapterSource,
         engines: AdapterReceivers,
         *,
@@ -84,4 +85,4 @@ class ServedAdapters:
 
     def push_to_late(self) -> int:
         """Does what LateWeights does: engines that have come get model and adapters."""
-        return self.base.push_to_late() if isinstance(self.base, LateWeights) else 0
+        return self.base.push_to_late() if isinstance(self.base, RemoteWeights) else 0
