@@ -99,10 +99,10 @@ class Servers:
 
     def __init__(self, config: RunConfig, chosen: argparse.Namespace, key: str):
         from rftmega import device
-        from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
+        from rftmega.fleet.server_options import arguments_of_run, devices_of, environment_of
 
         device.current()
-        self._arguments = arguments_of(config.model.path, config.rollout, dtype=config.model.dtype)
+        self._arguments = arguments_of_run(config)
         environment = environment_of(key)
         tensor = config.rollout.tensor
         self._environments = [

@@ -45,7 +45,12 @@ class ServerConnection:
         self._sending: asyncio.Task[None] | None = None
 
     async def ask(
-        self, token_ids: Sequence[int], sampling: Mapping[str, Any], *, salt: str = ""
+        self,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        salt: str = "",
+        adapter: int = 0,
     ) -> wire.ServerAnswer:
         """Returns the server's answer. One who is cancelled takes the request back.
 
@@ -54,7 +59,7 @@ class ServerConnection:
         """
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._say(wire.Ask(number, wire.integers(token_ids), dict(sampling), salt))
+        self._say(wire.Ask(number, wire.integers(token_ids), dict(sampling), salt, adapter))
         try:
             return await answer
         except asyncio.CancelledError:

@@ -92,7 +92,10 @@ class ServerClient:
     ) -> None:
         """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
         limit = seconds or (LONG_SECONDS if path in self.long else CONTROL_SECONDS)
-        response = self._asked("POST", f"/{path}", limit, json=body)
+        self._post(path, limit, json=body)
+
+    def _post(self, path: str, seconds: float, **content: Any) -> None:
+        response = self._asked("POST", f"/{path}", seconds, **content)
         if response.is_error:
             raise EngineError(
                 f"The {self.kind} server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
@@ -162,6 +165,16 @@ class ServerClient:
         self.updating = False
         self.post("resume")
 
+    def land_adapters(self, version: int, parcel: bytes) -> None:
+        """Has it answer with these adapters, beside the weights that it took, or has."""
+        if self.updating:
+            self.post("finish_weight_update")  # first: it drops all adapters
+            self.updating = False
+        told = {"version": version}
+        self._post(door.ADAPTER[1:], LONG_SECONDS, content=parcel, params=told)
+        self.post("update_weight_version", {"new_version": str(version)})
+        self.post("resume")
+
     def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
         """Breaks off whatever it generates."""
         self.post("abort_requests", {}, seconds)
@@ -206,6 +219,7 @@ class ServerClient:
         seconds: float,
         *,
         salt: str = "",
+        adapter: int = 0,
     ) -> wire.ServerAnswer:
         """Returns the completion of these tokens; see ServerConnection.ask. `sampling`: what vLLM's
         SamplingParams takes.
@@ -214,7 +228,7 @@ class ServerClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await line.connection.ask(token_ids, sampling, salt=salt)
+                return await line.connection.ask(token_ids, sampling, salt=salt, adapter=adapter)
         except TimeoutError as error:
             raise self._late(seconds) from error
         except Disconnected as error:

@@ -38,12 +38,14 @@ from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
-from rftmega.shards import Shard
+from rftmega.shards import AdapterSource, Shard
+from rftmega.transport.adapter_parcel import NONE, POLICY
 from rftmega.transport.broadcast_weights import BroadcastWeights
 from rftmega.transport.checkpoint_weights import CheckpointWeights
 from rftmega.transport.disk_weights import DiskWeights
 from rftmega.transport.network_weights import NetworkWeights
-from rftmega.transport.remote_weights import WaitingEngine
+from rftmega.transport.remote_weights import RemoteWeights, WaitingEngine
+from rftmega.transport.served_adapters import ServedAdapters
 from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Sampling
 from rftmega.vllm_server import door
@@ -66,10 +68,12 @@ class ServerEngine(Engine):
         dtype: str,
         stop_ids: Sequence[int],
         logs: str | Path,
+        adapter_rank: int = 0,
         routed: RoutedModel | None = None,
     ):
-        """Starts with random weights; the first push brings the real ones. `routed`: whose routes
-        servers tell; None: they tell none.
+        """Starts with random weights; the first push brings the real ones. `adapter_rank`: of the
+        adapter that servers answer with; 0: they have none. `routed`: whose routes servers tell;
+        None: they tell none.
         """
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
@@ -78,6 +82,8 @@ class ServerEngine(Engine):
         self.newest = -1  # version that a server may answer under
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         self._media = SharedMedia()
+        self.parcel = b""  # the adapters of the last push
+        self._adapter = POLICY if adapter_rank else NONE
         self._model, self._logs, self._routed = folder, Path(logs), routed
         self.fleet = Fleet(self._started)
         if not world.is_main:
@@ -85,7 +91,7 @@ class ServerEngine(Engine):
         elsewhere = bool(config.addresses or config.roster)
         key = _given_key() if elsewhere else secrets.token_urlsafe(32)
         self._tls = ssl.create_default_context(cafile=config.tls_ca) if config.tls_ca else None
-        self._arguments = arguments_of(folder, config, dtype=dtype)
+        self._arguments = arguments_of(folder, config, dtype=dtype, adapter_rank=adapter_rank)
         self._environment = environment_of(key)
         self._first_device = world.local_size
         self._processor = PictureProcessor(folder) if sees(folder) else None
@@ -139,7 +145,9 @@ class ServerEngine(Engine):
         tokens = placeholders(processor, videos=self.config.max_videos > 0)
         check_samples(server.samples(tokens), processor)
 
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
+    def weight_sync(
+        self, shards: Sequence[Shard], *, bucket_bytes: int
+    ) -> RemoteWeights | SharedWeights:
         config = self.config
         if config.transport == "network":
             over_network = BroadcastWeights if config.engine == "sglang" else NetworkWeights
@@ -158,6 +166,16 @@ class ServerEngine(Engine):
                 shards, self, bucket_bytes=bucket_bytes, model=self._model, folder=folder
             )
         return SharedWeights(shards, self, bucket_bytes=bucket_bytes)
+
+    def adapter_sync(
+        self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
+    ) -> WeightSync:
+        base = self.weight_sync(frozen, bucket_bytes=bucket_bytes)
+        return ServedAdapters(base, adapters, self, bucket_bytes=bucket_bytes)
+
+    def _holds(self, member: FleetMember) -> bool:
+        """Returns whether a server has weights that never change."""
+        return self._adapter != NONE and member.health.landings > 0
 
     def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
         """Notes that a server failed: it is asked nothing more, until it answers a probe, or gets
@@ -212,23 +230,53 @@ class ServerEngine(Engine):
                 with suppress(EngineError):
                     server.post("finish_weight_update")
         self._begun = True
-        self._all("start_weight_update")
+        self._lacking("start_weight_update")
+
+    def lacks_weights(self) -> bool:
+        return not all(map(self._holds, self.fleet.reachable))
 
     def take(self, bucket: dict[str, Any]) -> None:
         """Returns when all servers have read the bucket."""
-        self._all("update_weights", {"update_info": bucket})
+        self._lacking("update_weights", {"update_info": bucket})
 
     def finish(self, version: int) -> None:
         """Ends a push whose buckets were all taken: from now on the servers answer, under
         `version`.
         """
         self.newest = version
+        if self._adapter != NONE:
+            self._lacking("finish_weight_update")
+            self._begun = False
+            self._adapted(version)
+            return
         self._all("finish_weight_update", {"weight_version": str(version)})
         self._begun = False
         self._all("resume")
         for member in self.fleet.reachable:
             member.paused = False
             member.health.landed()
+
+    def _adapted(self, version: int) -> None:
+        """Gives all servers the adapters. One that does not take them is asked nothing more.
+
+        Raises EngineFault where none does.
+        """
+
+        def adapt(member: FleetMember) -> bool:
+            try:
+                self.land(member.name, version)
+            except EngineError as error:
+                self.fleet.note_miss(member, error)
+                return False
+            return True
+
+        if not any(each_at_once(adapt, self.fleet.reachable)):
+            raise EngineFault(f"No server has the adapters of push {version}.")
+
+    def _lacking(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Asks those that can be reached and have no weights."""
+        lacking = [each for each in self.fleet.reachable if not self._holds(each)]
+        post_to_each(lacking, path, body, self.fleet.note_fault)
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Asks those that can be reached; who fails now is noted."""
@@ -278,7 +326,7 @@ class ServerEngine(Engine):
         except EngineError as error:
             self.fleet.note_miss(member, error)
             return None
-        return WaitingEngine(member.name, workers, member.server.host)
+        return WaitingEngine(member.name, workers, member.server.host, self._holds(member))
 
     def join(self, name: str, init_info: dict[str, Any]) -> None:
         self.fleet.named(name).server.join(init_info)
@@ -288,9 +336,12 @@ class ServerEngine(Engine):
         self.fleet.named(name).server.take(update_info)
 
     def land(self, name: str, version: int) -> None:
-        """Has a server answer under a push that it took."""
+        """Has a server answer under a push that it took, with the adapters where it has some."""
         member = self.fleet.named(name)
-        member.server.land(version)
+        if self._adapter == NONE:
+            member.server.land(version)
+        else:
+            member.server.land_adapters(version, self.parcel)
         member.paused = False
         member.health.landed()
 
@@ -367,7 +418,9 @@ class ServerEngine(Engine):
         # what other weights have computed is not for a new request
         salt = str(oldest) if self.config.on_update == "keep" else ""
         if not request.pictures:
-            answer = await line.server.ask(line, context, parameters, seconds, salt=salt)
+            answer = await line.server.ask(
+                line, context, parameters, seconds, salt=salt, adapter=self._adapter
+            )
             added = answered(answer, self._routed, len(context))
         else:
             # one placeholder a picture, since vLLM's processor expands it

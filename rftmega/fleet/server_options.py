@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega import device
-from rftmega.config import RolloutConfig
+from rftmega.config import RolloutConfig, RunConfig
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
 from rftmega.vllm_server import door
 
@@ -15,10 +15,14 @@ RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 }
 
+ADAPTER_WORKER = "rftmega.rollout.adapter.AdapterWorker"
 
-def arguments_of(folder: str | Path, config: RolloutConfig, *, dtype: str) -> list[str]:
+
+def arguments_of(
+    folder: str | Path, config: RolloutConfig, *, dtype: str, adapter_rank: int = 0
+) -> list[str]:
     """Returns the arguments of `vllm serve`. It starts with random weights; a push brings the real
-    ones.
+    ones. `adapter_rank`: of adapters that it serves; 0: it serves none.
     """
     on_cuda = device.current().type == "cuda"
     if dtype == "auto":
@@ -42,6 +46,10 @@ def arguments_of(folder: str | Path, config: RolloutConfig, *, dtype: str) -> li
     flags.append(f"--middleware={door.Door.__module__}.{door.Door.__name__}")
     if config.router_replay == "engine":
         flags.append("--enable-return-routed-experts")
+    if adapter_rank:
+        flags.append("--enable-lora")
+        arguments |= {"max-lora-rank": adapter_rank, "max-loras": 1}
+        arguments["worker-extension-cls"] = ADAPTER_WORKER
     if on_cuda:
         arguments["gpu-memory-utilization"] = config.memory_fraction
     else:
@@ -59,6 +67,13 @@ def arguments_of(folder: str | Path, config: RolloutConfig, *, dtype: str) -> li
         else:
             arguments[option] = json.dumps(value)
     return [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
+
+
+def arguments_of_run(config: RunConfig) -> list[str]:
+    """Returns the arguments of `vllm serve` for a run."""
+    model = config.model
+    rank = model.lora.served_rank
+    return arguments_of(model.path, config.rollout, dtype=model.dtype, adapter_rank=rank)
 
 
 def environment_of(key: str) -> dict[str, str]:

@@ -134,7 +134,9 @@ class SGLangClient(ServerClient):
         seconds: float,
         *,
         salt: str = "",
+        adapter: int = 0,
     ) -> wire.ServerAnswer:
+        assert not adapter, "only servers of this package take adapters"
         body: dict[str, Any] = {
             "input_ids": list(token_ids),
             "sampling_params": sampling_of(sampling),

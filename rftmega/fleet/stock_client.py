@@ -31,7 +31,9 @@ class StockClient(ServerClient):
         seconds: float,
         *,
         salt: str = "",
+        adapter: int = 0,
     ) -> wire.ServerAnswer:
+        assert not adapter, "only servers of this package take adapters"
         asked: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
         if salt:
             asked["cache_salt"] = salt

@@ -38,7 +38,7 @@ class LoRA:
 
     push: Literal["merged", "adapters"] = "merged"
     """What engines get: weights with the adapters added, rounded to the engine's precision, or the
-    adapters by themselves, unrounded (colocated vLLM).
+    adapters by themselves, unrounded (vLLM).
     """
 
     dropout: BelowOne = 0.0
@@ -53,6 +53,11 @@ class LoRA:
     def scaling(self) -> float:
         """Returns what an adapter's product is multiplied by."""
         return scaling_of(self.rank, self.alpha, rslora=self.rslora)
+
+    @property
+    def served_rank(self) -> int:
+        """Returns the rank of the adapters that engines get as such; 0 where they get none."""
+        return self.rank if self.push == "adapters" else 0
 
 
 def scaling_of(rank: int, alpha: float, *, rslora: bool) -> float:

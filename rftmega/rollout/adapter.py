@@ -1,4 +1,4 @@
-"""Puts the policy's adapter into vLLM from memory."""
+"""Puts adapters into vLLM from memory."""
 
 from typing import Any
 
@@ -7,13 +7,21 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-NUMBER = 1  # of the one adapter that an engine has
-# vLLM asks for a path, and does not read it while the number is known to it
-POLICY_ADAPTER = LoRARequest("policy", NUMBER, "in memory")
+from rftmega.transport.adapter_parcel import POLICY, opened
 
 
-def set_adapter(worker: Any, pairs: dict[str, Tensor], said: dict[str, Any]) -> None:
-    """Replaces the adapter in a worker of vLLM, as its own loader would from PEFT's files. `pairs` and
+def asked_for(number: int) -> LoRARequest | None:
+    """Returns how vLLM is asked for the adapter of a number; None for the model by itself."""
+    if not number:
+        return None
+    # vLLM asks for a path, and does not read it while the number is known to it
+    return LoRARequest(f"adapter-{number}", number, "in memory")
+
+
+def set_adapter(
+    worker: Any, pairs: dict[str, Tensor], said: dict[str, Any], number: int = POLICY
+) -> None:
+    """Replaces an adapter in a worker of vLLM, as its own loader would from PEFT's files. `pairs` and
     `said` are what PEFT's two files hold.
 
     vLLM multiplies the second matrices by their scaling in place: they must be nobody else's.
@@ -24,7 +32,7 @@ def set_adapter(worker: Any, pairs: dict[str, Tensor], said: dict[str, Any]) -> 
     helper.validate_legal(lora.lora_config)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     made = LoRAModel.from_lora_tensors(
-        NUMBER,
+        number,
         pairs,
         helper,
         device=str(lora.device),
@@ -32,6 +40,18 @@ def set_adapter(worker: Any, pairs: dict[str, Tensor], said: dict[str, Any]) -> 
         model_vocab_size=lora.vocab_size,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
-    manager.remove_adapter(NUMBER)
+    manager.remove_adapter(number)
     manager.add_adapter(made)
-    manager.activate_adapter(NUMBER)
+    manager.activate_adapter(number)
+
+
+class AdapterWorker:
+    """AdapterWorker is what a worker of a server can do beside vLLM's own (`--worker-extension-cls`)."""
+
+    def take_adapter(self, parcel: bytes, version: int) -> None:
+        """Replaces an adapter; tensor-parallel workers get all of it, and vLLM cuts it.
+
+        Raises EngineError where it is not what was sent in this push.
+        """
+        number, pairs, said = opened(parcel, version)
+        set_adapter(self, pairs, said, number)

@@ -47,7 +47,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  #
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
-from rftmega.rollout.adapter import POLICY_ADAPTER, set_adapter  # noqa: E402
+from rftmega.rollout.adapter import asked_for, set_adapter  # noqa: E402
 from rftmega.rollout.captured_routes import CapturedRoutes  # noqa: E402
 from rftmega.rollout.eight_bits import described, quantised  # noqa: E402
 from rftmega.rollout.pictures import (  # noqa: E402
@@ -66,6 +66,7 @@ from rftmega.rollout.vllm_models import (  # noqa: E402
     stop_strings,
 )
 from rftmega.rollout.waveforms import WaveformPrompts  # noqa: E402
+from rftmega.transport.adapter_parcel import POLICY  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -170,7 +171,7 @@ class VLLMEngine(Engine):
         self._adapter: Any = None  # which one requests are for
         if adapter_rank:
             serves = {"enable_lora": True, "max_lora_rank": adapter_rank, "max_loras": 1}
-            self._adapter = POLICY_ADAPTER
+            self._adapter = asked_for(POLICY)
         self._routed = routed
         if routed and on_cuda:
             serves["enable_return_routed_experts"] = True

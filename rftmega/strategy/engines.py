@@ -51,18 +51,19 @@ def create(
             dtype=config.model.dtype,
             stop_ids=stop_ids,
             logs=logs,
+            adapter_rank=config.model.lora.served_rank,
             routed=routed,
         )
     from rftmega.rollout.vllm import VLLMEngine
 
-    lora, quantized = config.model.lora, config.rollout.quantization != "none"
+    quantized = config.rollout.quantization != "none"
     return VLLMEngine(
         config.model.path,
         config.rollout,
         world,
         dtype=config.model.dtype,
         stop_ids=stop_ids,
-        adapter_rank=lora.rank if lora.push == "adapters" else 0,
+        adapter_rank=config.model.lora.served_rank,
         routed=routed,
         unquantized=modules_kept(config.model.path) if quantized else (),
     )

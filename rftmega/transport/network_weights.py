@@ -139,7 +139,9 @@ class NetworkWeights(RemoteWeights):
 
     def _keep(self, names: set[str]) -> None:
         self._forget(self._links.keys() - names)
-        self._sent.clear()  # of the push before; those of late engines come to it
+
+    def _forget_sums(self) -> None:
+        self._sent.clear()  # those of late engines come to it
 
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         receiving = self._asked(names, self.engines.receive, {"version": version})

@@ -24,6 +24,7 @@ class WaitingEngine(NamedTuple):
     name: str  # another one after each start
     workers: int
     host: str  # address at which its workers are reached
+    holds: bool = False  # the weights, which are frozen: a push has something else for it
 
 
 class RemoteReceivers(Protocol):
@@ -99,14 +100,16 @@ class RemoteWeights(ABC):
         self.shards.look_again()
         waiting = self._first(self.engines.waiting)
         self._keep({each.name for each in waiting})
-        names = self._linked(waiting)
-        landed, moved = self._given(names, version)
+        if not all(each.holds for each in waiting):
+            self._forget_sums()
+        names, landed, moved = self._given(waiting, version)
         if not landed:
             raise EngineFault(
                 f"No server has the weights of push {version}; {len(names)} waited for them."
             )
         self.engines.version = version
-        least = self._least_bytes(landed)
+        took = [name for name in landed if name not in _holders(waiting)]
+        least = self._least_bytes(took) if took else 0
         return {
             "push_seconds": time.perf_counter() - begin,
             "push_bytes": float(moved),
@@ -123,22 +126,28 @@ class RemoteWeights(ABC):
         The trainer's weights must still be those: it is called before they change.
         """
         try:
-            names = self._linked(self._first(self.engines.late))
-            if not names:
+            late = self._first(self.engines.late)
+            if not late:
                 return 0
             self.shards.look_again()
-            landed, _ = self._given(names, self.engines.newest)
+            _, landed, _ = self._given(late, self.engines.newest)
             return len(landed)
         finally:
             self.engines.pushed()
 
-    def _given(self, names: Sequence[str], version: int) -> tuple[list[str], int]:
-        """Gives engines a push. Returns those that have it, and the bytes that were moved."""
-        moved, receiving = self._brought(names, version)
+    def _given(
+        self, waiting: Sequence[WaitingEngine], version: int
+    ) -> tuple[list[str], list[str], int]:
+        """Gives engines a push. Returns those that could take it, those that have it, and the bytes
+        that were moved.
+        """
+        holders = _holders(waiting)
+        names = self._linked([each for each in waiting if not each.holds])
+        moved, receiving = self._brought(names, version) if names else (0, {})
         self.engines.newest = version
-        landed = self._landed(receiving, version)
+        landed = self._landed(receiving, holders, version)
         self._forget(set(names) - set(landed))
-        return landed, moved
+        return [*names, *holders], landed, moved
 
     @abstractmethod
     def checksums(self) -> list[SliceChecksums]: ...
@@ -150,6 +159,9 @@ class RemoteWeights(ABC):
     @abstractmethod
     def _keep(self, names: set[str]) -> None:
         """Forgets all engines but these."""
+
+    def _forget_sums(self) -> None:  # noqa: B027  files have one of each slice
+        """Forgets the checksums of the push before."""
 
     @abstractmethod
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
@@ -193,11 +205,11 @@ class RemoteWeights(ABC):
                 found.append(name)
         return found
 
-    def _landed(self, receiving: Asked, version: int) -> list[str]:
+    def _landed(self, receiving: Asked, holders: Sequence[str], version: int) -> list[str]:
         """Returns the engines that have the weights and answer."""
 
         def landed() -> list[str]:
-            whole = self._those(receiving)
+            whole = [*holders, *self._those(receiving)]
             return self._those(self._asked(whole, self.engines.land, version))
 
         return self._first(landed)
@@ -222,6 +234,10 @@ class RemoteWeights(ABC):
             raise EngineFault(f"{told[1]} (on the first process)")
         result: Result = told[0]
         return result
+
+
+def _holders(waiting: Sequence[WaitingEngine]) -> list[str]:
+    return [each.name for each in waiting if each.holds]
 
 
 def begun(work: Callable[..., None], *arguments: Any) -> "Future[None]":

@@ -45,6 +45,10 @@ class Receivers(Protocol):
 
     def begin(self) -> None: ...
 
+    def lacks_weights(self) -> bool:
+        """Says whether there is an engine that `take` is for: of frozen weights, one without them."""
+        ...
+
     def take(self, bucket: dict[str, Any]) -> None: ...
 
     def finish(self, version: int) -> None: ...
@@ -113,9 +117,10 @@ class SharedWeights:
         self.shards.look_again()
         self._failure = None
         self._ask(self.engines.begin)
+        least = self.total_bytes if self._are_wanted() else 0
         reading: list[Future[None]] = []
         try:
-            moved = self._send(version, reading)
+            moved = self._send(version, reading) if least else 0
         finally:  # what is still being read must not be read into the next push
             wait(reading)
         self._ask(self.engines.finish, version)
@@ -126,10 +131,16 @@ class SharedWeights:
         return told[0] | {
             "push_seconds": time.perf_counter() - begin,
             "push_bytes": float(moved),
-            "push_bytes_least": float(self.total_bytes),
-            "push_ratio": moved / self.total_bytes,
+            "push_bytes_least": float(least),
+            "push_ratio": moved / least if least else 1.0,
             "push_buffer_bytes": float(len(self.memory)),
         }
+
+    def _are_wanted(self) -> bool:
+        """Says on every process whether an engine lacks the weights."""
+        told = [self._control is not None and self.engines.lacks_weights()]
+        dist.broadcast_object_list(told)
+        return told[0]
 
     def checksums(self) -> list[SliceChecksums]:
         """Returns the checksums of every tensor of the last push; a collective, with the policy's

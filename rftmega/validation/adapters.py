@@ -56,11 +56,16 @@ def _fields(config: RunConfig) -> dict[str, object]:
 
 def _of_engine(config: RunConfig) -> list[str]:
     rank = config.model.lora.rank
-    engine, strategy = config.rollout.engine, config.strategy
+    engine = config.rollout.engine
     found = []
-    if config.model.lora.push == "adapters" and (engine, strategy) != ("vllm", "colocated"):
+    if config.model.lora.push == "adapters" and engine != "vllm":
         found.append(
-            f"model.lora.push=adapters: rollout.engine={engine} with strategy={strategy} takes merged weights. Leave it out."
+            f"model.lora.push=adapters: rollout.engine={engine} takes merged weights. Leave it out."
+        )
+    if config.model.lora.push == "adapters" and config.rollout.transport == "checkpoint":
+        found.append(
+            "model.lora.push=adapters: rollout.transport=checkpoint is for servers without this package, which take merged "
+            "weights. Set it to network or disk, or leave model.lora.push out."
         )
     if config.algorithm.task != "rl" or config.rollout.engine != "vllm" or rank in RANKS:
         return found

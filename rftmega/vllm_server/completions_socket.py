@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
+from rftmega.rollout.adapter import asked_for
 from rftmega.vllm_server import wire
 
 Message = MutableMapping[str, Any]
@@ -78,7 +79,13 @@ class CompletionsSocket:
         token_ids = wire.numbers("i", ask.token_ids).tolist()
         prompt = tokens_input(token_ids, cache_salt=ask.salt or None)
         choice: Any = None
-        async for output in self.engine.generate(prompt, parameters, f"{self._name}-{ask.number}"):
+        answering = self.engine.generate(
+            prompt,
+            parameters,
+            f"{self._name}-{ask.number}",
+            lora_request=asked_for(ask.adapter),
+        )
+        async for output in answering:
             choice = output.outputs[0]
         ids = choice.token_ids
         pairs = zip(ids, choice.logprobs or (), strict=True)

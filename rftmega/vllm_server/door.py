@@ -19,6 +19,7 @@ from rftmega.vllm_server.wire import SOCKET
 
 PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
 SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
+ADAPTER = "/adapter"  # answered here: POST, with a parcel (`transport.adapter_parcel`)
 IDENTITY = "/identity"  # answered here: another one after each start
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 PATHS = {
@@ -29,6 +30,7 @@ PATHS = {
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",
+        "/update_weight_version",
     ),
 }
 Message = MutableMapping[str, Any]
@@ -67,6 +69,8 @@ class Door:
             await _tell_samples(scope, send)
         elif scope["type"] == "http" and scope["path"] == IDENTITY:
             await _tell({"identity": self.identity}, send)
+        elif scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", ADAPTER):
+            await _take_adapter(scope, receive, send)
         elif scope["type"] == "websocket" or scope["path"] not in PATHS:
             await _refuse(404, scope, send)
         else:
@@ -83,8 +87,33 @@ async def _tell_samples(scope: Message, send: Send) -> None:
     await _tell(found, send)
 
 
-async def _tell(found: Any, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
+    """Hands a parcel to all workers: ?version=, of the push that it must be of. Status 500 where one
+    does not take it.
+    """
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":  # half of a parcel
+            return
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    engine = scope["app"].state.engine_client
+    version = int(dict(parse_qsl(scope["query_string"].decode()))["version"])
+    try:
+        if engine.vllm_config.lora_config is None:
+            raise ValueError(
+                "it was started without adapters; start it with the run's model.lora.push=adapters"
+            )
+        await engine.collective_rpc("take_adapter", args=(b"".join(parts), version))
+    except Exception as error:
+        await _tell({"error": str(error)}, send, status=500)
+    else:
+        await _tell({}, send)
+
+
+async def _tell(found: Any, send: Send, *, status: int = 200) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": json.dumps(found).encode()})
 
 

@@ -19,6 +19,7 @@ class Ask(msgspec.Struct, array_like=True, tag=0):
     token_ids: bytes  # int32, of the machine's byte order: both are on machines of one kind
     sampling: dict[str, Any]  # what vLLM's SamplingParams takes
     salt: str = ""  # contexts with different ones share no cache
+    adapter: int = 0  # whose answer it is; 0: the model's by itself
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1):

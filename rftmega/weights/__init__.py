@@ -2,12 +2,13 @@
 engine or a folder.
 """
 
-from rftmega.weights.adapter_weights import AdapterWeights
+from rftmega.weights.adapter_weights import AdapterPairs, AdapterWeights
 from rftmega.weights.export import export_hf_folder, gather_to
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import EngineWeights
 
 __all__ = [
+    "AdapterPairs",
     "AdapterWeights",
     "EngineWeights",
     "Exporter",

@@ -23,6 +23,51 @@ from rftmega.weights.push import is_of_a_connection
 from rftmega.weights.slice_sums import sum_of
 
 
+class AdapterPairs:
+    """AdapterPairs gathers the matrices of a policy's adapters, the same on every process."""
+
+    def __init__(self, adapters: AdapterSource, *, bucket_bytes: int):
+        held = adapters.held
+        self._exporter = Exporter(held.shards, adapters.group, bucket_bytes=bucket_bytes)
+        self._kept = names_of_pairs(tensor.name for tensor in self._exporter.planned)
+        targets = {target_of(name) for name in self._kept}
+        # PEFT's config
+        self.said = described(rank=held.rank, alpha=held.alpha, targets=targets, rslora=held.rslora)
+        self._where = held.shards[0].tensor.device
+        self._sent: list[int] = []  # of each matrix in the last push
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Gathers the matrices, in memory of their own, by PEFT's names; a collective."""
+        return {PREFIX + name: tensor for name, tensor in self._exporter if name in self._kept}
+
+    def for_push(self) -> tuple[dict[str, Tensor], list[int]]:
+        """Gathers what a push brings. Returns it and its checksums, which `checksums` compares."""
+        pairs = self.gathered()
+        self._sent = _sums(pairs)
+        return pairs, self._sent
+
+    def checksums(self) -> list[SliceChecksums]:
+        """Returns one of each matrix of the last push; a collective."""
+        now = self.gathered()
+        found = []
+        for (name, tensor), held, sent in zip(now.items(), _sums(now), self._sent, strict=True):
+            box = tuple((0, size) for size in tensor.shape)
+            told = name.removeprefix(PREFIX)
+            found.append(SliceChecksums(told, box, -1, -1, held, sent, sent))
+        return found
+
+    def everybodys(self, good: bool, *numbers: int) -> list[bool]:
+        """Returns whether all processes say `good`, and whether they have the same of each number;
+        a collective.
+        """
+        mine = torch.tensor([int(good), *numbers], device=self._where)
+        least, most = mine.clone(), mine.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        first, *same = (least == most).tolist()
+        return [bool(first and least[0]), *same]
+
+
 class AdapterEngine(Protocol):
     """AdapterEngine is an engine of this process that serves one adapter."""
 
@@ -51,24 +96,11 @@ class AdapterWeights:
     ):
         """`base`: what brings the frozen model."""
         self.base, self.engine = base, engine
-        held = adapters.held
-        self._exporter = Exporter(held.shards, adapters.group, bucket_bytes=bucket_bytes)
-        self._kept = names_of_pairs(tensor.name for tensor in self._exporter.planned)
-        targets = {target_of(name) for name in self._kept}
-        self._said = described(
-            rank=held.rank, alpha=held.alpha, targets=targets, rslora=held.rslora
-        )
-        self._where = held.shards[0].tensor.device
-        self._sums: list[int] = []  # of each matrix in the last push
+        self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
     def checksums(self) -> list[SliceChecksums]:
         """Returns those of the frozen model, and one of each matrix of an adapter; a collective."""
-        now = self._gathered()
-        found = []
-        for (name, tensor), held, sent in zip(now.items(), _sums(now), self._sums, strict=True):
-            box = tuple((0, size) for size in tensor.shape)
-            found.append(SliceChecksums(name, box, -1, -1, held, sent, sent))
-        return [*self.base.checksums(), *found]
+        return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
         """Afterwards every engine answers under `version`: with the frozen model, which is sent
@@ -79,7 +111,7 @@ class AdapterWeights:
         """
         begin = time.perf_counter()
         metrics: Metrics = {}
-        if not all(self._everybodys(self.engine.has_weights)):
+        if not all(self._pairs.everybodys(self.engine.has_weights)):
             metrics = self.base.push(version=version)
         self.engine.invalidate()  # it has the model, and not yet the adapters
         try:
@@ -104,18 +136,13 @@ class AdapterWeights:
 
     def _push(self, version: int) -> int:
         """Pushes the adapters, and returns their bytes."""
-        pairs = self._gathered()
-        self._sums = _sums(pairs)
+        pairs, sums = self._pairs.for_push()
         failure: Exception | None = None
         try:
-            self.engine.load_adapter(
-                {PREFIX + name: tensor for name, tensor in pairs.items()},
-                self._said,
-                version=version,
-            )
+            self.engine.load_adapter(pairs, self._pairs.said, version=version)
         except Exception as error:
             failure = error
-        told = self._everybodys(failure is None, *self._sums)
+        told = self._pairs.everybodys(failure is None, *sums)
         if failure is not None:
             raise failure
         if not told[0]:
@@ -127,21 +154,6 @@ class AdapterWeights:
                 f"Processes got different adapters in push {version}; no engine has any now."
             )
         return sum(tensor.nbytes for tensor in pairs.values())
-
-    def _gathered(self) -> dict[str, Tensor]:
-        """Gathers the matrices, in memory of their own; a collective."""
-        return {name: tensor for name, tensor in self._exporter if name in self._kept}
-
-    def _everybodys(self, good: bool, *numbers: int) -> list[bool]:
-        """Returns whether all processes say `good`, and whether they have the same of each number;
-        a collective.
-        """
-        mine = torch.tensor([int(good), *numbers], device=self._where)
-        least, most = mine.clone(), mine.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        first, *same = (least == most).tolist()
-        return [bool(first and least[0]), *same]
 
 
 def _sums(pairs: Mapping[str, Tensor]) -> list[int]:

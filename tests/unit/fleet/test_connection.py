@@ -30,11 +30,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked, self.salts, self.ended = list[list[int]](), list[str | None](), list[int]()
+        self.adapters = list[int]()
 
-    async def generate(self, prompt: Any, parameters: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, name: str, *, lora_request: Any
+    ) -> AsyncIterator[Any]:
         ids = prompt["prompt_token_ids"]
         self.asked.append(ids)
         self.salts.append(prompt.get("cache_salt"))
+        self.adapters.append(lora_request.lora_int_id if lora_request else 0)
         if ids[0] == BAD:
             raise ValueError("no such token")
         if ids[0] == BROKEN:
@@ -167,6 +171,13 @@ def test_large_answers_go_in_several_messages(
     assert [wire.numbers("i", each.token_ids)[0] for each in answers] == list(range(1, 41))
     told = [size for size in sizes if size != 40]
     assert max(told) <= 3 and sum(told) >= 40
+
+
+def test_a_request_names_its_adapter(served: tuple[Served, str]) -> None:
+    application, address = served
+    within(address, lambda connection: connection.ask([4], SAMPLING, adapter=2))
+    within(address, lambda connection: connection.ask([4], SAMPLING))
+    assert application.engine.adapters == [2, 0]
 
 
 def test_a_salt_keeps_caches_apart(served: tuple[Served, str]) -> None:

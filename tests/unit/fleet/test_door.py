@@ -3,11 +3,13 @@ nobody comes in.
 """
 
 import asyncio
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rftmega.vllm_server.door import KEY, PATHS, SAMPLES, Door, headers
+from rftmega.vllm_server.door import ADAPTER, KEY, PATHS, SAMPLES, Door, headers
 from rftmega.vllm_server.wire import SOCKET
 
 
@@ -15,6 +17,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dic
     """Whether the application was reached, and what was answered."""
     monkeypatch.setenv(KEY, "the key")
     reached, sent = [], []
+    body = iter(scope.pop("body", []))
+
+    async def receive() -> Any:
+        return next(body)
 
     async def application(*_: Any) -> None:
         reached.append(True)
@@ -22,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dic
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(Door(application)({"headers": [], "method": "GET", **scope}, None, send))  # type: ignore[arg-type]
+    asyncio.run(Door(application)({"headers": [], "method": "GET", **scope}, receive, send))  # type: ignore[arg-type]
     return bool(reached), sent
 
 
@@ -53,7 +59,7 @@ def test_with_the_key_the_trainers_requests_come_in(
 def test_without_the_key_nothing_does_whatever_its_method(
     what: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in (*sorted(PATHS), SAMPLES, "/v1/models", "/collective_rpc"):
+    for path in (*sorted(PATHS), SAMPLES, ADAPTER, "/v1/models", "/collective_rpc"):
         reached, sent = asked(
             monkeypatch, type="http", path=path, method=method, headers=WRONG[what]
         )
@@ -94,3 +100,56 @@ def test_without_a_key_a_server_does_not_come_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(KEY, raising=False)
     with pytest.raises(KeyError):
         Door(None)  # type: ignore[arg-type]
+
+
+class Workers:
+    """What a server asks of its workers."""
+
+    def __init__(self, lora: Any) -> None:
+        self.vllm_config = SimpleNamespace(lora_config=lora)
+        self.asked: list[Any] = []
+
+    async def collective_rpc(self, method: str, *, args: Any) -> None:
+        self.asked.append((method, *args))
+        if args[1] == 8:
+            raise RuntimeError("not as it was sent")
+
+
+def brought(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, *body: dict[str, Any], version: int = 7
+) -> list[dict[str, Any]]:
+    """What is answered to a parcel."""
+    _, sent = asked(
+        monkeypatch,
+        type="http",
+        method="POST",
+        path=ADAPTER,
+        headers=RIGHT,
+        query_string=f"version={version}".encode(),
+        app=SimpleNamespace(state=SimpleNamespace(engine_client=workers)),
+        body=body,
+    )
+    return sent
+
+
+def test_a_parcel_goes_whole_to_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b"ab", "more_body": True},
+        {"type": "http.request", "body": b"c"},
+    ]
+    workers = Workers("some")
+    assert brought(monkeypatch, workers, *parts)[0]["status"] == 200
+    assert workers.asked == [("take_adapter", b"abc", 7)]
+    started, said = brought(monkeypatch, workers, *parts, version=8)
+    assert started["status"] == 500 and "not as it was sent" in json.loads(said["body"])["error"]
+    without = Workers(None)
+    started, said = brought(monkeypatch, without, *parts)
+    assert started["status"] == 500 and "started without adapters" in said["body"].decode()
+    assert without.asked == []
+
+
+def test_half_of_a_parcel_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers("some")
+    half = {"type": "http.request", "body": b"ab", "more_body": True}
+    assert brought(monkeypatch, workers, half, {"type": "http.disconnect"}) == []
+    assert workers.asked == []

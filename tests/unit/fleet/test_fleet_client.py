@@ -41,7 +41,14 @@ class Says:
         self.posted = list[str]()
 
     async def ask(
-        self, line: Any, token_ids: Any, sampling: Any, seconds: float, *, salt: str = ""
+        self,
+        line: Any,
+        token_ids: Any,
+        sampling: Any,
+        seconds: float,
+        *,
+        salt: str = "",
+        adapter: int = 0,
     ) -> wire.ServerAnswer:
         self.asked.append((list(token_ids), dict(sampling), salt))
         return self.left.pop(0)(self)

@@ -28,11 +28,14 @@ def reasons(folder: Path, *options: str) -> list[str]:
         (["model.lora.push=adapters"], "model.lora.push=adapters needs model.lora.rank above 0"),
         (
             ["model.lora.rank=8", "model.lora.push=adapters", "rollout.engine=transformers"],
-            "rollout.engine=transformers with strategy=colocated takes merged weights",
+            "rollout.engine=transformers takes merged weights",
         ),
         (
-            ["model.lora.rank=8", "model.lora.push=adapters", "strategy=separate"],
-            "rollout.engine=vllm with strategy=separate takes merged weights",
+            [
+                *("model.lora.rank=8", "model.lora.push=adapters", "strategy=separate"),
+                "rollout.transport=checkpoint",
+            ],
+            "rollout.transport=checkpoint is for servers without this package",
         ),
         (["model.lora.path=x"], "model.lora.path=x needs model.lora.rank"),
         (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),

@@ -1,0 +1,83 @@
+"""AdapterParcel carries adapters to an engine in processes of its own: whole, by PEFT's names, in one
+message, since they are small.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rftmega.errors import EngineError
+from rftmega.weights.slice_sums import sum_of
+
+# numbers of adapters in an engine
+NONE = 0  # the model by itself
+POLICY = 1
+
+
+class ParcelTensor(msgspec.Struct, array_like=True):
+    """ParcelTensor is one matrix."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    checksum: int
+    elements: bytes
+
+
+class AdapterParcel(msgspec.Struct, array_like=True):
+    """AdapterParcel is an adapter of one push: what PEFT's two files would hold."""
+
+    version: int
+    number: int  # of the adapter in the engine
+    said: dict[str, Any]  # PEFT's config
+    tensors: list[ParcelTensor]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AdapterParcel)
+
+
+def packed(
+    version: int,
+    pairs: Mapping[str, Tensor],
+    said: Mapping[str, Any],
+    sums: Mapping[str, int],
+    *,
+    number: int = POLICY,
+) -> bytes:
+    """Packs an adapter. `sums`: the checksum of each matrix as it was gathered."""
+    tensors = []
+    for name, tensor in pairs.items():
+        whole = tensor.detach().contiguous().cpu()
+        elements = whole.view(torch.uint8).numpy().tobytes()
+        dtype = str(whole.dtype).removeprefix("torch.")
+        tensors.append(ParcelTensor(name, dtype, list(whole.shape), sums[name], elements))
+    return _encoder.encode(AdapterParcel(version, number, dict(said), tensors))
+
+
+def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
+    """Returns an adapter's number, its matrices, which are nobody else's, and PEFT's config.
+
+    Raises EngineError where it is another push's, or a matrix is not as it was sent.
+    """
+    try:
+        parcel = _decoder.decode(message)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"The adapters of push {version} can't be read: {error}") from error
+    if parcel.version != version:
+        raise EngineError(
+            f"The adapters of push {parcel.version} came in the place of push {version}'s."
+        )
+    found = {}
+    for each in parcel.tensors:
+        dtype = getattr(torch, each.dtype)
+        if len(each.elements) != torch.Size(each.shape).numel() * dtype.itemsize:
+            raise EngineError(f"{each.name} of push {version} has not the size that was sent.")
+        tensor = torch.frombuffer(bytearray(each.elements), dtype=dtype).view(each.shape)
+        if sum_of(tensor) != each.checksum:
+            raise EngineError(f"{each.name} of push {version} is not as it was sent.")
+        found[each.name] = tensor
+    return parcel.number, found, parcel.said

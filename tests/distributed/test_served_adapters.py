@@ -1,0 +1,254 @@
+"""Adapters that are pushed as adapters to vLLM servers: the frozen model goes to each once, and a server
+says what the trainer says after every push.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
+from rftmega.errors import EngineError
+from rftmega.experience import given
+from rftmega.shards import AdapterSource
+from rftmega.types import Prompt, Sampling
+from rftmega.vllm_server import door
+from tests.layouts import build_actor, rows_of
+from tests.plain_adapters import random_pairs, write_pairs
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+# the last fills a block of the prefix cache, which is then found again
+LONG = tuple((37 * i) % 129 + 2 for i in range(150))
+PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(LONG)]
+ROWS = [[(37 * i + 11 * b) % 131 for i in range(n)] for b, n in enumerate((30, 17, 26))]
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
+TEMPERATURE = 0.7
+KEY = "of this test"
+
+
+class Served:
+    """A policy with adapters, and servers that answer with them."""
+
+    def __init__(
+        self, world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, **rollout: Any
+    ):
+        from rftmega.fleet.server_engine import ServerEngine
+
+        lora = LoRA(rank=8, alpha=16, path=str(adapter), push="adapters")
+        self.actor = build_actor(
+            folder, parallel, OPTIMIZER, temperature=TEMPERATURE, token_cap=512, lora=lora
+        )
+        config = RolloutConfig(
+            max_prompt_tokens=180, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8,
+            weights_folder=str(adapter.parent / "weights"), **rollout,
+        )  # fmt: skip
+        self.engine = ServerEngine(
+            folder, config, world, dtype="float32", stop_ids=[1], logs=adapter.parent / "servers",
+            adapter_rank=lora.served_rank,
+        )  # fmt: skip
+        held = self.actor.adapters()
+        assert held is not None
+        self.weights: Any = self.engine.adapter_sync(
+            self.actor.frozen_shards(),
+            AdapterSource(held, self.actor.replica_group),
+            bucket_bytes=50_000,
+        )
+
+    def gap(self) -> tuple[float, list[float], set[int]]:
+        """The largest difference of log-probs, those of a few tokens, and the answers' versions."""
+        answers = self.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
+        told: list[Any] = [answers]
+        dist.broadcast_object_list(told)
+        (answers,) = told
+        rows = rows_of(
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [len(p.token_ids) for p in PROMPTS],
+        )
+        logp = self.actor.log_probs(rows).logp[rows.mask]
+        said = torch.tensor([x for answer in answers for x in answer.logprobs])
+        versions = {answer.policy_version for answer in answers}
+        return float((logp - said).abs().max()), said[:3].tolist(), versions
+
+    def learn(self) -> None:
+        self.actor.step(given(rows_of(ROWS)), cross_entropy_loss())
+        self.actor.manager.finish_param_sync()
+
+
+def spoilt(parcel: bytes) -> bytes:
+    """The parcel with one other bit in the last matrix."""
+    return parcel[:-1] + bytes([parcel[-1] ^ 1])
+
+
+def pushes_body(
+    world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, rollout: Any
+) -> Any:
+    served = Served(world, folder, adapter, parallel, **rollout)
+    seen: dict[str, Any] = {"pushes": []}
+    engine, weights = served.engine, served.weights
+    try:
+        for version in range(3):
+            metrics = weights.push(version=version)
+            seen["pushes"].append((metrics, *served.gap()))
+            seen.setdefault("intact", []).append(all(x.intact for x in weights.checksums()))
+            served.learn()
+        seen["changed"] = {each.name for each in weights.checksums() if not each.intact}
+        seen["model's sums"] = len(weights.base.checksums())
+        land = engine.land
+
+        def landing_spoilt(name: str, version: int) -> None:
+            engine.parcel = spoilt(engine.parcel)
+            land(name, version)
+
+        engine.land = landing_spoilt  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="has the"):
+            weights.push(version=3)
+        engine.land = land  # type: ignore[method-assign]
+        if world.is_main:
+            seen["states"] = [str(each.state) for each in engine.fleet.members]
+            assert "is not as it was sent" in "".join(
+                path.read_text() for path in (adapter.parent / "servers").iterdir()
+            )
+        with pytest.raises(EngineError, match="no weights"):
+            engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
+        seen["mended"] = (weights.push(version=4), *served.gap())
+        if world.is_main:
+            (server, *_) = engine.servers
+            os.killpg(server._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            server._process.wait()  # type: ignore[attr-defined]
+        served.learn()
+        seen["restarted"] = (weights.push(version=5), *served.gap())
+    finally:
+        engine.close()
+    return seen
+
+
+TP2 = {"tensor": 2, "sequence": True}
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel", "rollout"),
+    [
+        pytest.param("qwen3", {}, {"transport": "shared_memory"}, id="shared memory"),
+        pytest.param("qwen3", {}, {"transport": "network"}, id="network"),
+        pytest.param("qwen3", {}, {"transport": "disk"}, id="disk"),
+        pytest.param(
+            "qwen2", TP2, {"transport": "network", "tensor": 2}, id="network, two workers",
+            marks=pytest.mark.ranks,
+        ),
+        pytest.param(
+            "llama", TP2, {"transport": "shared_memory", "servers": 2}, id="two servers",
+            marks=pytest.mark.ranks,
+        ),
+    ],
+)  # fmt: skip
+def test_servers_with_the_adapters_of_a_push_say_what_the_trainer_says(
+    variant: str, parallel: dict[str, Any], rollout: dict[str, Any], tmp_path: Path
+) -> None:
+    """And a server that got other bytes refuses, and one that was started again gets the model again."""
+    folder = save_tiny(tmp_path / "model", variant, hidden_size=128)
+    pairs = random_pairs(folder, rank=8)
+    adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
+    size = sum(x.nbytes for pair in pairs.values() for x in pair)
+    servers = rollout.get("servers", 1)
+    for seen in run_ranks(
+        parallel.get("tensor", 1), pushes_body, folder, adapter, P(**parallel), rollout, timeout=400
+    ):
+        for version, (metrics, gap, _, versions) in enumerate(seen["pushes"]):
+            assert gap < 1e-5 and versions == {version}
+            assert metrics["push_adapter_bytes"] == size and metrics["push_ratio"] == 1
+        first, *later = [metrics["push_bytes"] for metrics, *_ in seen["pushes"]]
+        assert later == [servers * size] * 2 and first > 2 * size, "the model was sent again"
+        said = [torch.tensor(said) for _, _, said, _ in seen["pushes"]]
+        assert (said[0] - said[1]).abs().max() > 1e-3, "the second push changed nothing"
+        assert seen["intact"] == [True] * 3 and seen["model's sums"] > 0
+        assert seen["changed"] == {
+            f"{name}.lora_{which}.weight" for name in pairs for which in "AB"
+        }
+        assert set(seen.get("states", ["stale"])) == {"stale"}
+        metrics, gap, _, versions = seen["mended"]
+        assert gap < 1e-5 and versions == {4} and metrics["push_bytes"] == servers * size
+        metrics, gap, _, versions = seen["restarted"]
+        assert gap < 1e-5 and versions == {5}
+        assert metrics["push_bytes_least"] > servers * size, "it has no model"
+        assert metrics["servers_healthy"] == servers and metrics["server_starts"] == servers + 1
+
+
+@pytest.fixture
+def two_elsewhere(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Gives a model's folder, and a roster of two servers of `rftmega serve`."""
+    model = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
+    rollout = {
+        "max_prompt_tokens": 180, "max_response_tokens": 12, "cpu_cache_gib": 0.05, "max_batch": 8,
+        "transport": "network", "engine": "vllm",
+    }  # fmt: skip
+    own = {"path": str(model), "dtype": "float32", "lora": {"rank": 8, "push": "adapters"}}
+    run = {"model": own, "rollout": rollout, "strategy": "separate"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    command = [sys.executable, "-m", "rftmega", "serve", str(tmp_path / "run.yaml")]
+    command += ["--listen", "127.0.0.1", "--roster", str(tmp_path / "both")]
+    command += ["--logs", str(tmp_path / "logs"), "--servers", "2"]
+    with (tmp_path / "serve.log").open("w") as said:
+        serving = subprocess.Popen(
+            command, env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
+        )
+    yield model, tmp_path / "both"
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(60) == 0
+
+
+def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:
+    os.environ[door.KEY] = KEY
+    while not both.exists() or len(both.read_text().split()) < 2:
+        time.sleep(0.2)
+    first, second = both.read_text().split()
+    roster = both.parent / "roster"
+    roster.write_text(first)
+    served = Served(world, model, adapter, P(), transport="network", roster=str(roster))
+    engine, weights = served.engine, served.weights
+    seen: dict[str, Any] = {}
+    try:
+        for version in range(2):
+            weights.push(version=version)
+            if version == 0:
+                served.learn()
+        roster.write_text(f"{first}\n{second}")
+        engine.fleet.look_elsewhere()
+        seen["landed"] = weights.push_to_late()
+        known, late = engine.fleet.members
+        known.health.missed()  # so that the late one answers alone
+        seen["late"] = served.gap()
+        seen["asked"] = late.health.requests
+        known.health.landed()
+        served.learn()
+        seen["both"] = (weights.push(version=2), *served.gap())
+    finally:
+        engine.close()
+    return seen
+
+
+def test_a_server_that_comes_between_two_pushes_gets_model_and_adapters(
+    two_elsewhere: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, both = two_elsewhere
+    pairs = random_pairs(model, rank=8)
+    adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
+    size = sum(x.nbytes for pair in pairs.values() for x in pair)
+    (seen,) = run_ranks(1, late_body, model, both, adapter, timeout=300)
+    assert seen["landed"] == 1 and seen["asked"] == len(PROMPTS)
+    gap, _, versions = seen["late"]
+    assert gap < 1e-5 and versions == {1}
+    metrics, gap, _, versions = seen["both"]
+    assert gap < 1e-5 and versions == {2}
+    assert metrics["servers_healthy"] == 2 and metrics["push_bytes"] == 2 * size
