@@ -57,6 +57,24 @@ LAYOUTS: dict[str, Case] = {
     "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
     "EP2": (2, P(expert=2), SHARDED),
 }  # fmt: skip
+MIXED: dict[str, Case] = {
+    "one process": (1, P(), PLAIN),
+    "EP2": (2, P(expert=2), PLAIN),
+    "TP2 (whole experts)": (2, P(tensor=2, sequence=True), PLAIN),
+    "TP2, split experts": (2, P(tensor=2, sequence=True, expert_tensor=2), PLAIN),
+    "EP2 x TP2 (one process an expert)": (2, P(tensor=2, sequence=True, expert=2), PLAIN),
+    "PP2": (2, P(pipeline=2), PLAIN),
+    "split experts, distributed optimizer": (2, P(expert_tensor=2), SHARDED),
+    "EP2, full recompute": (2, P(expert=2, recompute="full"), SHARDED),
+    "EP2 x CP2": (2, P(expert=2, context=2), PLAIN),
+    "DP2, overlapped": (2, P(), OVERLAPPED),
+    "EP2 x TP2, split experts": (4, P(tensor=2, sequence=True, expert=2, expert_tensor=2), PLAIN),
+    "EP2 x TP2 x DP2, overlapped": (4, P(tensor=2, sequence=True, expert=2), OVERLAPPED),
+    "PP2 x VPP2, split experts": (4, P(pipeline=2, virtual_pipeline=2, expert_tensor=2), SHARDED),
+    "EP2 x PP2, recompute": (4, P(pipeline=2, expert=2, recompute="selective"), SHARDED),
+}  # fmt: skip
+FEW = list(MIXED)[:10]
+MANY = list(MIXED)[10:]
 QUICK = list(LAYOUTS)[:9]
 EXHAUSTIVE = list(LAYOUTS)[9:-1]
 
@@ -102,7 +120,7 @@ def assert_learns_as_plain_torch(
     preloaded: str = LOCAL,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
-    chosen = targets or plain_adapters.ALL
+    chosen = targets or (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
@@ -122,7 +140,7 @@ def assert_learns_as_plain_torch(
     )
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
-    for module, pair in plain_adapters.pairs_of(model).items():
+    for module, pair in plain_adapters.pairs_of(model, pairs).items():
         matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
         torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
 
@@ -150,6 +168,21 @@ def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_r
         )
         found += run_ranks(1, scaled_body, folder, adapter, alpha, rslora)
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_three_steps_of_adapters_on_experts_are_those_of_plain_torch(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", MANY)
+def test_adapters_on_experts_learn_as_in_plain_torch_in_larger_layouts(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name])
 
 
 @pytest.mark.ranks
