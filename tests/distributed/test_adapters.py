@@ -200,6 +200,8 @@ def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path:
         ("phi3", ("qkv_proj", "gate_up_proj"), "TP2, SP"),  # one HF tensor each
         ("qwen2", ("k_proj", "o_proj"), "TP2, SP"),  # biases
         ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), "EP2"),
+        ("qwen2-moe", (), "TP2, SP"),  # a shared expert
+        ("mixtral", (), "EP2"),
     ],
 )
 def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
@@ -230,6 +232,14 @@ def test_only_adapters_have_gradients_and_an_optimizers_state(name: str, tmp_pat
         assert bytes_of[ADAM] == 8 * learnt
         assert 4 * learnt <= bytes_of[GRADIENTS] < 4 * learnt + 2048  # buffers are padded
         assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def test_memory_of_adapters_on_experts_is_as_foretold(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3-moe")
+    for name in ("EP2, full recompute", "EP2 x TP2 (one process an expert)"):
+        for learnt, _, bytes_of, _ in run_ranks(2, memory_body, folder, MIXED[name]):
+            assert bytes_of[ADAM] > 0
+            assert learnt > 0
 
 
 def reference_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
@@ -264,9 +274,18 @@ def fresh_body(world: Any, folder: Path, case: Case) -> Any:
     return before, off, matrices, learn(actor, 1)
 
 
-def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "qwen3")
-    cases: list[Case] = [(1, P(), PLAIN), (4, P(tensor=2, pipeline=2), PLAIN)]
+@pytest.mark.parametrize(
+    ("variant", "case"),
+    [
+        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN)),
+        ("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED)),  # a shared expert
+    ],
+)
+def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
+    variant: str, case: Case, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant)
+    cases: list[Case] = [(1, P(), PLAIN), case]
     found = [run_ranks(case[0], fresh_body, folder, case)[0] for case in cases]
     for before, off, matrices, _ in found:
         assert torch.equal(before, off)
@@ -379,6 +398,19 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
 
+def test_a_checkpoint_of_experts_with_adapters_is_read_under_another_layout(
+    tmp_path: Path,
+) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3-moe"), tmp_path / "kept"
+    split = (2, P(expert_tensor=2), SHARDED)
+    expected, *_ = run_ranks(2, save_body, model, folder, split)
+    assert run_ranks(2, resume_body, model, folder, split, RANK)[0] == expected
+    spread = MIXED["EP2 x TP2 (one process an expert)"]
+    found = run_ranks(2, resume_body, model, folder, spread, RANK)[0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
 def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: Path) -> None:
     model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
     run_ranks(1, save_body, model, folder, (1, P(), PLAIN))
@@ -392,8 +424,11 @@ def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: 
         assert all("belong to other weights" in text for text in found)
 
 
+MERGED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+
+
 def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path) -> None:
-    actor = actor_of(folder, adapter, case, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    actor = actor_of(folder, adapter, case, MERGED)
     frozen = [item.parameter.clone() for item in actor.manager.bound]
     learn(actor, 2)
     actor.manager.finish_param_sync()
@@ -427,10 +462,19 @@ def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
     name: str, tmp_path: Path
 ) -> None:
-    case = LAYOUTS[name]
-    folder, target = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "out"
-    targets = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
+    assert_exports_and_pushes_products(tmp_path, "qwen3", LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["EP2 x TP2 (one process an expert)", "TP2, split experts"])
+def test_what_is_exported_and_pushed_of_experts_is_the_base_and_the_product_of_its_pair(
+    name: str, tmp_path: Path
+) -> None:
+    assert_exports_and_pushes_products(tmp_path, "qwen3-moe", MIXED[name])
+
+
+def assert_exports_and_pushes_products(tmp_path: Path, variant: str, case: Case) -> None:
+    folder, target = save_tiny(tmp_path / "model", variant), tmp_path / "out"
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     run_ranks(case[0], merge_body, folder, adapter, case, target)
     (file,) = target.glob("*.safetensors")
@@ -440,7 +484,11 @@ def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
     assert merged.keys() == by_hand.keys()
     for name, tensor in by_hand.items():
         torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
-        changed = name.split(".")[-2] in targets
+        changed = name.split(".")[-2] in MERGED
         assert torch.equal(merged[name], base[name]) != changed, name
     written = load_file(tmp_path / "out_adapter" / "adapter_model.safetensors")
-    assert {name.split(".")[-3] for name in written} == set(targets)
+    assert {name.split(".")[-3] for name in written} == set(MERGED)
+    of_pairs = {
+        f"{plain_adapters.PREFIX}{name}.lora_{each}.weight" for name in pairs for each in "AB"
+    }
+    assert written.keys() == of_pairs
