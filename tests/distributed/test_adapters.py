@@ -326,10 +326,12 @@ def test_a_gradient_that_is_lost_behind_a_frozen_embedding_is_refused(tmp_path: 
         assert text == lost
 
 
-def dropout_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
+def dropout_body(
+    world: Any, folder: Path, adapter: Path, case: Case, targets: tuple[str, ...]
+) -> Any:
     found = []
     for share in (0.0, 0.5):
-        lora = LoRA(rank=RANK, alpha=ALPHA, dropout=share, path=str(adapter))
+        lora = LoRA(rank=RANK, alpha=ALPHA, dropout=share, targets=list(targets), path=str(adapter))
         config = config_of(folder, case[1], case[2], lora=lora)
         actor = MegatronActor(config, Topology.create(case[1], seed=1))
         scored = actor.log_probs(rows_of(ROWS)).logp
@@ -350,7 +352,22 @@ def test_adapters_drop_while_learning_alone_and_replicas_stay_alike(
     pairs = plain_adapters.random_pairs(folder, rank=RANK)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     case = (2, P(tensor=2, sequence=sequence), PLAIN)
-    (plain, dropping), (_, other) = run_ranks(2, dropout_body, folder, adapter, case)
+    assert_drops(run_ranks(2, dropout_body, folder, adapter, case, ()))
+
+
+def test_adapters_of_experts_drop_while_learning_alone_and_replicas_stay_alike(
+    tmp_path: Path,
+) -> None:
+    targets = ("gate_proj", "up_proj", "down_proj")  # every layer of this model has experts
+    folder = save_tiny(tmp_path / "model", "qwen3-moe-plain-weights")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    case = MIXED["TP2, split experts"]
+    assert_drops(run_ranks(2, dropout_body, folder, adapter, case, targets))
+
+
+def assert_drops(ranks: Any) -> None:
+    (plain, dropping), (_, other) = ranks
     assert torch.equal(plain[0], dropping[0])
     assert plain[1][0][0] != pytest.approx(dropping[1][0][0], rel=1e-4)
     for name in dropping[2].keys() & other[2].keys():  # those that every rank has whole
