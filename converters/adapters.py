@@ -42,8 +42,8 @@ def adapted_layers(
 ) -> list[AdaptedLayer]:
     """Returns the layers of a decoder that `targets` name, all linear ones where it is empty.
 
-    Raises ConfigError for a target that the model does not have, for one within experts, and for a
-    model that can have no adapters.
+    Raises ConfigError for a target that the model does not have, and for a model that can have no
+    adapters.
     """
     if any(rule.megatron[0].startswith((MODULE, HEARS)) for rule in rules):
         raise ConfigError(
@@ -54,22 +54,14 @@ def adapted_layers(
         raise ConfigError(
             "model.lora.rank: the model has latent attention, whose layers can't have adapters. Set it to 0."
         )
-    mixture = any(rule.per_expert for rule in rules)
-    allowed = [rule for rule in linear if not (mixture and rule.megatron[0].startswith(MLP))]
-    names = {name for rule in allowed for name in _names(rule)}
+    names = {name for rule in linear for name in _names(rule)}
     if unknown := [target for target in targets if target not in names]:
         raise ConfigError(
             f"model.lora.targets: {', '.join(unknown)} can't have an adapter in this model. "
             f"Choose from: {', '.join(sorted(names))}."
         )
-    if mixture and not targets:
-        attention = sorted({hf_target(rule, 0) for rule in allowed})
-        raise ConfigError(
-            "model.lora.targets: experts can't have adapters, and this model has some. Name the layers of attention, such as "
-            f"model.lora.targets=[{','.join(attention)}]."
-        )
     found = []
-    for rule in allowed:
+    for rule in linear:
         numbers = range(len(rule.hf))
         chosen = [number for number in numbers if _is_chosen(rule, number, targets)]
         if chosen:
@@ -92,8 +84,10 @@ def _names(rule: Rule) -> set[str]:
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Says whether this is the weight of a linear layer of a decoder's attention or MLP."""
-    of_a_layer = rule.megatron[0].startswith((ATTENTION, MLP)) and not rule.per_expert
+    """Says whether this is the weight of a linear layer of a decoder's attention or MLP, or of an
+    expert.
+    """
+    of_a_layer = rule.megatron[0].startswith((ATTENTION, MLP))
     named = rule.megatron[0].endswith(WEIGHT) and len(rule.hf[0].shape) == 2
     return of_a_layer and named and isinstance(rule, Column | QKV)
 
@@ -106,7 +100,10 @@ def _is_chosen(rule: Rule, number: int, targets: Sequence[str]) -> bool:
 def _adapted(rule: Rule, parts: tuple[int, ...], rank: int) -> AdaptedLayer:
     down = [_beside(rule.hf[part], DOWN, (rank, rule.hf[part].shape[1])) for part in parts]
     up = [_beside(tensor, UP, (tensor.shape[0], rank)) for tensor in rule.hf]
-    of_a, of_b = _locals(rule, LOCAL_DOWN), _locals(rule, LOCAL_UP)
+    # of Megatron's own modules; nothing looks adapters up by these names
+    of_a, of_b = (
+        (rule.megatron[0].removesuffix(WEIGHT) + name,) for name in (LOCAL_DOWN, LOCAL_UP)
+    )
     if isinstance(rule, Row):  # columns of a row-parallel weight are split, and with them a's
         return AdaptedLayer(
             rule,
@@ -124,7 +121,3 @@ def _adapted(rule: Rule, parts: tuple[int, ...], rank: int) -> AdaptedLayer:
 
 def _beside(tensor: HFTensor, name: str, shape: tuple[int, ...]) -> HFTensor:
     return HFTensor(tensor.name.removesuffix(WEIGHT) + name, shape)
-
-
-def _locals(rule: Rule, name: str) -> tuple[str, ...]:
-    return tuple(each.removesuffix(WEIGHT) + name for each in rule.megatron)

@@ -2,17 +2,21 @@
 with our attention.
 """
 
+from collections.abc import Callable
+
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from rftmega.layers.adapter import with_adapter
+from rftmega.layers.adapter import with_adapter, with_adapters
 from rftmega.layers.attention import PackedAttention
 from rftmega.layers.norm import LatentNorm, RMSNorm
 from rftmega.layers.post_norm import with_norm_behind
@@ -46,7 +50,7 @@ def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
 
 
 def allow_adapters(block: TransformerBlockSubmodules) -> None:
-    """Lets the linear layers of attention, and of dense MLPs, have adapters.
+    """Lets the linear layers of attention, of MLPs and of experts have adapters.
 
     An adapter reads what the layer's weight is multiplied with. Transformer Engine's layers that
     normalise it themselves keep that inside, so the norms are modules of their own.
@@ -59,11 +63,18 @@ def allow_adapters(block: TransformerBlockSubmodules) -> None:
             attention.linear_qkv = TEColumnParallelLinear
         attention.linear_qkv = with_adapter(attention.linear_qkv)
         attention.linear_proj = with_adapter(attention.linear_proj)
-        if not isinstance(mlp, MLPSubmodules):  # of experts
+        if isinstance(mlp, MoESubmodules):
+            grouped = issubclass(mlp.experts.module, TEGroupedMLP)
+            _adapt(mlp.experts.submodules, with_adapters if grouped else with_adapter)
+            _adapt(mlp.shared_experts.submodules, with_adapter)
             continue
         if uses_transformer_engine():
             mlp.linear_fc1 = TEColumnParallelLinear
-        mlp.linear_fc1, mlp.linear_fc2 = with_adapter(mlp.linear_fc1), with_adapter(mlp.linear_fc2)
+        _adapt(mlp, with_adapter)
+
+
+def _adapt(mlp: MLPSubmodules, adapted: Callable[[type], type]) -> None:
+    mlp.linear_fc1, mlp.linear_fc2 = adapted(mlp.linear_fc1), adapted(mlp.linear_fc2)
 
 
 def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:

@@ -194,6 +194,9 @@ RECOMPUTED = {
     "PP2 x VPP2, full recompute": Layout(2, P(pipeline=2, virtual_pipeline=2, recompute="full")),
 }
 LAYOUTS[ROUTED] = LAYOUTS["qwen3-moe"] | RECOMPUTED
+# The same with adapters, on experts as well.
+ADAPTED_MIXTURE = "qwen3-moe with adapters"
+LAYOUTS[ADAPTED_MIXTURE] = LAYOUTS["qwen3-moe"] | RECOMPUTED
 # Models that see, on rows with pictures.
 WITH_PICTURES: dict[str, Layout] = {
     **{
@@ -418,8 +421,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def saved(folder: Path, variant: str) -> Path:
-    if variant == ADAPTED:
-        model = save_tiny(folder, "qwen3")
+    if variant in (ADAPTED, ADAPTED_MIXTURE):
+        model = save_tiny(folder, variant.removesuffix(" with adapters"))
         pairs = plain_adapters.random_pairs(model, rank=LORA.rank, spread=0.1)
         plain_adapters.write_pairs(model / "adapter", pairs, alpha=LORA.alpha)
         return model

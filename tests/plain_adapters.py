@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # what it calls them
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 PREFIX = "base_model.model."
 Pairs = dict[str, tuple[Tensor, Tensor]]  # by the module's name: A [r, in], B [out, r]
 
@@ -30,40 +33,101 @@ class WithPair(nn.Module):
         return self.base(x) + self.scaling * F.linear(F.linear(x, self.a), self.b)
 
 
+class StackWithPairs(nn.Module):
+    """A layer's experts in one tensor, as transformers keeps them, and alpha / r times B A beside each
+    matrix in it.
+    """
+
+    def __init__(self, pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], scaling: float):
+        """`pairs`: of each expert, those of the matrices that stand one below the other."""
+        super().__init__()
+        self.scaling = scaling
+        self.pairs = nn.ModuleList(
+            nn.ModuleList(nn.ParameterList([a.clone(), b.clone()]) for a, b in each)
+            for each in pairs
+        )
+
+    def forward(self, stack: Tensor) -> Tensor:
+        products = [torch.cat([b @ a for a, b in each]) for each in self.pairs]
+        return stack + self.scaling * torch.stack(products)
+
+
 def random_pairs(
     folder: Path, *, rank: int, targets: Sequence[str] = ALL, spread: float = 0.02
 ) -> Pairs:
     """Both matrices of every target are random: a B of zeros would hide mistakes."""
     random = torch.Generator().manual_seed(5)
-    found = {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in targets:
-            a = torch.randn(rank, module.in_features, generator=random)
-            b = torch.randn(module.out_features, rank, generator=random)
-            found[name] = a / module.in_features**0.5, spread * b
+    shapes = {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    for file in sorted(folder.glob("*.safetensors")):  # which have each expert by itself
+        for name, tensor in load_file(file).items():
+            if ".experts." in name:
+                shapes[name.removesuffix(".weight")] = tuple(tensor.shape)
+    found = {}
+    for name, (out, into) in shapes.items():
+        if name.rsplit(".", 1)[-1] in targets:
+            a = torch.randn(rank, into, generator=random)
+            b = torch.randn(out, rank, generator=random)
+            found[name] = a / into**0.5, spread * b
     return found
 
 
 def adapted(folder: Path, pairs: Pairs, *, alpha: float) -> Any:
     """The model of a folder, frozen, with pairs that learn."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     model.requires_grad_(False)
+    for stack, names in stacks(pairs).items():
+        above, leaf = stack.replace("block_sparse_moe", "mlp").rsplit(".", 1)
+        held = [[pairs[name] for name in each] for each in names]
+        beside = StackWithPairs(held, alpha / len(held[0][0][0]))
+        register_parametrization(model.get_submodule(above), leaf, beside)
     for name, (a, b) in pairs.items():
+        if ".experts." in name:
+            continue
         above, leaf = name.rsplit(".", 1)
         parent = model.get_submodule(above)
         setattr(parent, leaf, WithPair(getattr(parent, leaf), a, b, alpha / len(a)))
     return model
 
 
-def pairs_of(model: Any) -> Pairs:
-    return {
+def stacks(pairs: Pairs) -> dict[str, list[list[str]]]:
+    """The tensors that transformers keeps experts in, which all have pairs, and the names of what
+    stands in them: of each expert, one below the other.
+    """
+    experts = {name.rsplit(".", 2)[0] for name in pairs if ".experts." in name}
+    found = {}
+    for above in experts:
+        number = len({name.rsplit(".", 2)[1] for name in pairs if name.startswith(above + ".")})
+        for stack, parts in STACKS.items():
+            called = [MIXTRAL[part] if "sparse" in above else part for part in parts]
+            found[f"{above}.{stack}"] = [
+                [f"{above}.{expert}.{part}" for part in called] for expert in range(number)
+            ]
+    return found
+
+
+def pairs_of(model: Any, names: Pairs) -> Pairs:
+    """What pairs of these names have learnt."""
+    found = {
         name: (module.a.detach(), module.b.detach())
         for name, module in model.named_modules()
         if isinstance(module, WithPair)
     }
+    for stack, held in stacks(names).items():
+        above, leaf = stack.replace("block_sparse_moe", "mlp").rsplit(".", 1)
+        (beside,) = model.get_submodule(above).parametrizations[leaf]
+        for each, learnt in zip(held, beside.pairs, strict=True):
+            found |= {
+                name: (a.detach(), b.detach()) for name, (a, b) in zip(each, learnt, strict=True)
+            }
+    assert found.keys() == names.keys()
+    return found
 
 
 def learn(

@@ -194,6 +194,11 @@ def _adapters(config: RunConfig) -> list[str]:
     rules = table(read_hf_config(config.model.path))
     try:
         layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
+        if lora.push == "adapters" and any(layer.base.per_expert for layer in layers):
+            return [
+                "model.lora.push=adapters: experts have adapters, which are not handed to vLLM by themselves. Leave it out, so "
+                "that engines get merged weights, or name the layers of attention in model.lora.targets."
+            ]
         targets = {target for layer in layers for target in layer.targets}
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
             PEFTFolder(lora.path, option="model.lora.path").check(lora, targets)

@@ -17,7 +17,12 @@ from rftmega.config import LoRA
 from rftmega.converters import shard, shard_shape
 from rftmega.converters.adapters import AdaptedLayer
 from rftmega.converters.rules import located
-from rftmega.layers.adapter import AdaptedLinear, LowRankAdapter, let_gradients_begin
+from rftmega.layers.adapter import (
+    AdaptedExperts,
+    AdaptedLinear,
+    LowRankAdapter,
+    let_gradients_begin,
+)
 from rftmega.megatron.binding import Bound
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Box, Shard
@@ -64,40 +69,53 @@ class Adapters:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 let_gradients_begin(chunk.embedding)
-        linear: list[Any] = [
-            module
+        places = {
+            id(weight): (module, number)
             for chunk in chunks
             for module in chunk.modules()
-            if isinstance(module, AdaptedLinear)
-        ]
-        modules = {id(module.weight): module for module in linear}
+            if isinstance(module, AdaptedLinear | AdaptedExperts)
+            for number, weight in enumerate(module.adaptable())
+        }
         adapted = {id(layer.base): layer for layer in layers}
         for item, pieces in zip(base, replicas, strict=True):
             if layer := adapted.get(id(item.rule)):
-                self._add(modules[id(item.parameter)], layer, item, pieces)
+                adapter = self._added(*places[id(item.parameter)], layer, item)
+                self._bind(adapter, layer, item, pieces)
 
-    def _add(self, module: Any, layer: AdaptedLayer, item: Bound, pieces: Replicas) -> None:
+    def _added(self, module: Any, number: int, layer: AdaptedLayer, item: Bound) -> LowRankAdapter:
+        """Puts an adapter beside a weight of a module."""
         options, topology = self.options, self.topology
-        adapter = module.lora = LowRankAdapter(
-            module.weight,
+        of_expert = item.expert is not None
+        adapter = LowRankAdapter(
+            item.parameter,
             _members(layer, item),
             rank=options.rank,
             scaling=options.scaling,
             dropout=options.dropout,
             row_parallel=layer.row_parallel,
             sequence_parallel=module.config.sequence_parallel,
-            group=topology.tensor_group,
+            of_expert=of_expert,
+            group=topology.expert_tensor_group if of_expert else topology.tensor_group,
         )
         adapter.train(module.training)
+        module.adapt(number, adapter)
         self._on[id(item.parameter)] = adapter
-        whole: Replicas = [(stage, topology.tensor_rank, data) for stage, _, data in pieces]
+        return adapter
+
+    def _bind(
+        self, adapter: LowRankAdapter, layer: AdaptedLayer, item: Bound, pieces: Replicas
+    ) -> None:
+        """Pairs the matrices of a weight's adapter with their rules; `pieces` are the weight's."""
+        topology = self.topology
+        sharer = topology.tensor_rank if item.expert is None else topology.expert_tensor_rank
+        whole: Replicas = [(stage, sharer, data) for stage, _, data in pieces]
         split = layer.row_parallel, not layer.row_parallel
         for rule, matrix, is_split in zip(
             (layer.down, layer.up), (adapter.a, adapter.b), split, strict=True
         ):
             place = (item.rank, item.ranks) if is_split else (0, 1)
             assert matrix.shape == shard_shape(rule, *place), (rule, matrix.shape)
-            self.bound.append(Bound(rule, item.layer, None, matrix, *place))
+            self.bound.append(Bound(rule, item.layer, item.expert, matrix, *place))
             self.replicas.append(pieces if is_split else whole)
 
     @torch.no_grad()

@@ -8,10 +8,11 @@ from rftmega.options.bounds import BelowOne, NotNegativeInt, Positive
 
 # what vLLM takes as max_lora_rank
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# the linear layers of attention and MLP: in Hugging Face's folders, and in Megatron's modules
+# the linear layers of attention, MLP and experts: in Hugging Face's folders, and in Megatron's modules
 HF_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("w1", "w2", "w3"),  # of Mixtral's experts: gate, down, up
 )
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -33,7 +34,7 @@ class LoRA:
 
     targets: list[str] = field(default_factory=list)
     """Layers with an adapter, by their names in Hugging Face's folder (q_proj, down_proj) or in
-    Megatron (linear_qkv); empty: all linear layers of attention and MLP.
+    Megatron (linear_qkv); empty: all linear layers of attention, MLP and experts.
     """
 
     push: Literal["merged", "adapters"] = "merged"

@@ -43,6 +43,7 @@ class Topology:
     expert_tensor: int
     expert_tensor_rank: int
     tensor_group: Any
+    expert_tensor_group: Any
     context_group: Any
     replica_group: Any  # the fewest processes that hold every parameter between them
     _globals: dict[str, Any] = field(repr=False, compare=False)
@@ -91,6 +92,7 @@ class Topology:
             expert_tensor=state.get_expert_tensor_parallel_world_size(),
             expert_tensor_rank=state.get_expert_tensor_parallel_rank(),
             tensor_group=state.get_tensor_model_parallel_group(),
+            expert_tensor_group=state.get_expert_tensor_parallel_group(),
             context_group=state.get_context_parallel_group(),
             replica_group=mine,
             _globals=_get_globals(),

@@ -57,6 +57,24 @@ LAYOUTS: dict[str, Case] = {
     "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
     "EP2": (2, P(expert=2), SHARDED),
 }  # fmt: skip
+MIXED: dict[str, Case] = {
+    "one process": (1, P(), PLAIN),
+    "EP2": (2, P(expert=2), PLAIN),
+    "TP2 (whole experts)": (2, P(tensor=2, sequence=True), PLAIN),
+    "TP2, split experts": (2, P(tensor=2, sequence=True, expert_tensor=2), PLAIN),
+    "EP2 x TP2 (one process an expert)": (2, P(tensor=2, sequence=True, expert=2), PLAIN),
+    "PP2": (2, P(pipeline=2), PLAIN),
+    "split experts, distributed optimizer": (2, P(expert_tensor=2), SHARDED),
+    "EP2, full recompute": (2, P(expert=2, recompute="full"), SHARDED),
+    "EP2 x CP2": (2, P(expert=2, context=2), PLAIN),
+    "DP2, overlapped": (2, P(), OVERLAPPED),
+    "EP2 x TP2, split experts": (4, P(tensor=2, sequence=True, expert=2, expert_tensor=2), PLAIN),
+    "EP2 x TP2 x DP2, overlapped": (4, P(tensor=2, sequence=True, expert=2), OVERLAPPED),
+    "PP2 x VPP2, split experts": (4, P(pipeline=2, virtual_pipeline=2, expert_tensor=2), SHARDED),
+    "EP2 x PP2, recompute": (4, P(pipeline=2, expert=2, recompute="selective"), SHARDED),
+}  # fmt: skip
+FEW = list(MIXED)[:10]
+MANY = list(MIXED)[10:]
 QUICK = list(LAYOUTS)[:9]
 EXHAUSTIVE = list(LAYOUTS)[9:-1]
 
@@ -102,7 +120,7 @@ def assert_learns_as_plain_torch(
     preloaded: str = LOCAL,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
-    chosen = targets or plain_adapters.ALL
+    chosen = targets or (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
@@ -122,7 +140,7 @@ def assert_learns_as_plain_torch(
     )
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
-    for module, pair in plain_adapters.pairs_of(model).items():
+    for module, pair in plain_adapters.pairs_of(model, pairs).items():
         matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
         torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
 
@@ -152,6 +170,21 @@ def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_r
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_three_steps_of_adapters_on_experts_are_those_of_plain_torch(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", MANY)
+def test_adapters_on_experts_learn_as_in_plain_torch_in_larger_layouts(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name])
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path: Path) -> None:
@@ -167,6 +200,8 @@ def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path:
         ("phi3", ("qkv_proj", "gate_up_proj"), "TP2, SP"),  # one HF tensor each
         ("qwen2", ("k_proj", "o_proj"), "TP2, SP"),  # biases
         ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), "EP2"),
+        ("qwen2-moe", (), "TP2, SP"),  # a shared expert
+        ("mixtral", (), "EP2"),
     ],
 )
 def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
@@ -197,6 +232,14 @@ def test_only_adapters_have_gradients_and_an_optimizers_state(name: str, tmp_pat
         assert bytes_of[ADAM] == 8 * learnt
         assert 4 * learnt <= bytes_of[GRADIENTS] < 4 * learnt + 2048  # buffers are padded
         assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def test_memory_of_adapters_on_experts_is_as_foretold(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3-moe")
+    for name in ("EP2, full recompute", "EP2 x TP2 (one process an expert)"):
+        for learnt, _, bytes_of, _ in run_ranks(2, memory_body, folder, MIXED[name]):
+            assert bytes_of[ADAM] > 0
+            assert learnt > 0
 
 
 def reference_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
@@ -231,9 +274,18 @@ def fresh_body(world: Any, folder: Path, case: Case) -> Any:
     return before, off, matrices, learn(actor, 1)
 
 
-def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "qwen3")
-    cases: list[Case] = [(1, P(), PLAIN), (4, P(tensor=2, pipeline=2), PLAIN)]
+@pytest.mark.parametrize(
+    ("variant", "case"),
+    [
+        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN)),
+        ("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED)),  # a shared expert
+    ],
+)
+def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
+    variant: str, case: Case, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant)
+    cases: list[Case] = [(1, P(), PLAIN), case]
     found = [run_ranks(case[0], fresh_body, folder, case)[0] for case in cases]
     for before, off, matrices, _ in found:
         assert torch.equal(before, off)
@@ -274,10 +326,12 @@ def test_a_gradient_that_is_lost_behind_a_frozen_embedding_is_refused(tmp_path: 
         assert text == lost
 
 
-def dropout_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
+def dropout_body(
+    world: Any, folder: Path, adapter: Path, case: Case, targets: tuple[str, ...]
+) -> Any:
     found = []
     for share in (0.0, 0.5):
-        lora = LoRA(rank=RANK, alpha=ALPHA, dropout=share, path=str(adapter))
+        lora = LoRA(rank=RANK, alpha=ALPHA, dropout=share, targets=list(targets), path=str(adapter))
         config = config_of(folder, case[1], case[2], lora=lora)
         actor = MegatronActor(config, Topology.create(case[1], seed=1))
         scored = actor.log_probs(rows_of(ROWS)).logp
@@ -298,7 +352,22 @@ def test_adapters_drop_while_learning_alone_and_replicas_stay_alike(
     pairs = plain_adapters.random_pairs(folder, rank=RANK)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     case = (2, P(tensor=2, sequence=sequence), PLAIN)
-    (plain, dropping), (_, other) = run_ranks(2, dropout_body, folder, adapter, case)
+    assert_drops(run_ranks(2, dropout_body, folder, adapter, case, ()))
+
+
+def test_adapters_of_experts_drop_while_learning_alone_and_replicas_stay_alike(
+    tmp_path: Path,
+) -> None:
+    targets = ("gate_proj", "up_proj", "down_proj")  # every layer of this model has experts
+    folder = save_tiny(tmp_path / "model", "qwen3-moe-plain-weights")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    case = MIXED["TP2, split experts"]
+    assert_drops(run_ranks(2, dropout_body, folder, adapter, case, targets))
+
+
+def assert_drops(ranks: Any) -> None:
+    (plain, dropping), (_, other) = ranks
     assert torch.equal(plain[0], dropping[0])
     assert plain[1][0][0] != pytest.approx(dropping[1][0][0], rel=1e-4)
     for name in dropping[2].keys() & other[2].keys():  # those that every rank has whole
@@ -346,6 +415,19 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
 
+def test_a_checkpoint_of_experts_with_adapters_is_read_under_another_layout(
+    tmp_path: Path,
+) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3-moe"), tmp_path / "kept"
+    split = (2, P(expert_tensor=2), SHARDED)
+    expected, *_ = run_ranks(2, save_body, model, folder, split)
+    assert run_ranks(2, resume_body, model, folder, split, RANK)[0] == expected
+    spread = MIXED["EP2 x TP2 (one process an expert)"]
+    found = run_ranks(2, resume_body, model, folder, spread, RANK)[0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
 def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: Path) -> None:
     model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
     run_ranks(1, save_body, model, folder, (1, P(), PLAIN))
@@ -359,8 +441,11 @@ def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: 
         assert all("belong to other weights" in text for text in found)
 
 
+MERGED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+
+
 def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path) -> None:
-    actor = actor_of(folder, adapter, case, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    actor = actor_of(folder, adapter, case, MERGED)
     frozen = [item.parameter.clone() for item in actor.manager.bound]
     learn(actor, 2)
     actor.manager.finish_param_sync()
@@ -394,10 +479,19 @@ def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
     name: str, tmp_path: Path
 ) -> None:
-    case = LAYOUTS[name]
-    folder, target = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "out"
-    targets = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
+    assert_exports_and_pushes_products(tmp_path, "qwen3", LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["EP2 x TP2 (one process an expert)", "TP2, split experts"])
+def test_what_is_exported_and_pushed_of_experts_is_the_base_and_the_product_of_its_pair(
+    name: str, tmp_path: Path
+) -> None:
+    assert_exports_and_pushes_products(tmp_path, "qwen3-moe", MIXED[name])
+
+
+def assert_exports_and_pushes_products(tmp_path: Path, variant: str, case: Case) -> None:
+    folder, target = save_tiny(tmp_path / "model", variant), tmp_path / "out"
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     run_ranks(case[0], merge_body, folder, adapter, case, target)
     (file,) = target.glob("*.safetensors")
@@ -407,7 +501,11 @@ def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
     assert merged.keys() == by_hand.keys()
     for name, tensor in by_hand.items():
         torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
-        changed = name.split(".")[-2] in targets
+        changed = name.split(".")[-2] in MERGED
         assert torch.equal(merged[name], base[name]) != changed, name
     written = load_file(tmp_path / "out_adapter" / "adapter_model.safetensors")
-    assert {name.split(".")[-3] for name in written} == set(targets)
+    assert {name.split(".")[-3] for name in written} == set(MERGED)
+    of_pairs = {
+        f"{plain_adapters.PREFIX}{name}.lora_{each}.weight" for name in pairs for each in "AB"
+    }
+    assert written.keys() == of_pairs

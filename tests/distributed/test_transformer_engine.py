@@ -16,7 +16,7 @@ from rftmega.layers import latent_attention
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
 from tests.distributed.test_adapters import LAYOUTS as CASES
-from tests.distributed.test_adapters import assert_learns_as_plain_torch
+from tests.distributed.test_adapters import MIXED, assert_learns_as_plain_torch
 from tests.distributed.test_checkpoints import (
     PLAIN,
     SHARDED,
@@ -235,3 +235,10 @@ def test_a_distributed_checkpoint_of_either_kind_of_modules_starts_the_other(
 )
 def test_adapters_learn_as_in_plain_torch(variant: str, name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, variant, CASES[name], preloaded=TRANSFORMER_ENGINE)
+
+
+@pytest.mark.parametrize("name", ["EP2, full recompute", "TP2, split experts"])
+def test_adapters_beside_the_grouped_layers_of_experts_learn_as_in_plain_torch(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name], preloaded=TRANSFORMER_ENGINE)

@@ -223,12 +223,24 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
     assert_agree(results)
 
 
-def test_vllm_says_what_a_policy_with_adapters_says(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
+@pytest.mark.parametrize(
+    ("variant", "layout", "sizes"),
+    [
+        ("qwen3", ParallelConfig(tensor=2), {}),
+        (
+            "qwen3-moe",
+            ParallelConfig(tensor=2, sequence=True, expert=2),
+            {"moe_intermediate_size": 64},
+        ),
+    ],
+)
+def test_vllm_says_what_a_policy_with_adapters_says(
+    variant: str, layout: ParallelConfig, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", variant, hidden_size=128, **sizes)
     pairs = random_pairs(folder, rank=8)
     adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
     lora = LoRA(rank=8, alpha=16, path=str(adapter))
-    layout = ParallelConfig(tensor=2)
     assert_agree(run_ranks(2, agreement_body, folder, layout, 1, lora, timeout=300))
 
 

@@ -41,6 +41,23 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def test_adapters_of_experts_are_merged_and_extracted(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3-moe")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    adapters.merge(folder, adapter, tmp_path / "merged")
+    after, by_hand = weights(tmp_path / "merged"), plain_adapters.merged_by_hand(folder, adapter)
+    for name, wanted in by_hand.items():
+        torch.testing.assert_close(after[name].double(), wanted, atol=1e-6, rtol=1e-6)
+    found = adapters.extract(folder, tmp_path / "merged", tmp_path / "again", rank=RANK)
+    assert (found.pairs, found.beside) == (len(pairs), [])
+    assert len([name for name in pairs if ".experts." in name]) == 3 * 3 * 4  # layers, experts
+    assert found.lost < 1e-4
+    again = plain_adapters.merged_by_hand(folder, tmp_path / "again")
+    for name, wanted in by_hand.items():
+        torch.testing.assert_close(again[name], wanted, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("rslora", "scaling"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
 def test_a_merged_model_is_the_model_and_its_adapters(
     rslora: bool, scaling: float, folder: Path, tmp_path: Path

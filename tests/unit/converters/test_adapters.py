@@ -31,7 +31,7 @@ def test_without_targets_every_linear_layer_of_a_decoder_has_an_adapter(variant:
 
 def test_the_names_that_options_know_are_those_of_the_tables() -> None:
     hf, megatron = set(), set()
-    for variant in DENSE:
+    for variant in (*DENSE, "mixtral"):
         for layer in adapted_layers(rules_of(variant), rank=8, targets=[]):
             hf |= set(layer.targets)
             megatron.add(layer.base.megatron[0].split(".")[-2])
@@ -52,6 +52,35 @@ def test_a_pair_is_cut_as_its_weight_is(ranks: int) -> None:
             assert shard_shape(layer.up, *up) == (out, 8)
         assert layer.row_parallel == isinstance(layer.base, Row)
         assert isinstance(layer.up, Replicated if layer.row_parallel else type(layer.base))
+
+
+@pytest.mark.parametrize(
+    ("variant", "targets"),
+    [
+        ("qwen3-moe", {"gate_proj", "up_proj", "down_proj"}),
+        ("qwen2-moe", {"gate_proj", "up_proj", "down_proj"}),
+        ("glm4-moe", {"gate_proj", "up_proj", "down_proj"}),
+        ("mixtral", {"w1", "w2", "w3"}),
+    ],
+)
+def test_without_targets_experts_have_adapters_and_routers_have_none(
+    variant: str, targets: set[str]
+) -> None:
+    layers = adapted_layers(rules_of(variant), rank=8, targets=[])
+    of_experts = [layer for layer in layers if layer.base.per_expert]
+    assert {target for layer in of_experts for target in layer.targets} == targets
+    for layer in of_experts:
+        names = [tensor.name for rule in (layer.down, layer.up) for tensor in rule.hf]
+        assert layer.down.per_expert and layer.up.per_expert
+        assert all(".experts.{expert}." in name for name in names)
+        assert {layer.down.layers, layer.up.layers} == {layer.base.layers}
+    every = {tensor.name for layer in layers for tensor in layer.base.hf}
+    shared = {name for name in every if "shared_expert" in name}
+    assert len(shared) == (0 if variant in ("qwen3-moe", "mixtral") else 3)
+    assert not any(name.endswith(("gate.weight", "embed_tokens.weight")) for name in every)
+    attention = adapted_layers(rules_of(variant), rank=8, targets=["q_proj", "o_proj"])
+    assert {target for layer in attention for target in layer.targets} == {"q_proj", "o_proj"}
+    assert not any(layer.base.per_expert for layer in attention)
 
 
 def test_some_of_the_parts_of_one_weight_can_have_pairs() -> None:

@@ -124,3 +124,15 @@ def test_of_a_model_with_adapters_they_alone_have_gradients_and_an_optimizer() -
     whole = 80 * 16 * (5 * hidden + 2 * hidden)
     shared = states(planned("llama-3-70b", P(tensor=8, sequence=True), rank=16), 8, 0)
     assert shared[ADAM] == 8 * (whole + (pairs - whole) // 8)
+
+
+def test_adapters_of_experts_are_where_the_experts_are() -> None:
+    """Of Qwen3-235B-A22B: 94 layers of 128 experts."""
+    hidden, ffn, heads, keys, rank = 4096, 1536, 8192, 512, 16
+    attention = 94 * rank * (2 * (hidden + heads) + 2 * (hidden + keys))
+    experts = 94 * rank * 128 * 3 * (hidden + ffn)
+    spread = states(planned("qwen3-235b-a22b", P(expert=8), rank=rank), 8, 0)
+    assert spread[ADAM] == 8 * (attention + experts // 8)
+    whole = 94 * rank * 128 * 3 * hidden  # the first matrix of gate and up, the second of down
+    split = states(planned("qwen3-235b-a22b", P(expert_tensor=2), rank=rank), 2, 0)
+    assert split[ADAM] == 8 * (attention + whole + (experts - whole) // 2)

@@ -80,8 +80,7 @@ def test_a_model_with_a_tower_can_have_no_adapters_yet(tmp_path: Path) -> None:
     ("variant", "lora", "said"),
     [
         ("phi3", LoRA(rank=8, targets=["q_proj"]), "q_proj can't have an adapter in this model"),
-        ("qwen3-moe", LoRA(rank=8), "experts can't have adapters"),
-        ("qwen3-moe", LoRA(rank=8, targets=["down_proj"]), "Choose from: k_proj, linear_proj"),
+        ("qwen3-moe", LoRA(rank=8, targets=["w1"]), "Choose from: down_proj, gate_proj, k_proj"),
         ("deepseek-v3", LoRA(rank=8), "latent attention"),
     ],
 )
@@ -92,6 +91,15 @@ def test_layers_that_the_model_does_not_have_are_told_before_it_is_built(
     config.model.lora = lora
     with pytest.raises(ConfigError, match=said):
         preflight(config, 1)
+
+
+def test_adapters_of_experts_are_pushed_merged_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3-moe", P(), "vllm")
+    config.model.lora = LoRA(rank=8, push="adapters")
+    with pytest.raises(ConfigError, match="model.lora.push=adapters: experts have adapters"):
+        preflight(config, 1)
+    config.model.lora = LoRA(rank=8)
+    preflight(config, 1)
 
 
 def test_an_adapters_folder_of_another_rank_is_told_before_the_model_is_built(
