@@ -310,6 +310,11 @@ ELSEWHERE = {
         'router_replay="trainer"',
     ),
     "model.lora.push": ("adapters", "distributed/test_pushed_adapters.py", 'push="adapters"'),
+    "model.lora.evaluated": (
+        "{{base: ''}}",
+        "distributed/test_pushed_adapters.py",
+        "evaluated=evaluated",
+    ),
     "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
     **{
         f"{model}parallel.{name}": (value, "invariance.py", f"{name}=")
