@@ -60,16 +60,30 @@ class Evaluate(Evaluation):
         *,
         every: int,
         last: int,
+        adapters: Sequence[str] = (),
     ):
+        """`adapters`: names of those that answer beside the policy's."""
         super().__init__(held_out, every=every, last=last)
-        self.reward, self.answering = reward, answering
+        self.reward, self.answering, self.adapters = reward, answering, adapters
+        self._frozen: dict[str, Metrics] = {}  # of these: they do not change
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each set the mean of every reward part over all answers and pass@k.
+        """Returns for each set the mean of every reward part over all answers and pass@k; of other
+        adapters too, under their names.
 
         "eval_seconds" for all together.
         """
         begin = time.perf_counter()
+        metrics = self._answered(trainer)
+        for adapter in self.adapters:
+            if adapter not in self._frozen:
+                with trainer.engine.answering_with(adapter):
+                    self._frozen[adapter] = self._answered(trainer, adapter)
+            metrics |= self._frozen[adapter]
+        return metrics | {"eval_seconds": time.perf_counter() - begin}
+
+    def _answered(self, trainer: Any, adapter: str = "") -> Metrics:
+        """Returns what becomes of the prompts; `adapter`: whose name the metrics have."""
         samples = self.answering.samples
         requests = [
             (prompt, i)
@@ -96,8 +110,9 @@ class Evaluate(Evaluation):
             own, scores = scores[:count], scores[count:]
             ran, rollouts = rollouts[:count], rollouts[count:]
             found = judged(own, self.answering) | counted(ran)
-            metrics |= {metric_of(name, part): value for part, value in found.items()}
-        return metrics | {"eval_seconds": time.perf_counter() - begin}
+            known = "_".join(filter(None, (adapter, name)))
+            metrics |= {metric_of(known, part): value for part, value in found.items()}
+        return metrics
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:

@@ -44,7 +44,14 @@ def evaluation_of_prompts(
         tuple(chosen.eval_pass_at),
         chosen.eval_accuracy,
     )
-    return Evaluate(held_out, reward, answering, every=chosen.eval_every, last=chosen.steps)
+    return Evaluate(
+        held_out,
+        reward,
+        answering,
+        every=chosen.eval_every,
+        last=chosen.steps,
+        adapters=tuple(config.model.lora.evaluated),
+    )
 
 
 def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:

@@ -9,8 +9,9 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -97,6 +98,15 @@ class EnginePool:
             self._loop.run_until_complete(_ended(end))
         self._loop.close()
         self.engine.close()
+
+    @contextmanager
+    def answering_with(self, adapter: str) -> Iterator[None]:
+        """Has the engines answer with another adapter than the policy's meanwhile."""
+        self.engine.answer_with(adapter)
+        try:
+            yield
+        finally:
+            self.engine.answer_with("")
 
     def generate(
         self,

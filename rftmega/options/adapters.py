@@ -50,6 +50,12 @@ class LoRA:
     nothing yet.
     """
 
+    evaluated: dict[str, str] = field(default_factory=dict)
+    """PEFT folders of other adapters by name, as {first: runs/first/policy_adapter}, which answer
+    held-out prompts beside the policy's; an empty folder: the model without adapters. Metrics are
+    eval_first_... (push=adapters, colocated vLLM).
+    """
+
     @property
     def scaling(self) -> float:
         """Returns what an adapter's product is multiplied by."""

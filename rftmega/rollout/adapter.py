@@ -1,5 +1,6 @@
 """Puts adapters into vLLM from memory."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,18 @@ def asked_for(number: int) -> LoRARequest | None:
         return None
     # vLLM asks for a path, and does not read it while the number is known to it
     return LoRARequest(f"adapter-{number}", number, "in memory")
+
+
+def adapters_of(evaluated: Mapping[str, str]) -> dict[str, LoRARequest | None]:
+    """Returns how vLLM is asked for the policy's adapter, under "", and for frozen ones by their names.
+
+    `evaluated`: their PEFT folders. vLLM reads one when it is first asked for, and again after the
+    model was loaded, which drops all adapters.
+    """
+    found = {"": asked_for(POLICY)}
+    for number, (name, folder) in enumerate(evaluated.items(), start=POLICY + 1):
+        found[name] = LoRARequest(f"adapter-{number}", number, folder) if folder else None
+    return found
 
 
 def set_adapter(

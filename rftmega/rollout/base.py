@@ -122,6 +122,13 @@ class Engine(ABC):
         self._load_adapter(pairs, said)
         self.version = version
 
+    def answer_with(self, adapter: str) -> None:
+        """Has it answer with the adapter of this name from now on; "": the policy's. Only an engine
+        that is made for several has others.
+        """
+        if adapter:
+            raise NotImplementedError(f"{type(self).__name__} has no other adapters.")
+
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads tensors that only record what is asked of them, so that a push can be planned; the
         weights are lost.

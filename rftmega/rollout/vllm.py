@@ -8,7 +8,7 @@ right), never by patching.
 import logging
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  #
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
-from rftmega.rollout.adapter import asked_for, set_adapter  # noqa: E402
+from rftmega.rollout.adapter import adapters_of, set_adapter  # noqa: E402
 from rftmega.rollout.captured_routes import CapturedRoutes  # noqa: E402
 from rftmega.rollout.eight_bits import described, quantised  # noqa: E402
 from rftmega.rollout.pictures import (  # noqa: E402
@@ -66,7 +66,6 @@ from rftmega.rollout.vllm_models import (  # noqa: E402
     stop_strings,
 )
 from rftmega.rollout.waveforms import WaveformPrompts  # noqa: E402
-from rftmega.transport.adapter_parcel import POLICY  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
@@ -132,10 +131,12 @@ class VLLMEngine(Engine):
         dtype: str,
         stop_ids: Sequence[int],
         adapter_rank: int = 0,
+        evaluated: Mapping[str, str] | None = None,
         routed: RoutedModel | None = None,
         unquantized: Sequence[str] = (),
     ):
-        """`adapter_rank`: of the adapter that it serves; 0: none. `routed`: whose routes are told;
+        """`adapter_rank`: of the adapter that it serves; 0: none. `evaluated`: PEFT folders of others,
+        by name, of at most that rank; "": the model without adapters. `routed`: whose routes are told;
         None: none are. `unquantized`: modules that keep their precision under rollout.quantization.
 
         Builds vLLM; a collective over the engine's processes.
@@ -169,9 +170,12 @@ class VLLMEngine(Engine):
             media["limit_mm_per_prompt"] = limits_of(config)
         serves: dict[str, Any] = {}
         self._adapter: Any = None  # which one requests are for
+        self._adapters: dict[str, Any] = {}
         if adapter_rank:
-            serves = {"enable_lora": True, "max_lora_rank": adapter_rank, "max_loras": 1}
-            self._adapter = asked_for(POLICY)
+            self._adapters = adapters_of(evaluated or {})
+            self._adapter = self._adapters[""]
+            slots = sum(each is not None for each in self._adapters.values())
+            serves = {"enable_lora": True, "max_lora_rank": adapter_rank, "max_loras": slots}
         self._routed = routed
         if routed and on_cuda:
             serves["enable_return_routed_experts"] = True
@@ -355,6 +359,11 @@ class VLLMEngine(Engine):
         assert self._adapter is not None, "the engine was built without a place for an adapter"
         self._llm.collective_rpc(set_adapter, args=(pairs, said))
         self._forget_computed()
+
+    def answer_with(self, adapter: str) -> None:
+        self._adapter = self._adapters[adapter]
+        if self._captured is not None:  # vLLM's own cache knows adapters apart
+            self._forget_computed()
 
     def _forget_computed(self) -> None:
         """Drops what was computed with the weights before, and is kept for the next prompts."""

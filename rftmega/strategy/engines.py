@@ -64,6 +64,7 @@ def create(
         dtype=config.model.dtype,
         stop_ids=stop_ids,
         adapter_rank=config.model.lora.served_rank,
+        evaluated=config.model.lora.evaluated,
         routed=routed,
         unquantized=modules_kept(config.model.path) if quantized else (),
     )

@@ -1,5 +1,6 @@
 """Checks of adapters: what has none, and what they can't be on."""
 
+import re
 from pathlib import Path
 
 from rftmega.config.schema import RunConfig
@@ -17,10 +18,16 @@ def adapters(config: RunConfig) -> list[str]:
         plain = LoRA()
         return [
             f"model.lora.{name}={value} needs model.lora.rank above 0: there are no adapters. Leave it out."
-            for name in ("alpha", "rslora", "targets", "push", "dropout", "path")
+            for name in ("alpha", "rslora", "targets", "push", "dropout", "path", "evaluated")
             if (value := getattr(lora, name)) != getattr(plain, name)
         ]
-    return _unsupported(config) + _of_engine(config) + _targets(lora) + _path(lora)
+    return (
+        _unsupported(config)
+        + _of_engine(config)
+        + _targets(lora)
+        + _path(lora)
+        + _evaluated(config)
+    )
 
 
 def _unsupported(config: RunConfig) -> list[str]:
@@ -83,6 +90,50 @@ def _targets(lora: LoRA) -> list[str]:
     return [
         f"model.lora.targets: {', '.join(unknown)} is no linear layer of attention or MLP. Choose from: {', '.join(known)}."
     ]
+
+
+def _evaluated(config: RunConfig) -> list[str]:
+    """Lists what is wrong with adapters that answer beside the policy's."""
+    lora = config.model.lora
+    if not lora.evaluated:
+        return []
+    said = "model.lora.evaluated"
+    found = []
+    if lora.push != "adapters" or config.strategy != "colocated":
+        found.append(
+            f"{said} needs model.lora.push=adapters and strategy=colocated: engines with merged weights, and servers, "
+            "answer with the policy alone. Leave it out."
+        )
+    if not config.data.held_out:
+        found.append(f"{said} needs data.eval or data.evals: nothing else asks these adapters.")
+    for name, folder in lora.evaluated.items():
+        found += _named(name, config) + _readable(f"{said}.{name}={folder}", folder, lora)
+    return found
+
+
+def _named(name: str, config: RunConfig) -> list[str]:
+    if not re.fullmatch(r"[\w-]+", name):
+        return [
+            f"model.lora.evaluated: {name!r} becomes a part of metrics' names. Use letters, digits, _ and - only."
+        ]
+    if name in config.data.evals:
+        return [
+            f"model.lora.evaluated: {name} is a set of data.evals, whose metrics have that name. Take another."
+        ]
+    return []
+
+
+def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
+    """Lists why a folder of frozen adapters can't be read; an empty one means that there are none."""
+    if not folder:
+        return []
+    try:
+        rank = read_json_object(Path(folder) / "adapter_config.json").get("r")
+    except (OSError, RFTMegaError):
+        return [f"{said} has no adapter_config.json that can be read: it is no folder of PEFT."]
+    if not isinstance(rank, int) or rank > lora.rank:
+        return [f"{said} has rank {rank}; engines serve up to model.lora.rank={lora.rank}."]
+    return []
 
 
 def _path(lora: LoRA) -> list[str]:

@@ -11,13 +11,14 @@ import torch
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
+from rftmega.converters.adapters import DOWN
 from rftmega.errors import EngineError
 from rftmega.experience import given
 from rftmega.shards import AdapterSource
 from rftmega.types import Prompt, Sampling
 from rftmega.weights import adapter_weights
 from tests.layouts import build_actor, rows_of
-from tests.plain_adapters import random_pairs, write_pairs
+from tests.plain_adapters import PREFIX, Pairs, adapted, random_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -34,7 +35,13 @@ class Pushing:
     """A policy with adapters, an engine for them, and the push between them."""
 
     def __init__(
-        self, world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, engine_size: int
+        self,
+        world: Any,
+        folder: Path,
+        adapter: Path,
+        parallel: ParallelConfig,
+        engine_size: int,
+        **given: Any,
     ):
         from rftmega.rollout.vllm import VLLMEngine
 
@@ -47,7 +54,7 @@ class Pushing:
             folder, parallel, OPTIMIZER, temperature=0.7, token_cap=512, lora=lora
         )
         self.engine = VLLMEngine(
-            folder, rollout, world, dtype="float32", stop_ids=[1], adapter_rank=8
+            folder, rollout, world, dtype="float32", stop_ids=[1], adapter_rank=8, **given
         )
         held = self.actor.adapters()
         assert held is not None
@@ -164,3 +171,55 @@ def test_an_engine_without_the_adapters_of_a_push_does_not_answer(tmp_path: Path
     ):
         assert gap < 1e-5 and intact
         assert changed == {f"{name}.lora_{which}.weight" for name in pairs for which in "AB"}
+
+
+def transformers_says(folder: Path, pairs: Pairs, row: list[int]) -> list[float]:
+    """The log-prob of each token behind the first, of transformers' model with pairs beside it."""
+    model = adapted(folder, pairs, alpha=16)
+    with torch.no_grad():
+        logp = (model(torch.tensor([row])).logits[0, :-1] / SAMPLING.temperature).log_softmax(-1)
+    found: list[float] = logp[range(len(row) - 1), row[1:]].tolist()
+    return found
+
+
+def several_body(world: Any, folder: Path, own: Path, other: Path, fewer: Pairs) -> Any:
+    evaluated = {"other": str(other), "base": ""}
+    pushing = Pushing(world, folder, own, P(), 1, evaluated=evaluated)
+    pushing.weights.push(version=0)
+    found = {}
+    for push in range(2):
+        now = pushing.weights._pairs.gathered()
+        learnt = {
+            name.removeprefix(PREFIX).removesuffix(DOWN): (a, now[name.replace("lora_A", "lora_B")])
+            for name, a in now.items()
+            if name.endswith(DOWN)
+        }
+        pairs: dict[str, Pairs] = {"": learnt, "other": fewer, "base": {}}
+        for name in ("", "other", "base", ""):
+            pushing.engine.answer_with(name)
+            answers = pushing.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=SAMPLING)
+            found[push, name] = 0.0
+            for prompt, answer in zip(PROMPTS, answers, strict=True):
+                row = [*prompt.token_ids, *answer.token_ids]
+                wanted = transformers_says(folder, pairs[name], row)[len(prompt.token_ids) - 1 :]
+                gaps = (torch.tensor(wanted) - torch.tensor(list(answer.logprobs))).abs()
+                found[push, name] = max(found[push, name], float(gaps.max()))
+        if push == 0:
+            pushing.learn()
+            pushing.engine.sleep()  # which drops the model, and vLLM all adapters with it
+            pushing.weights.push(version=1)
+    pushing.engine.close()
+    return found
+
+
+def test_several_adapters_on_one_engine_each_answer_as_transformers_says(tmp_path: Path) -> None:
+    """The policy's, a frozen one and the model without any, before and after a push and a sleep."""
+    folder = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
+    pairs = random_pairs(folder, rank=8)
+    own = write_pairs(tmp_path / "own", pairs, alpha=16)
+    # of fewer columns, and stronger
+    fewer = random_pairs(folder, rank=4, targets=("q_proj", "down_proj"), spread=0.1)
+    other = write_pairs(tmp_path / "other", fewer, alpha=16)
+    (found,) = run_ranks(1, several_body, folder, own, other, fewer, timeout=300)
+    assert len(found) == 6
+    assert max(found.values()) < 1e-5, found

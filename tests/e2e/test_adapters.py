@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import plain_adapters
+from tests.e2e.conftest import metrics_of
 from tests.e2e.test_backends import COMPARED, run_body, steps_of
 from tests.e2e.test_loop import assert_memory_as_predicted
 from tests.ranks import run_ranks
@@ -61,9 +62,16 @@ def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_o
             given = (f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS)
             engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05")
             chosen = (*given, *engine, f"model.lora.push={push}")
+            if push == "adapters":
+                chosen = (*chosen, "model.lora.evaluated={base: ''}")
             run_ranks(2, run_body, config, "megatron", *chosen, timeout=300)
         told[push] = steps_of(output)
     assert max(line["logprob_gap_max"] for line in told["adapters"]) < 1e-4
+    first, *_ = [line for line in metrics_of(tmp_path / "merged") if "eval_exact_match" in line]
+    evaluated = [line for line in metrics_of(tmp_path / "adapters") if "eval_exact_match" in line]
+    assert evaluated
+    for line in evaluated:  # fresh adapters change nothing
+        assert line["eval_base_exact_match"] == first["eval_exact_match"]
     for line, expected in zip(told["adapters"], told["merged"], strict=True):
         assert line["push_adapter_bytes"] < line["push_bytes"]
         assert_memory_as_predicted(line)

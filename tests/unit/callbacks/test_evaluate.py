@@ -1,7 +1,8 @@
 """Evaluation: what it reports, and that training can't tell whether there was one."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -227,3 +228,41 @@ def test_progress_shows_what_is_no_share_as_a_number(capsys: pytest.CaptureFixtu
     bar.on_start(Trainer(Answers({})), {"eval_length": 12.5})
     bar.on_end(None)
     assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 12.5"]
+
+
+class Several(Answers):
+    """An engine with other adapters than the policy's: 5 is the answer of "first", 9 of "base"."""
+
+    adapter = ""
+    chosen: list[str]
+
+    @contextmanager
+    def answering_with(self, adapter: str) -> Iterator[None]:
+        self.adapter = adapter
+        yield
+        self.adapter = ""
+
+    def generate(self, prompts: Sequence[Prompt], **given: Any) -> list[Rollout]:
+        self.chosen.append(self.adapter)
+        token = {"": 7, "first": 5, "base": 9}[self.adapter]
+        return [answered((token,)) for _ in prompts]
+
+
+def test_frozen_adapters_are_asked_once_and_told_at_each_evaluation() -> None:
+    def tokens(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+        return [{"token": float(rollout.trajectories[0].token_ids[-1])} for rollout in rollouts]
+
+    engine = Several({})
+    engine.chosen = []
+    evaluation = Evaluate(
+        {"easy": EASY, "hard": HARD}, tokens, every=1, last=2, adapters=("first", "base")
+    )
+    for _ in range(2):
+        metrics = evaluation.evaluate(Trainer(engine))
+        del metrics["eval_seconds"]
+        assert metrics == {
+            "eval_easy_token": 7, "eval_hard_token": 7,
+            "eval_first_easy_token": 5, "eval_first_hard_token": 5,
+            "eval_base_easy_token": 9, "eval_base_hard_token": 9,
+        }  # fmt: skip
+    assert engine.chosen == ["", "first", "base", ""]

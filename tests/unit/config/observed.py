@@ -463,7 +463,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     fake["rftmega.rollout.reload"].pack_output_heads = fake[
         "rftmega.rollout.reload"
     ].forget_expert_kernels = None
-    fake["rftmega.rollout.adapter"].asked_for = lambda number: number
+    fake["rftmega.rollout.adapter"].adapters_of = lambda evaluated: {"": None}
     fake["rftmega.rollout.adapter"].set_adapter = None
     fake["rftmega.rollout.captured_routes"].CapturedRoutes = None
     fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None

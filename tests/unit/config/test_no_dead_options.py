@@ -311,6 +311,11 @@ ELSEWHERE = {
     ),
     "rollout.quantization": ("fp8", "e2e/test_eight_bits.py", "rollout.quantization=fp8"),
     "model.lora.push": ("adapters", "distributed/test_pushed_adapters.py", 'push="adapters"'),
+    "model.lora.evaluated": (
+        "{{base: ''}}",
+        "distributed/test_pushed_adapters.py",
+        "evaluated=evaluated",
+    ),
     "backend": ("fsdp", "distributed/test_fsdp.py", 'backend="fsdp"'),
     **{
         f"{model}parallel.{name}": (value, "invariance.py", f"{name}=")

@@ -88,6 +88,66 @@ def test_after_one_server_failed_all_of_them_take_the_next_push() -> None:
     assert first.versions == second.versions == ["0", "2"]
 
 
+class Adaptable(Scripted):
+    """A server that takes adapters beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self.taken: list[tuple[int, bytes]] = []
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self.told.append(path.partition("?")[0])
+        super().post(path, body)
+
+    def land_adapters(self, version: int, parcel: bytes) -> None:
+        if self.fails:
+            raise EngineError("not as it was sent")
+        self.taken.append((version, parcel))
+
+    def said(self) -> list[str]:
+        told, self.told = self.told, []
+        return told
+
+
+WHOLE = ["pause", "start_weight_update", "update_weights", "finish_weight_update"]
+
+
+def test_a_frozen_model_goes_to_servers_without_it_and_adapters_to_all() -> None:
+    first, second = Adaptable(), Adaptable()
+    elsewhere = World(1, 2, 1, 2, torch.device("cpu"))
+    engine = ServerEngine(
+        "model", RolloutConfig(), elsewhere, dtype="float32", stop_ids=[1], logs="logs",
+        adapter_rank=8,
+    )  # fmt: skip
+    set_servers(engine, first, second)
+    for member in engine.fleet.members:
+        member.health.came()
+    engine.parcel = b"0"
+    push(engine, 0)
+    assert first.said() == second.said() == WHOLE
+    engine.parcel = b"1"
+    assert not engine.lacks_weights()
+    engine.begin()
+    engine.finish(1)
+    assert first.said() == second.said() == ["pause"]
+    engine.fleet.members[1].health.came()  # it was started again
+    engine.parcel = b"2"
+    assert engine.lacks_weights()
+    push(engine, 2)
+    assert first.said() == ["pause"] and second.said() == WHOLE
+    assert first.taken == second.taken == [(0, b"0"), (1, b"1"), (2, b"2")]
+    assert first.versions == second.versions == [], "it answers before it has the adapters"
+    second.fails = True
+    engine.begin()
+    engine.finish(3)
+    assert [str(each.state) for each in engine.fleet.members] == ["healthy", "stale"]
+    first.fails = True
+    engine.begin()
+    with pytest.raises(EngineFault, match="No server has the adapters of push 4"):
+        engine.finish(4)
+
+
 def test_servers_take_the_devices_behind_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cuda:
         type = "cuda"

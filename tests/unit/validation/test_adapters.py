@@ -12,6 +12,11 @@ from rftmega.validation.adapters import adapters
 from tests import plain_adapters
 from tests.unit.launch.test_preflight import P, config_of
 
+PUSHED = (
+    *("model.lora.rank=8", "model.lora.push=adapters", "rollout.engine=vllm"),
+    "data.eval=held_out.jsonl",
+)
+
 
 def reasons(folder: Path, *options: str) -> list[str]:
     (folder / "run.yaml").write_text(f"model: {{path: {folder}}}")
@@ -38,6 +43,22 @@ def reasons(folder: Path, *options: str) -> list[str]:
             "rollout.transport=checkpoint is for servers without this package",
         ),
         (["model.lora.path=x"], "model.lora.path=x needs model.lora.rank"),
+        (["model.lora.evaluated={base: ''}"], "needs model.lora.rank above 0"),
+        ([*PUSHED, "model.lora.evaluated={base: ''}", "data.eval="], "needs data.eval or"),
+        ([*PUSHED, "model.lora.evaluated={a/b: ''}"], "'a/b' becomes a part of metrics' names"),
+        (
+            [*PUSHED, "model.lora.evaluated={a: ''}", "data.eval=", "data.evals.a=x"],
+            "a is a set of data.evals",
+        ),
+        ([*PUSHED, "model.lora.evaluated={a: x}"], "evaluated.a=x has no adapter_config.json"),
+        (
+            [*PUSHED, "model.lora.evaluated={base: ''}", "strategy=separate"],
+            "and servers, answer with the policy alone",
+        ),
+        (
+            ["model.lora.rank=8", "data.eval=x", "model.lora.evaluated={base: ''}"],
+            "needs model.lora.push=adapters and strategy=colocated",
+        ),
         (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),
         (["model.lora.rank=8", "algorithm.advantage=gae"], "trains a critic"),
         (["model.lora.rank=8", "algorithm.task=reward_model"], "trains a value model"),
@@ -69,6 +90,16 @@ def test_what_has_no_adapters_or_can_have_none_is_refused(
 )
 def test_adapters_that_can_be_are_let_through(options: list[str], tmp_path: Path) -> None:
     assert reasons(tmp_path, *options) == []
+
+
+def test_a_frozen_adapter_has_at_most_the_policys_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    folder.mkdir()
+    for rank, found in ((8, []), (16, [f"evaluated.first={folder} has rank 16; engines serve up"])):
+        (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        said = reasons(tmp_path, *PUSHED, f"model.lora.evaluated.first={folder}")
+        assert len(said) == len(found)
+        assert all(part in each for part, each in zip(found, said, strict=True))
 
 
 def test_a_model_with_a_tower_can_have_no_adapters_yet(tmp_path: Path) -> None:
