@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 # the linear layers of attention and MLP, by the last part of their names
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("w1", "w2", "w3"),  # of Mixtral's experts
+)
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
 Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, what of it), of one shard
 

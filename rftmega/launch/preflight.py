@@ -147,8 +147,12 @@ def _quantized_engine(config: RunConfig, model: ModelDescription, on: device.Dev
             f"{given}: models with latent attention, or that see or hear, can't have it. Set it to none."
         ]
     rules = [rule for rule in table(read_hf_config(config.model.path)) if rule.per_layer]
-    names = [name for rule in rules if rule.exported for name in rule.hf_names(0, 0)]
-    layers = {name.split(".")[-2] for name in names if name.endswith("_proj.weight")}
+    names = [(rule, name) for rule in rules if rule.exported for name in rule.hf_names(0, 0)]
+    layers = {
+        name.split(".")[-2]
+        for rule, name in names
+        if rule.per_expert or name.endswith("_proj.weight")
+    }
     unknown = layers - set(LINEAR)
     if unknown:
         return [

@@ -290,10 +290,11 @@ def test_vllm_has_8_bits_where_the_device_multiplies_them_and_blocks_are_whole(
         preflight(config, 1)
 
 
-def test_modules_that_keep_their_precision_are_named(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "qwen3-moe")
+@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral"])
+def test_modules_that_keep_their_precision_are_named(variant: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, variant)
     names = load_file(folder / "model.safetensors")
-    routers = {name.removesuffix(".weight") for name in names if name.endswith("mlp.gate.weight")}
-    assert len(routers) == 3
+    routers = {name.removesuffix(".weight") for name in names if name.endswith(".gate.weight")}
+    assert len(routers) >= 2
     kept = engines.modules_kept(str(folder))
-    assert set(kept) == {"lm_head", "model.embed_tokens", *routers} and len(kept) == 5
+    assert sorted(kept) == sorted(["lm_head", "model.embed_tokens", *routers])
