@@ -1,6 +1,7 @@
 """Whole training steps: packed against padded, and against plain transformers and torch."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,9 @@ class RandomAnswers:
         return []
 
     def close(self) -> None: ...
+
+    def answering_with(self, adapter: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **how: Any

@@ -5,6 +5,7 @@ implementation's business.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rftmega.columns.ragged import Ragged
@@ -85,6 +86,9 @@ class RolloutEngine(Protocol):
         that the answers to each prompt may have, for the order in which they are begun; without
         them as many as the prompt. Raises Preempted.
         """
+
+    def answering_with(self, adapter: str) -> AbstractContextManager[None]:
+        """Has engines answer with another adapter than the policy's, by its name, meanwhile."""
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "WeightSync":
         """Returns what brings the trainer's shards into the engine, `bucket_bytes` at a time.

@@ -65,7 +65,6 @@ class Evaluate(Evaluation):
         """`adapters`: names of those that answer beside the policy's."""
         super().__init__(held_out, every=every, last=last)
         self.reward, self.answering, self.adapters = reward, answering, adapters
-        self._frozen: dict[str, Metrics] = {}  # of these: they do not change
 
     def evaluate(self, trainer: Any) -> Metrics:
         """Returns for each set the mean of every reward part over all answers and pass@k; of other
@@ -76,10 +75,9 @@ class Evaluate(Evaluation):
         begin = time.perf_counter()
         metrics = self._answered(trainer)
         for adapter in self.adapters:
-            if adapter not in self._frozen:
-                with trainer.engine.answering_with(adapter):
-                    self._frozen[adapter] = self._answered(trainer, adapter)
-            metrics |= self._frozen[adapter]
+            # again at each evaluation, so that a resumed run finds in its journal what it asks
+            with trainer.engine.answering_with(adapter):
+                metrics |= self._answered(trainer, adapter)
         return metrics | {"eval_seconds": time.perf_counter() - begin}
 
     def _answered(self, trainer: Any, adapter: str = "") -> Metrics:

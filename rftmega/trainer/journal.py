@@ -9,6 +9,7 @@ not there is where the run was stopped.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -157,6 +158,10 @@ class JournaledEngine:
     def __init__(self, engine: RolloutEngine, journal: Journal):
         self.engine, self.journal = engine, journal
         self.weight_sync, self.close = engine.weight_sync, engine.close
+
+    def answering_with(self, adapter: str) -> AbstractContextManager[None]:
+        """Does what RolloutEngine.answering_with does."""
+        return self.engine.answering_with(adapter)
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **asked: Any

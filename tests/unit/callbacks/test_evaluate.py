@@ -248,7 +248,7 @@ class Several(Answers):
         return [answered((token,)) for _ in prompts]
 
 
-def test_frozen_adapters_are_asked_once_and_told_at_each_evaluation() -> None:
+def test_frozen_adapters_are_asked_and_told_beside_the_policys_at_each_evaluation() -> None:
     def tokens(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         return [{"token": float(rollout.trajectories[0].token_ids[-1])} for rollout in rollouts]
 
@@ -265,4 +265,4 @@ def test_frozen_adapters_are_asked_once_and_told_at_each_evaluation() -> None:
             "eval_first_easy_token": 5, "eval_first_hard_token": 5,
             "eval_base_easy_token": 9, "eval_base_hard_token": 9,
         }  # fmt: skip
-    assert engine.chosen == ["", "first", "base", ""]
+    assert engine.chosen == ["", "first", "base"] * 2
