@@ -198,10 +198,10 @@ def _adapters(config: RunConfig) -> list[str]:
     rules = table(read_hf_config(config.model.path))
     try:
         layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
-        if lora.push == "adapters" and any(layer.base.per_expert for layer in layers):
+        if lora.push == "adapters" and any(rule.per_expert for rule in rules):
             return [
-                "model.lora.push=adapters: experts have adapters, which are not handed to vLLM by themselves. Leave it out, so "
-                "that engines get merged weights, or name the layers of attention in model.lora.targets."
+                "model.lora.push=adapters: the model has experts, whose weights vLLM does not take in a push once it serves "
+                "adapters. Leave it out: engines get merged weights then."
             ]
         targets = {target for layer in layers for target in layer.targets}
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():

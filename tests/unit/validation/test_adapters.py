@@ -124,11 +124,12 @@ def test_layers_that_the_model_does_not_have_are_told_before_it_is_built(
         preflight(config, 1)
 
 
-def test_adapters_of_experts_are_pushed_merged_alone(tmp_path: Path) -> None:
+def test_adapters_of_mixtures_are_pushed_merged_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3-moe", P(), "vllm")
-    config.model.lora = LoRA(rank=8, push="adapters")
-    with pytest.raises(ConfigError, match="model.lora.push=adapters: experts have adapters"):
-        preflight(config, 1)
+    for targets in ([], ["q_proj"]):
+        config.model.lora = LoRA(rank=8, push="adapters", targets=targets)
+        with pytest.raises(ConfigError, match="model.lora.push=adapters: the model has experts"):
+            preflight(config, 1)
     config.model.lora = LoRA(rank=8)
     preflight(config, 1)
 
