@@ -61,10 +61,15 @@ def set_adapter(
 class AdapterWorker:
     """AdapterWorker is what a worker of a server can do beside vLLM's own (`--worker-extension-cls`)."""
 
-    def take_adapter(self, parcel: bytes, version: int) -> None:
+    def take_adapter(self, parcel: bytes, version: int) -> str:
         """Replaces an adapter; tensor-parallel workers get all of it, and vLLM cuts it.
 
-        Raises EngineError where it is not what was sent in this push.
+        Returns why it was not taken, or "". Where several workers raise, vLLM takes the second one's
+        error for its answer to the next call.
         """
-        number, pairs, said = opened(parcel, version)
-        set_adapter(self, pairs, said, number)
+        try:
+            number, pairs, said = opened(parcel, version)
+            set_adapter(self, pairs, said, number)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""

@@ -105,7 +105,9 @@ async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
             raise ValueError(
                 "it was started without adapters; start it with the run's model.lora.push=adapters"
             )
-        await engine.collective_rpc("take_adapter", args=(b"".join(parts), version))
+        said = await engine.collective_rpc("take_adapter", args=(b"".join(parts), version))
+        if refusals := list(filter(None, said)):
+            raise ValueError(refusals[0])
     except Exception as error:
         await _tell({"error": str(error)}, send, status=500)
     else:

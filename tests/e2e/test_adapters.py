@@ -77,3 +77,21 @@ def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_o
         assert_memory_as_predicted(line)
         for name in ("reward", "response_length", "loss", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
+def test_servers_that_take_adapters_give_the_run_of_an_engine_that_takes_merged_weights(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    config, told = arithmetic / "run.yaml", {}
+    engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", "rollout.max_batch=8")
+    served = ("strategy=separate", "model.lora.push=adapters")
+    for name, chosen in (("merged", ()), ("served", served)):
+        output = tmp_path / name
+        given = (f"trainer.output={output}", "trainer.steps=3", *OPTIONS, *engine, *chosen)
+        run_ranks(2, run_body, config, "megatron", *given, timeout=300)
+        told[name] = steps_of(output)
+    for line, expected in zip(told["served"], told["merged"], strict=True):
+        assert line["push_bytes"] == line["push_adapter_bytes"] > 0, "the model was sent again"
+        assert line["logprob_gap_max"] < 1e-4
+        for name in ("reward", "response_length", "loss", "grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name

@@ -109,10 +109,11 @@ class Workers:
         self.vllm_config = SimpleNamespace(lora_config=lora)
         self.asked: list[Any] = []
 
-    async def collective_rpc(self, method: str, *, args: Any) -> None:
+    async def collective_rpc(self, method: str, *, args: Any) -> list[str]:
         self.asked.append((method, *args))
-        if args[1] == 8:
-            raise RuntimeError("not as it was sent")
+        if args[1] == 9:
+            raise RuntimeError("a worker is dead")
+        return ["", "not as it was sent" if args[1] == 8 else ""]
 
 
 def brought(
@@ -142,6 +143,8 @@ def test_a_parcel_goes_whole_to_all_workers(monkeypatch: pytest.MonkeyPatch) -> 
     assert workers.asked == [("take_adapter", b"abc", 7)]
     started, said = brought(monkeypatch, workers, *parts, version=8)
     assert started["status"] == 500 and "not as it was sent" in json.loads(said["body"])["error"]
+    started, said = brought(monkeypatch, workers, *parts, version=9)
+    assert started["status"] == 500 and "a worker is dead" in said["body"].decode()
     without = Workers(None)
     started, said = brought(monkeypatch, without, *parts)
     assert started["status"] == 500 and "started without adapters" in said["body"].decode()
