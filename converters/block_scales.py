@@ -10,7 +10,6 @@ from rftmega.converters.config_fields import is_whole
 from rftmega.errors import CheckpointError
 
 FIELD = "quantization_config"
-SUFFIX = "_scale_inv"  # behind the name of a weight: its scales, which it is multiplied with
 METHOD, NUMBERS = "fp8", "e4m3"
 # of activations, which are not quantised here, and of weights, whose dtype tells
 UNREAD = ("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")

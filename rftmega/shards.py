@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+SCALES = (
+    "_scale_inv"  # behind the name of a weight of 8 bits: its scales, which it is multiplied with
+)
 # the linear layers of attention and MLP, by the last part of their names
 LINEAR = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

@@ -1,9 +1,27 @@
-"""Fleets of stand-ins for servers."""
+"""Fleets of stand-ins for servers, and of servers that are started elsewhere; what their answers differ
+by from the trainer.
+"""
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
 
 from rftmega.fleet.fleet import FleetMember
 from rftmega.fleet.server_engine import ServerEngine
+from rftmega.types import Completion, Prompt, Sampling
+from rftmega.vllm_server import door
+from tests.layouts import rows_of
+
+KEY = "of this test"  # of servers that are started elsewhere
 
 
 def set_servers(engine: ServerEngine, *servers: Any) -> None:
@@ -12,3 +30,40 @@ def set_servers(engine: ServerEngine, *servers: Any) -> None:
     for member in engine.fleet.members:
         member.health.came()
         member.health.landed()
+
+
+@contextmanager
+def two_servers_elsewhere(run: dict[str, Any], folder: Path) -> Iterator[Path]:
+    """Gives the roster of two servers of `rftmega serve`, which ends them."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    command = [sys.executable, "-m", "rftmega", "serve", str(folder / "run.yaml")]
+    command += ["--listen", "127.0.0.1", "--roster", str(folder / "both")]
+    command += ["--logs", str(folder / "logs"), "--servers", "2"]
+    with (folder / "serve.log").open("w") as said:
+        serving = subprocess.Popen(
+            command, env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
+        )
+    try:
+        yield folder / "both"
+    finally:
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(60) == 0
+
+
+def gap_of_answers(
+    engine: ServerEngine, actor: Any, prompts: Sequence[Prompt], temperature: float
+) -> tuple[float, list[Completion]]:
+    """Returns the largest difference of log-probs between answers and trainer, and the answers."""
+    answers = engine.generate(
+        prompts, seeds=range(1, len(prompts) + 1), sampling=Sampling(temperature)
+    )
+    told: list[Any] = [answers]
+    dist.broadcast_object_list(told)
+    (answers,) = told
+    rows = rows_of(
+        [[*p.token_ids, *a.token_ids] for p, a in zip(prompts, answers, strict=True)],
+        [len(p.token_ids) for p in prompts],
+    )
+    logp = actor.log_probs(rows).logp[rows.mask]
+    said = torch.tensor([x for answer in answers for x in answer.logprobs])
+    return float((logp - said).abs().max()), answers

@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft",
     "model_providers": "config errors json_files device layers converters",
     "converters": "errors json_files shards",
-    "hf_folders": "options errors json_files converters kernels model_providers",
+    "hf_folders": "options shards errors json_files converters kernels model_providers",
     "__main__": "config parallel launch",
 }
 ONLY_IN = {

@@ -878,7 +878,11 @@ class RunConfig:
         """
         chosen = self.algorithm
         one_update = chosen.steps_per_rollout == 1 and not chosen.replay.max_age
-        return one_update and chosen.kl.placement != "reward" and not self.model.dropout
+        # the gate asks for new answers then, which an update that is under way can't bear
+        asks = self.rollout.on_update == "keep"
+        return (
+            one_update and chosen.kl.placement != "reward" and not self.model.dropout and not asks
+        )
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:

@@ -66,29 +66,33 @@ class GapGate:
         seed: int,
         config: dict[str, Any],
         pushes: bool = True,
+        keeps_caches: bool = False,
     ):
         """`folder`: where a bundle goes if the gap is too large; `config` goes with it. `pushes`:
         before it asks for new answers; False where every step asks, right after a push.
+        `keeps_caches`: tokens that the present policy chose may have read what earlier weights
+        computed, so that new answers alone are looked at.
         """
-        self.pushes = pushes
+        self.pushes, self.keeps_caches = pushes, keeps_caches
         self.machinery, self.limits, self.folder = machinery, limits, folder
         self.temperature, self.seed, self.config = temperature, seed, config
 
     def check(self, samples: Samples[Ragged], old_logp: Ragged, step: int) -> Gap:
         """Returns the gap over the tokens that the policy of `step` chose, or of new answers where
-        it chose none.
+        it chose none, or none that tell.
 
         `old_logp` is the trainer's. Raises GapExceeded on every process where one finds the
         gap too large.
         """
         once = self.machinery.host.once
-        gap = once(lambda: gap_of(samples, old_logp, chosen_by(samples, step)))
-        if gap.tokens:
-            self._judge(samples, old_logp, gap, step)
-        else:
-            asked, logp = self._ask_again(samples.prompts, step, push=self.pushes)
-            gap = gap_of(asked, logp, asked.rows.mask)
-            self._judge(asked, logp, gap, step)
+        if not self.keeps_caches:
+            gap = once(lambda: gap_of(samples, old_logp, chosen_by(samples, step)))
+            if gap.tokens:
+                self._judge(samples, old_logp, gap, step)
+                return gap
+        asked, logp = self._ask_again(samples.prompts, step, push=self.pushes)
+        gap = gap_of(asked, logp, asked.rows.mask)
+        self._judge(asked, logp, gap, step)
         return gap
 
     def _judge(self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int) -> None:

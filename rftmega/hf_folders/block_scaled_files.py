@@ -12,9 +12,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rftmega.converters.block_scales import SUFFIX, BlockScales
+from rftmega.converters.block_scales import BlockScales
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, bytes_of
+from rftmega.shards import SCALES
 
 STORED = "F8_E4M3"
 
@@ -52,9 +53,9 @@ class BlockScaledFolder(HFFolder):
         """Raises CheckpointError for scales without a weight."""
         super().__init__(folder)
         self._layout = layout
-        self._scales = {name for name in super().names if name.endswith(SUFFIX)}
+        self._scales = {name for name in super().names if name.endswith(SCALES)}
         for name in sorted(self._scales):
-            if not super().__contains__(name.removesuffix(SUFFIX)):
+            if not super().__contains__(name.removesuffix(SCALES)):
                 raise CheckpointError(
                     f"{self.folder} holds {name!r}, and no weight that it scales."
                 )
@@ -69,7 +70,7 @@ class BlockScaledFolder(HFFolder):
     @property
     def scaled(self) -> set[str]:
         """Returns the names of the weights that have scales."""
-        return {name.removesuffix(SUFFIX) for name in self._scales}
+        return {name.removesuffix(SCALES) for name in self._scales}
 
     def dtype_of(self, name: str) -> torch.dtype:
         if not self._is_scaled(name):
@@ -90,7 +91,7 @@ class BlockScaledFolder(HFFolder):
         if len(shape) != 2:
             raise CheckpointError(f"{self.folder}: {name} {shape} has scales, and is no matrix.")
         blocks = (-(-shape[0] // self._layout.rows), -(-shape[1] // self._layout.columns))
-        scales = super().whole(name + SUFFIX, blocks).to(torch.float32)
+        scales = super().whole(name + SCALES, blocks).to(torch.float32)
         return ScaledSlice(stored, scales, tuple(shape), self._layout)
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
@@ -105,4 +106,4 @@ class BlockScaledFolder(HFFolder):
         return str(found.hexdigest())
 
     def _is_scaled(self, name: str) -> bool:
-        return name + SUFFIX in self._scales
+        return name + SCALES in self._scales

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Set
 import torch
 from torch import Tensor
 
-from rftmega.converters.block_scales import SUFFIX, BlockScales
+from rftmega.converters.block_scales import BlockScales
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import PlannedTensor
 from rftmega.kernels.block_scaled import NUMBERS, quantise
+from rftmega.shards import SCALES
 
 
 class Quantising:
@@ -30,7 +31,7 @@ class Quantising:
             rows, columns = tensor.shape
             blocks = (-(-rows // self._layout.rows), -(-columns // self._layout.columns))
             found.append(PlannedTensor(tensor.name, NUMBERS, tensor.shape))
-            found.append(PlannedTensor(tensor.name + SUFFIX, torch.float32, blocks))
+            found.append(PlannedTensor(tensor.name + SCALES, torch.float32, blocks))
         return found
 
     def quantised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -46,4 +47,4 @@ class Quantising:
             if not scales.isfinite().all():
                 raise CheckpointError(f"{name} holds NaN or infinity, so it is not written.")
             yield name, numbers
-            yield name + SUFFIX, scales
+            yield name + SCALES, scales

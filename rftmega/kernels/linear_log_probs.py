@@ -221,10 +221,14 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-@functools.cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of a chunk as few kernels, where the device has a compiler."""
-    return device.current().compiled(function)
+    return _compiled(function, device.current())
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], where: device.Device) -> Callable[..., Any]:
+    return where.compiled(function)
 
 
 def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ def preflight(
             )
         if config.algorithm.task == "rl":
             found += _engine(config, model, on) + _router_replay(config, model, on)
-            found += _quantized_engine(config, model, on)
+            found += _engine_of_eight_bits(config, model, on)
         longest = config.rollout.max_row_tokens
         if longest > model.max_positions:
             found.append(
@@ -131,7 +131,9 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
     return []
 
 
-def _quantized_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
+def _engine_of_eight_bits(
+    config: RunConfig, model: ModelDescription, on: device.Device
+) -> list[str]:
     """Lists why vLLM can't compute the model's linear layers with numbers of 8 bits."""
     rollout = config.rollout
     if rollout.quantization == "none" or rollout.engine != "vllm" or config.backend != "megatron":

@@ -12,7 +12,7 @@ from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
 from rftmega.shards import is_linear, volume
 
-QUANTIZED = 1 + 4 / 128**2  # bytes of a number and its part of a scale
+EIGHT_BITS = 1 + 4 / 128**2  # bytes of a number and its part of a scale
 BATCHED = 8192  # tokens that vLLM computes at once
 
 
@@ -28,7 +28,7 @@ def weight_bytes(
         if rule.exported:
             layers = sum(map(rule.speaks_of, range(planned.model.layers))) if rule.per_layer else 1
             eight_bits = quantization != "none" and all(map(is_linear, rule.hf_names(0, 0)))
-            size = QUANTIZED if eight_bits else itemsize
+            size = EIGHT_BITS if eight_bits else itemsize
             total += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks) * size
     return int(total)
 

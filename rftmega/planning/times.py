@@ -159,7 +159,7 @@ def _read(policy: PlannedModel, rollout: RolloutConfig, tokens: float) -> float:
     whole, model = engine.held_bytes(policy, rollout), policy.model
     if model.experts is None:
         return whole
-    size = 2 if rollout.quantization == "none" else engine.QUANTIZED
+    size = 2 if rollout.quantization == "none" else engine.EIGHT_BITS
     experts = len(model.experts.layers) * model.experts.number
     routed = experts * 3 * model.hidden * model.experts.ffn * size / rollout.tensor
     met = 1 - (1 - model.experts.active / model.experts.number) ** tokens

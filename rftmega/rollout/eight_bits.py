@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.kernels.block_scaled import dequantised, quantise
-from rftmega.shards import is_linear
+from rftmega.shards import SCALES, is_linear
 from rftmega.weights.lazy_tensors import elements_of
 
 BLOCK = 128  # rows and columns that share a scale
-SCALES = "_scale_inv"  # behind the name of a weight, as in published folders
 
 
 def described(kept: Sequence[str]) -> dict[str, Any]:
@@ -40,9 +39,10 @@ def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 def rounded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yields what `quantised` tells of each weight, in float32 again."""
-    for name, tensor in tensors:
-        if not is_linear(name):
+    given = quantised(tensors)
+    for name, tensor in given:
+        if is_linear(name):
+            _, scales = next(given)
+            yield name, dequantised(tensor, scales, BLOCK, BLOCK)
+        else:
             yield name, tensor
-            continue
-        numbers, scales = quantise(elements_of(tensor), BLOCK, BLOCK)
-        yield name, dequantised(numbers, scales, BLOCK, BLOCK)

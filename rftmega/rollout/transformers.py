@@ -109,7 +109,7 @@ class TransformersEngine(Engine):
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
         self.stop_ids, self.stop = stop_ids, config.stop
-        self.quantized = config.quantization == "fp8"
+        self.quantised = config.quantization == "fp8"
         self.where = where
         self.tokenizer: Any = None
         if self.stop:
@@ -245,7 +245,7 @@ class TransformersEngine(Engine):
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises WeightMismatch where a tensor is unknown, of another shape, or missing."""
         own = named_as_in_a_folder(self.model)
-        if self.quantized:
+        if self.quantised:
             named_tensors = rounded(named_tensors)
         for name, tensor in named_tensors:
             if name not in own or own[name].shape != tensor.shape:

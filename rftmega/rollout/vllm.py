@@ -133,11 +133,11 @@ class VLLMEngine(Engine):
         adapter_rank: int = 0,
         evaluated: Mapping[str, str] | None = None,
         routed: RoutedModel | None = None,
-        unquantized: Sequence[str] = (),
+        unquantised: Sequence[str] = (),
     ):
         """`adapter_rank`: of the adapter that it serves; 0: none. `evaluated`: PEFT folders of others,
         by name, of at most that rank; "": the model without adapters. `routed`: whose routes are told;
-        None: none are. `unquantized`: modules that keep their precision under rollout.quantization.
+        None: none are. `unquantised`: modules that keep their precision under rollout.quantization.
 
         Builds vLLM; a collective over the engine's processes.
 
@@ -179,8 +179,8 @@ class VLLMEngine(Engine):
         self._routed = routed
         if routed and on_cuda:
             serves["enable_return_routed_experts"] = True
-        self._quantized = config.quantization == "fp8"
-        written_as = described(unquantized) if self._quantized else None
+        self._quantised = config.quantization == "fp8"
+        written_as = described(unquantised) if self._quantised else None
         threads = torch.get_num_threads()
         self._llm: Any = LLM(
             model=str(folder),
@@ -213,7 +213,7 @@ class VLLMEngine(Engine):
         if self._waveforms:
             self._waveforms.check(self._llm.llm_engine)
         module = self._llm.apply_model(_itself)[0]
-        if not self._quantized:  # its loader alone knows how such numbers lie
+        if not self._quantised:  # its loader alone knows how such numbers lie
             self.destinations = FreshParameters(module)
         self._captured: CapturedRoutes | None = None
         if routed and not on_cuda:
@@ -337,7 +337,7 @@ class VLLMEngine(Engine):
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
-        if self._quantized:
+        if self._quantised:
             named_tensors = quantised(named_tensors)
         try:
             self._llm.collective_rpc(

@@ -56,7 +56,7 @@ def create(
         )
     from rftmega.rollout.vllm import VLLMEngine
 
-    quantized = config.rollout.quantization != "none"
+    quantised = config.rollout.quantization != "none"
     return VLLMEngine(
         config.model.path,
         config.rollout,
@@ -66,7 +66,7 @@ def create(
         adapter_rank=config.model.lora.served_rank,
         evaluated=config.model.lora.evaluated,
         routed=routed,
-        unquantized=modules_kept(config.model.path) if quantized else (),
+        unquantised=modules_kept(config.model.path) if quantised else (),
     )
 
 

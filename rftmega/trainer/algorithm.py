@@ -172,9 +172,9 @@ class Algorithm:
         config = self.config
         if config.rollout.engine == "scripted":
             return None
-        quantized = config.rollout.quantization
+        quantisation = config.rollout.quantization
         limits = limits_of(
-            built.numerics.dtype if quantized == "none" else quantized,
+            built.numerics.dtype if quantisation == "none" else quantisation,
             percentile=config.rollout.max_logprob_gap,
             mean=config.rollout.mean_logprob_gap,
         )
@@ -188,6 +188,7 @@ class Algorithm:
             seed=config.trainer.seed,
             config=described,
             pushes=config.strategy == "colocated" or not config.trainer.max_staleness,
+            keeps_caches=config.rollout.on_update == "keep",
         )
 
     def refill(self, host: Host | None = None) -> DynamicSampler:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.types import Prompt, Sampling
+from rftmega.types import Prompt
 from rftmega.vllm_server import door
-from tests.layouts import build_actor, rows_of
+from tests.fleets import gap_of_answers
+from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -55,17 +55,8 @@ class Trainer:
 
     def gap(self) -> tuple[float, set[int]]:
         """The largest difference of log-probs, and the versions of the answers."""
-        answers = self.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
-        told: list[Any] = [answers]
-        dist.broadcast_object_list(told)
-        (answers,) = told
-        rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
-            [len(p.token_ids) for p in PROMPTS],
-        )
-        logp = self.actor.log_probs(rows).logp[rows.mask]
-        theirs = torch.tensor([x for a in answers for x in a.logprobs])
-        return (logp - theirs).abs().max().item(), {a.policy_version for a in answers}
+        largest, answers = gap_of_answers(self.engine, self.actor, PROMPTS, TEMPERATURE)
+        return largest, {answer.policy_version for answer in answers}
 
 
 def push_body(world: Any, folder: Path, logs: Path, parallel: ParallelConfig, rollout: Any) -> Any:

@@ -1,16 +1,12 @@
 """Servers that come between two pushes: they get the weights of the last one, and answer."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rftmega.config import ParallelConfig
 from rftmega.dispatch import streaming_pool
@@ -21,12 +17,12 @@ from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import TEMPERATURE, Trainer
+from tests.fleets import KEY, two_servers_elsewhere
 from tests.layouts import rows_of
 from tests.ranks import run_ranks
 from tests.rollouts import pool_of
 from tests.tiny_models import save_tiny
 
-KEY = "of this test"
 GROUPS = [RolloutGroup(n, Prompt((5, 9, 10 + n), index=n), (2 * n, 2 * n + 1)) for n in range(60)]
 
 
@@ -39,17 +35,8 @@ def two_servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
         "transport": request.param,
     }  # fmt: skip
     run = {"model": {"path": str(model), "dtype": "float32"}, "rollout": rollout}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    command = [sys.executable, "-m", "rftmega", "serve", str(tmp_path / "run.yaml")]
-    command += ["--listen", "127.0.0.1", "--roster", str(tmp_path / "both")]
-    command += ["--logs", str(tmp_path / "logs"), "--servers", "2"]
-    with (tmp_path / "serve.log").open("w") as said:
-        serving = subprocess.Popen(
-            command, env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
-        )
-    yield request.param, model, tmp_path / "both"
-    serving.send_signal(signal.SIGTERM)
-    assert serving.wait(60) == 0
+    with two_servers_elsewhere(run, tmp_path) as both:
+        yield request.param, model, both
 
 
 def late_body(world: Any, folder: Path, model: Path, both: Path, transport: str) -> Any:

@@ -122,9 +122,10 @@ def test_what_is_compiled_is_what_is_not() -> None:
 def test_a_device_compiles_where_triton_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CPU().compiled(dense) is dense
     cuda = CUDA(ImitationCUDA())
-    for spec, is_compiled in ((None, False), (object(), True)):
+    monkeypatch.setattr(torch, "compile", lambda function: ("compiled", function))
+    for spec, wanted in ((None, dense), (object(), ("compiled", dense))):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, spec=spec: spec)
-        assert (cuda.compiled(dense) is not dense) == is_compiled
+        assert cuda.compiled(dense) == wanted
 
 
 def test_in_bfloat16_a_target_that_is_nearly_certain_has_its_own_gradient() -> None:

@@ -4,8 +4,6 @@ says what the trainer says after every push.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import yaml
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
@@ -23,6 +19,7 @@ from rftmega.experience import given
 from rftmega.shards import AdapterSource
 from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
+from tests.fleets import KEY, gap_of_answers, two_servers_elsewhere
 from tests.layouts import build_actor, rows_of
 from tests.plain_adapters import random_pairs, write_pairs
 from tests.ranks import run_ranks
@@ -35,7 +32,6 @@ PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(LONG)]
 ROWS = [[(37 * i + 11 * b) % 131 for i in range(n)] for b, n in enumerate((30, 17, 26))]
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
 TEMPERATURE = 0.7
-KEY = "of this test"
 
 
 class Served:
@@ -68,18 +64,9 @@ class Served:
 
     def gap(self) -> tuple[float, list[float], set[int]]:
         """The largest difference of log-probs, those of a few tokens, and the answers' versions."""
-        answers = self.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
-        told: list[Any] = [answers]
-        dist.broadcast_object_list(told)
-        (answers,) = told
-        rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
-            [len(p.token_ids) for p in PROMPTS],
-        )
-        logp = self.actor.log_probs(rows).logp[rows.mask]
-        said = torch.tensor([x for answer in answers for x in answer.logprobs])
-        versions = {answer.policy_version for answer in answers}
-        return float((logp - said).abs().max()), said[:3].tolist(), versions
+        largest, answers = gap_of_answers(self.engine, self.actor, PROMPTS, TEMPERATURE)
+        said = [x for answer in answers for x in answer.logprobs]
+        return largest, said[:3], {answer.policy_version for answer in answers}
 
     def learn(self) -> None:
         self.actor.step(given(rows_of(ROWS)), cross_entropy_loss())
@@ -203,17 +190,8 @@ def two_elsewhere(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     }  # fmt: skip
     own = {"path": str(model), "dtype": "float32", "lora": {"rank": 8, "push": "adapters"}}
     run = {"model": own, "rollout": rollout, "strategy": "separate"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    command = [sys.executable, "-m", "rftmega", "serve", str(tmp_path / "run.yaml")]
-    command += ["--listen", "127.0.0.1", "--roster", str(tmp_path / "both")]
-    command += ["--logs", str(tmp_path / "logs"), "--servers", "2"]
-    with (tmp_path / "serve.log").open("w") as said:
-        serving = subprocess.Popen(
-            command, env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
-        )
-    yield model, tmp_path / "both"
-    serving.send_signal(signal.SIGTERM)
-    assert serving.wait(60) == 0
+    with two_servers_elsewhere(run, tmp_path) as both:
+        yield model, both
 
 
 def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:

@@ -31,7 +31,7 @@ def body(world: Any, folder: Path) -> Any:
         max_prompt_tokens=100, max_response_tokens=16, max_batch=4, memory_fraction=0.1, quantization="fp8",
     )  # fmt: skip
     engine = VLLMEngine(
-        folder, config, world, dtype="bfloat16", stop_ids=[1], unquantized=modules_kept(str(folder))
+        folder, config, world, dtype="bfloat16", stop_ids=[1], unquantised=modules_kept(str(folder))
     )
     manager = build_manager(folder, ParallelConfig(), dtype="bfloat16")
     weights = EngineWeights(manager.shards(), engine, bucket_bytes=2**20)

@@ -26,6 +26,7 @@ from tests.tiny_models import save_tiny
         (["algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"], False),
         (["algorithm.replay.max_age=1"], False),
         (["model.dropout=0.1"], False),
+        (["rollout.on_update=keep"], False),
     ],
 )
 def test_it_may_where_one_update_computes_what_a_scoring_pass_would_and_nothing_asks_before(

@@ -151,7 +151,7 @@ def test_an_engine_of_8_bits_is_told_so_and_its_loader_gets_numbers_and_scales(
             World(0, 1, 0, 1, torch.device("cpu")),
             dtype="auto",
             stop_ids=[1],
-            unquantized=["lm_head"],
+            unquantised=["lm_head"],
         )
     understood = Fp8Config.from_config(FakeLLM.given["hf_overrides"]["quantization_config"])
     assert understood.is_checkpoint_fp8_serialized and understood.weight_block_size == [128, 128]

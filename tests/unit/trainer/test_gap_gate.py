@@ -104,6 +104,29 @@ def test_where_no_token_is_the_present_policys_eight_prompts_are_asked_after_a_p
         gate(machinery, tmp_path).check(samples, old, 3)
 
 
+def test_where_caches_of_earlier_weights_are_kept_new_answers_alone_are_looked_at(
+    tmp_path: Path,
+) -> None:
+    machinery = Machinery()
+    samples = rollout(machinery, version=3)
+    for row in range(len(samples)):
+        samples.behaviour_logp[row].sub_(5.0)  # neither policy's
+    old = machinery.log_probs(samples.rows).logp
+    with pytest.raises(GapExceeded):
+        gate(machinery, tmp_path).check(samples, old, 3)
+    machinery.pushed.clear()
+    machinery.asked.clear()
+    keeping = GapGate(
+        machinery, Limits(1e-3, 1e-4), tmp_path, temperature=1.0, seed=0, config={}, pushes=False, keeps_caches=True,
+    )  # fmt: skip
+    found = keeping.check(samples, old, 3)
+    assert found.tokens > 0 and found.largest == 0
+    assert (machinery.pushed, machinery.asked) == ([], [PROMPTS[:8]])
+    machinery.off = 0.5
+    with pytest.raises(GapExceeded):
+        keeping.check(samples, old, 3)
+
+
 def test_all_processes_stop_where_one_finds_the_gap_too_large(tmp_path: Path) -> None:
     machinery = Machinery()
     samples = rollout(machinery, version=0)
