@@ -178,11 +178,10 @@ class SandboxSession(PlainSession):
     async def _said(self, process: asyncio.subprocess.Process, asked: bytes) -> dict[str, Any]:
         """Returns the sandbox's next line. Raises InfrastructureFault where it has failed."""
         assert process.stdin is not None and process.stdout is not None
-        line = b""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):  # it has ended; what it said before is there
             process.stdin.write(asked)
             await process.stdin.drain()
-            line = await process.stdout.readline()
+        line = await process.stdout.readline()
         if not line.endswith(b"\n"):
             raise InfrastructureFault("environment.sandbox: the sandbox ended without a word.")
         told: dict[str, Any] = json.loads(line)
