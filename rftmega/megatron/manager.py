@@ -46,7 +46,7 @@ from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
-from rftmega.megatron.adapters import Adapters, Replicas, sum_of_base
+from rftmega.megatron.adapters import Adapters, Replicas, pack_base, sum_of_base
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -158,6 +158,8 @@ class MegatronModelManager:
         self.residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
         )
+        if self._adapted and lora.base_on_host == "int8":
+            self.residency.keep_packed(pack_base(self.bound))
 
     @cached_property
     def _processor(self) -> PictureProcessor:

@@ -127,6 +127,8 @@ class MegatronModel:
             said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
             if lora.rslora:  # of which earlier checkpoints say nothing
                 said["adapters"]["rslora"] = True
+            if lora.base_on_host != "whole":  # the frozen weights are rounded
+                said["adapters"]["base_on_host"] = lora.base_on_host
             said["base"] = self.manager.sum_of_base
         return said
 

@@ -8,9 +8,9 @@ behind: update_critic.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
 from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.planning import activations, engine, sharded, tower
 from rftmega.planning.activations import Load
@@ -23,6 +23,7 @@ from rftmega.planning.models import (
     PlannedModel,
 )
 from rftmega.planning.states import elements_of, states
+from rftmega.shards import is_linear
 
 Bytes = dict[str, int]  # by kind
 
@@ -136,11 +137,8 @@ def on_device(
     }
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     for name, planned in models.items():
-        suffix, stage, parallel = (
-            ("" if name == POLICY else f"_{name}"),
-            stages[name],
-            planned.parallel,
-        )
+        suffix = "" if name == POLICY else f"_{name}"
+        stage, parallel = stages[name], planned.parallel
         load = load_of(config, parallel, world)
         patches = tower.patches_of(planned, config, load)
         rows = max(
@@ -242,4 +240,13 @@ def on_host(
         found["offload"] = sum(
             held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
         )
+        if config.model.lora.base_on_host == "int8":
+            found["offload"] -= _packed_away(policy, stages[POLICY])
     return found
+
+
+def _packed_away(planned: PlannedModel, stage: int) -> int:
+    """Returns the bytes by which 8 bits, and a scale for some of them, make a base smaller."""
+    linear = [rule for rule in planned.rules if all(map(is_linear, rule.hf_names(0, 0)))]
+    elements = elements_of(replace(planned, rules=linear), stage)
+    return int(elements * (planned.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))

@@ -302,6 +302,7 @@ ELSEWHERE = {
             ("dropout", "0.1", "dropout=share"),
             ("path", "x", "path=str(adapter)"),
             ("rslora", "true", "rslora=rslora"),
+            ("base_on_host", "int8", "base_on_host=kept"),
         )
     },
     "rollout.router_replay": (
