@@ -18,11 +18,7 @@ from megatron.core.distributed import (
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import (
-    ParamKey,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -56,6 +52,7 @@ from rftmega.megatron.load import (
     refuse_non_finite,
     refuse_strangers,
 )
+from rftmega.megatron.optimizers import build_optimizer
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.timers import Timers
 from rftmega.model_providers.builder import build_chunk, transformer_config
@@ -297,25 +294,8 @@ class MegatronModelManager:
         )
 
     def _build_optimizer(self) -> Any:
-        optimizer = self.cfg.optimizer
-        return get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=optimizer.learning_rate,
-                min_lr=optimizer.min_learning_rate,
-                weight_decay=optimizer.weight_decay,
-                adam_beta1=optimizer.beta1,
-                adam_beta2=optimizer.beta2,
-                adam_eps=optimizer.epsilon,
-                clip_grad=optimizer.clip_grad,
-                bf16=self.config.bf16,
-                params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=optimizer.distributed,
-                overlap_param_gather=optimizer.overlap_param_gather,
-            ),
-            self.model,
-            config_overrides=self._tower_s_rate(),
-            use_gloo_process_groups=False,
+        return build_optimizer(
+            self.cfg.optimizer, self.model, self.config, overrides=self._tower_s_rate()
         )
 
     def _tower_s_rate(self) -> dict[ParamKey, Any] | None:

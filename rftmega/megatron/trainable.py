@@ -13,6 +13,7 @@ from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
+from rftmega.megatron.moments import MomentValues
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
@@ -159,7 +160,9 @@ class MegatronModel:
             self.average.restart()
         if optimizer:
             set_adam_steps(manager, stored.said["adam_steps"])
-            stored.fill(optimizer_tensors(manager))
+            moments = MomentValues(self.residency)
+            stored.fill(optimizer_tensors(manager, moments))
+            moments.take_back()
             self.residency.changed()
         else:
             manager.weights_changed()

@@ -305,6 +305,14 @@ ELSEWHERE = {
             ("base_on_host", "int8", "base_on_host=kept"),
         )
     },
+    **{
+        f"{model}optimizer.{name}": (value, file, word)
+        for model in ("", "critic.")
+        for name, value, file, word in (
+            ("name", "muon", "distributed/test_muon.py", 'name="muon"'),
+            ("states", "bfloat16", CHECKPOINTS, "states=states"),
+        )
+    },
     "rollout.router_replay": (
         "engine",
         "distributed/test_router_replay.py",
@@ -417,6 +425,7 @@ ELSEWHERE |= {
 }
 # there is no run that does not read them
 ALWAYS = {
+    "optimizer.states",
     "backend",
     "data.images_key",
     "data.videos_key",
