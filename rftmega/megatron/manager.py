@@ -41,7 +41,7 @@ from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
-from rftmega.megatron import forward, offload
+from rftmega.megatron import forward
 from rftmega.megatron.adapters import Adapters, Replicas, pack_base, sum_of_base
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
@@ -52,7 +52,6 @@ from rftmega.megatron.load import (
     refuse_non_finite,
     refuse_strangers,
 )
-from rftmega.megatron.optimizers import build_optimizer
 from rftmega.megatron.sharded import load_distributed, pieces_of
 from rftmega.megatron.timers import Timers
 from rftmega.model_providers.builder import build_chunk, transformer_config
@@ -60,6 +59,8 @@ from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
+from rftmega.optimizers import offload
+from rftmega.optimizers.build import build_optimizer
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard
 

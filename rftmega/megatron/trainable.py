@@ -13,7 +13,6 @@ from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
-from rftmega.megatron.moments import MomentValues
 from rftmega.megatron.training_state import (
     AVERAGE,
     WEIGHTS,
@@ -26,6 +25,7 @@ from rftmega.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.model_providers.description import ModelDescription
+from rftmega.optimizers.moments import MomentValues
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard, ShardBox, TrainedAdapters

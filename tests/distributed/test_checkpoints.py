@@ -32,7 +32,7 @@ from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor
-from rftmega.megatron.offload import inner_optimizers
+from rftmega.optimizers.offload import inner_optimizers
 from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology

@@ -31,10 +31,11 @@ from rftmega.errors import RFTMegaError
 from rftmega.fleet import server_engine as servers
 from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
-from rftmega.megatron import actor, manager, model_runner, optimizers
+from rftmega.megatron import actor, manager, model_runner
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.observe import callbacks
+from rftmega.optimizers import build
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
@@ -348,7 +349,7 @@ def stepping(config: RunConfig) -> list[Any]:
     made.cfg, made.model, made.value_model = config, [], False
     made.config = SimpleNamespace(bf16=False, params_dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
+        patch.setattr(build, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
         patch.setattr(manager, "DistributedDataParallel", lambda _, chosen, *__, **___: chosen)
         found = [
             str(asdict(made._build_optimizer())),

@@ -1,12 +1,13 @@
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from rftmega.config import load
-from rftmega.validation import optimizer as checks
 from rftmega.validation.optimizer import optimizer
 
+CHECKS = sys.modules[optimizer.__module__]  # whose name in its package is the function's
 MUON = "optimizer.name=muon"
 
 
@@ -17,7 +18,7 @@ def reasons(folder: Path, *options: str) -> list[str]:
 
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: name)
+    monkeypatch.setattr(CHECKS, "find_spec", lambda name: name)
 
 
 @pytest.mark.usefixtures("everything")
@@ -77,7 +78,7 @@ def test_a_package_that_is_not_installed_is_named(
     option: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        checks, "find_spec", lambda name: None if name == package else find_spec(name)
+        CHECKS, "find_spec", lambda name: None if name == package else find_spec(name)
     )
     (found,) = reasons(tmp_path, option)
     assert f"{option} needs the package {package}, which is not installed" in found

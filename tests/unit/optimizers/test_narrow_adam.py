@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rftmega.megatron.moments import MomentValues, memory_of
-from rftmega.megatron.narrow_adam import ADAMS, packed
+from rftmega.optimizers.moments import MomentValues, memory_of
+from rftmega.optimizers.narrow_adam import ADAMS, packed
 
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-4, 0.1
 RATES = (1e-2, 3e-2, 2e-2)

@@ -12,7 +12,7 @@ from megatron.core.optimizer import (
 from megatron.core.transformer import TransformerConfig
 
 from rftmega.config import OptimizerConfig
-from rftmega.megatron.offload import inner_optimizers
+from rftmega.optimizers.offload import inner_optimizers
 
 MUON_MOMENTUM = 0.95  # as Muon's author has it, with Nesterov's
 
@@ -58,7 +58,7 @@ def build_optimizer(
         chosen, list(model), config_overrides=overrides, use_gloo_process_groups=False
     )
     if options.states != "float32":
-        from rftmega.megatron.narrow_adam import ADAMS  # it imports torchao
+        from rftmega.optimizers.narrow_adam import ADAMS  # it imports torchao
 
         for inner in inner_optimizers(built):
             if inner.optimizer is not None:  # a process without trainable parameters has none

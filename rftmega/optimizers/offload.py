@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
-from rftmega.megatron.moments import memory_of
+from rftmega.optimizers.moments import memory_of
 
 
 def parts_of(model: Iterable[Any], optimizer: Any) -> dict[str, list[Tensor]]:

@@ -47,7 +47,7 @@ class MomentValues:
             if not is_traceable_wrapper_subclass(moment):
                 self._residency.host(moment).copy_(copy)
                 continue
-            from rftmega.megatron.narrow_adam import packed
+            from rftmega.optimizers.narrow_adam import packed
 
             parts: Any = moment
             codes, scales = packed(copy, parts)
