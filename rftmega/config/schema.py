@@ -39,6 +39,11 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
 
+    fp8: Literal["none", "blockwise", "mxfp8"] = "none"
+    """Multiply the matrices of the layers in numbers of 8 bits, with a scale a block (Transformer Engine):
+    blockwise on Hopper, mxfp8 on Blackwell; weights stay bfloat16 (docs/optimizers.md).
+    """
+
     dropout: BelowOne = 0.0
     """Dropout of hidden states and attention while learning; scoring never drops."""
 

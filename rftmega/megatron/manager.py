@@ -107,7 +107,7 @@ class MegatronModelManager:
         self.description = describe(self.hf_config)
         dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
         self.config = transformer_config(
-            self.description, cfg.parallel, dtype, dropout=cfg.model.dropout
+            self.description, cfg.parallel, dtype, dropout=cfg.model.dropout, fp8=cfg.model.fp8
         )
         refuse_hazards(self.config)
         self.config.timers = Timers()

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import (
-    ParamKey,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
 from rftmega.config import OptimizerConfig
@@ -49,8 +45,6 @@ def build_optimizer(
     if options.name == "muon":
         from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
-        # asked without any, it decays norms and biases, too
-        overrides = overrides or get_standard_config_overrides(chosen)
         return get_megatron_muon_optimizer(
             chosen, list(model), config_overrides=overrides, use_gloo_process_groups=False
         )

@@ -88,7 +88,10 @@ class Machine:
         module = torch.nn.Module()
         module.table = torch.nn.Parameter(self.table)
         self.table, self.model, self.where = module.table, [module], torch.device("cpu")
-        self.config, self.learning_rate = SimpleNamespace(sequence_parallel=False), 1.0
+        self.config = SimpleNamespace(
+            sequence_parallel=False, tensor_model_parallel_size=1, fp8=None
+        )
+        self.learning_rate = 1.0
         self.description = describe(read_hf_config(Path(cfg.model.path)))
         self.topology = SimpleNamespace(
             data=data_parallel,
