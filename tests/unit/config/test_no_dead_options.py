@@ -123,7 +123,7 @@ OPTIONS: dict[str, Live] = {
     "model.dtype": Live("bfloat16", seen=transformer),
     "model.trust_remote_code": Live("true"),
     "model.dropout": Live("0.5", seen=transformer),
-    "model.fp8": Live("blockwise", seen=transformer),
+    "model.fp8": Live("blockwise", ("model.dtype=bfloat16",), transformer),
     **{f"parallel.{name}": live for name, live in LAYOUT.items()},
     **{f"optimizer.{name}": live for name, live in ADAM.items()},
     "rollout.engine": Live("vllm", seen=engine),
