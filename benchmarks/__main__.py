@@ -103,6 +103,7 @@ BENCHMARKS = {
         "8k: held_over_a_copy_a_process",
         "at most 0.2",
     ),
+    "Adam on the host": (offload.adam_on_the_host, "step_over_copies", ""),
     "offload against copy": (offload.against_copy, "off_over_copy", "at least 0.7"),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import save_model
-from benchmarks.timing import seconds
+from benchmarks.timing import compare, seconds
 from rftmega import device
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.device.residency import PARTS
@@ -89,3 +89,38 @@ def against_copy(folder: Path) -> dict[str, float]:
     return run_ranks(
         1, offload_body, save_model(folder, num_hidden_layers=16, hidden_size=512), timeout=300
     )[0]
+
+
+PARAMETERS = 50_000_000
+
+
+def adam_on_the_host(folder: Path) -> dict[str, float]:
+    """A step of Adam by the host's cores, as Megatron's optimizer_cpu_offload takes it, against
+    copies of main parameters and moments there and back, which let the device take it.
+
+    Both work in the host's memory here. On a machine with a device the copies take the bus's time,
+    and the host's step needs gradients there and weights back besides: 6 bytes a parameter.
+    """
+    weight = torch.nn.Parameter(torch.ones(PARAMETERS))
+    weight.grad = torch.full_like(weight, 1e-3)
+    adam = torch.optim.AdamW([weight], lr=1e-5, fused=True)
+    adam.step()  # it makes its moments
+    states = [torch.ones(PARAMETERS) for _ in range(3)]
+    there = [torch.ones(PARAMETERS) for _ in range(3)]
+
+    def copies() -> None:
+        for mine, other in zip(states, there, strict=True):
+            other.copy_(mine)
+            mine.copy_(other)
+
+    step, moved, ratio = compare(adam.step, copies, rounds=8)
+    return {
+        "threads": float(torch.get_num_threads()),
+        "step_ns_a_parameter": step / PARAMETERS * 1e9,
+        "copies_ns_a_parameter": moved / PARAMETERS * 1e9,
+        "step_over_copies": 1 / ratio,
+        "step_gb_s": 28
+        * PARAMETERS
+        / step
+        / 1e9,  # weights and moments read and written, gradients read
+    }

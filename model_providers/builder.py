@@ -30,9 +30,14 @@ from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, 
 
 
 def transformer_config(
-    model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype, *, dropout: float = 0.0
+    model: ModelDescription,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    dropout: float = 0.0,
+    fp8: str = "none",
 ) -> TransformerConfig:
-    """Megatron's config for this model and layout; parameters in `dtype`."""
+    """Returns Megatron's config for this model and layout; parameters in `dtype`."""
     interleaved = parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if model.latent else TransformerConfig
     config = kind(
@@ -73,6 +78,7 @@ def transformer_config(
         # Packed micro-batches differ in length; the stages tell each other the shape.
         variable_seq_lengths=True,
         **_RECOMPUTE[parallel.recompute],
+        **_EIGHT_BITS[fp8],
         **(_experts(model, model.experts, parallel) if model.experts else {}),
         **(_latent(model.latent, model.rope) if model.latent else {}),
         **(_windows(model, model.window) if model.window else {}),
@@ -100,6 +106,16 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     },
+}
+
+
+# Transformer Engine would keep its weights of 8 bits beside the others, where nobody takes them off
+# the device
+_BLOCKS = {"fp8": "e4m3", "disable_parameter_transpose_cache": True}
+_EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "blockwise": {"fp8_recipe": "blockwise", **_BLOCKS},
+    "mxfp8": {"fp8_recipe": "mxfp8", **_BLOCKS},
 }
 
 

@@ -38,12 +38,15 @@ def config_of(
     dropout: float = 0.0,
     backend: str = "megatron",
     lora: LoRA | None = None,
+    fp8: Literal["none", "blockwise"] = "none",
     router_replay: Literal["none", "trainer", "engine"] = "none",
 ) -> RunConfig:
     """100 optimizer steps, whatever the number of mini-batches."""
     return RunConfig(
         backend=backend,
-        model=ModelConfig(path=str(folder), dtype=dtype, dropout=dropout, lora=lora or LoRA()),
+        model=ModelConfig(
+            path=str(folder), dtype=dtype, dropout=dropout, lora=lora or LoRA(), fp8=fp8
+        ),
         parallel=parallel,
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
         rollout=RolloutConfig(temperature=temperature, router_replay=router_replay),

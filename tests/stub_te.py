@@ -9,8 +9,10 @@ Megatron's.
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ class _Base(Module):
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse
-        self.fp8 = self.fp8_calibration = False
+        self.fp8 = self.fp8_calibration = self.save_original_input = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
 
     def _weight(self, name: str, out: int, into: int, dtype: torch.dtype, init_method: Any) -> None:
@@ -50,6 +52,13 @@ class _Base(Module):
         self.register_parameter(name, weight)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        if Recipes.entered:
+            tokens, (out, into) = x.numel() // x.shape[-1], weight.shape
+            assert not (tokens % 16 or out % 16 or into % 16), (tokens, out, into)
+            # the gradient passes as if nothing was rounded
+            x = x + (_rounded(x.detach(), 1) - x.detach())
+            weight_here = _rounded(weight.detach(), 128)
+            return _Rounded.apply(x, weight, weight_here)
         accumulates = (
             self.fuse_wgrad_accumulation and weight.requires_grad
         )  # a frozen one has no gradient
@@ -59,6 +68,77 @@ class _Base(Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None: ...
+
+
+class Recipes:
+    """Recipes of 8 bits in whose context the modules are now."""
+
+    entered: ClassVar[list[Any]] = []
+
+
+@contextmanager
+def fp8_autocast(*, enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[None]:
+    assert enabled and type(fp8_recipe).__name__ == "Float8BlockScaling"
+    Recipes.entered.append(fp8_recipe)
+    try:
+        yield
+    finally:
+        Recipes.entered.pop()
+
+
+def _rounded(matrix: Tensor, high: int) -> Tensor:
+    """Rounds to e4m3 with a scale for each `high` rows and 128 columns."""
+    found = torch.empty_like(matrix)
+    rows, into = matrix.flatten(0, -2), found.flatten(0, -2)
+    for top in range(0, len(rows), high):
+        for left in range(0, rows.shape[1], 128):
+            block = rows[top : top + high, left : left + 128].float()
+            scale = block.abs().max().clamp(min=1e-12) / 448
+            narrow = (block / scale).to(torch.float8_e4m3fn).float() * scale
+            into[top : top + high, left : left + 128] = narrow.to(matrix.dtype)
+    return found
+
+
+class _Rounded(torch.autograd.Function):
+    """A product of rounded matrices, whose gradients are those of a product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, rounded: Tensor) -> Tensor:
+        ctx.save_for_backward(x, rounded)
+        ctx.weight = weight
+        return F.linear(x, rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (grad,), (x, held), weight = grads, ctx.saved_tensors, ctx.weight
+        slope = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        weight.main_grad.add_(slope.to(weight.main_grad.dtype))
+        weight.grad_added_to_main_grad = True
+        return grad @ held, torch.full_like(held, torch.nan), None
+
+
+class Fp8Padding(Module):
+    def __init__(self, num_gemms: int):
+        super().__init__()
+
+    def forward(self, x: Tensor, tokens: list[int]) -> tuple[Tensor, list[int]]:
+        """Adds rows of zeros to each expert's, up to a multiple of 16."""
+        padded = [-(-number // 16) * 16 for number in tokens]
+        parts = [
+            F.pad(part, (0, 0, 0, many - len(part)))
+            for part, many in zip(x.split(tokens), padded, strict=True)
+        ]
+        return torch.cat(parts), padded
+
+
+class Fp8Unpadding(Module):
+    def __init__(self, num_gemms: int):
+        super().__init__()
+
+    def forward(self, x: Tensor, tokens: list[int]) -> Tensor:
+        padded = [-(-number // 16) * 16 for number in tokens]
+        parts = zip(x.split(padded), tokens, strict=True)
+        return torch.cat([part[:number] for part, number in parts])
 
 
 class _Accumulated(torch.autograd.Function):
@@ -348,7 +428,7 @@ def install() -> None:
     assert "megatron.core" not in sys.modules, "the stub comes too late"
 
     def unused(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("no fp8, no fused router here")
+        raise NotImplementedError("no fused router here")
 
     def module(name: str, **names: Any) -> None:
         made = types.ModuleType(f"transformer_engine{name}")
@@ -362,7 +442,10 @@ def install() -> None:
         name: type(name, (), {})
         for name in ("DelayedScaling", "CudaRNGStatesTracker", "QuantizedTensor")
     }
-    state = type("FP8GlobalStateManager", (), {"is_fp8_enabled": staticmethod(lambda: False)})
+    enabled = staticmethod(lambda: bool(Recipes.entered))
+    state = type("FP8GlobalStateManager", (), {"is_fp8_enabled": enabled})
+    recipe = type("Float8BlockScaling", (), {"__init__": lambda self, fp8_format: None})
+    formats = types.SimpleNamespace(E4M3="e4m3")
     routers = (
         "fused_topk_with_score_function",
         "fused_compute_score_for_moe_aux_loss",
@@ -371,9 +454,16 @@ def install() -> None:
     layers = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
     module("", __version__=VERSION)
     module(".common")
-    module(".common.recipe", DelayedScaling=empty["DelayedScaling"])
-    module(".pytorch", **{layer.__name__: layer for layer in layers})
-    module(".pytorch.fp8", FP8GlobalStateManager=state, fp8_autocast=unused)
+    module(
+        ".common.recipe",
+        DelayedScaling=empty["DelayedScaling"],
+        Float8BlockScaling=recipe,
+        Format=formats,
+    )
+    paddings = {"Fp8Padding": Fp8Padding, "Fp8Unpadding": Fp8Unpadding}
+    layered = {layer.__name__: layer for layer in layers}
+    module(".pytorch", **layered, **paddings, fp8_autocast=fp8_autocast)
+    module(".pytorch.fp8", FP8GlobalStateManager=state, fp8_autocast=fp8_autocast)
     module(
         ".pytorch.distributed",
         CudaRNGStatesTracker=empty["CudaRNGStatesTracker"],

@@ -53,8 +53,9 @@ MAY_IMPORT = {
     "flops": "model_providers hf_folders",
     "passes": "columns config types media errors device parallel model_providers flops",
     "parallel": "config columns errors device",
+    "optimizers": "config device",
     "megatron": "columns config types media shards errors json_files device parallel passes kernels layers checkpoint "
-    "model_providers converters hf_folders",
+    "optimizers model_providers converters hf_folders",
     "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
@@ -80,7 +81,8 @@ MAY_IMPORT = {
     "__main__": "config parallel launch",
 }
 ONLY_IN = {
-    "megatron": "columns parallel megatron layers model_providers",
+    "megatron": "columns parallel megatron layers optimizers model_providers",
+    "torchao": "optimizers",
     "megatron.core.parallel_state": "parallel",
     "torch.distributed": "parallel kernels megatron fsdp weights transport strategy checkpoint rollout dispatch observe launch"
     " lightrft",

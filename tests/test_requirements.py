@@ -28,6 +28,7 @@ IMPORTED = (
         "cloudpickle",
         "pillow",
         "soundfile",
+        "torchao",
         "torchvision",
     ),
     *(

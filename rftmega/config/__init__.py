@@ -21,10 +21,11 @@ from rftmega.config.schema import (
 )
 from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
-from rftmega.options.adapters import LoRA
+from rftmega.options.adapters import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.options.algorithms import AlgorithmConfig, KLConfig
 
 __all__ = [
+    "COLUMNS_OF_A_SCALE",
     "LONGEST_CYCLE",
     "AlgorithmConfig",
     "CheckpointConfig",

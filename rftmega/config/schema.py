@@ -39,6 +39,11 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Training dtype: float32, bfloat16, or auto (bfloat16 on CUDA, float32 on CPU)."""
 
+    fp8: Literal["none", "blockwise", "mxfp8"] = "none"
+    """Multiply the matrices of the layers in numbers of 8 bits, with a scale a block (Transformer Engine):
+    blockwise on Hopper, mxfp8 on Blackwell; weights stay bfloat16 (docs/optimizers.md).
+    """
+
     dropout: BelowOne = 0.0
     """Dropout of hidden states and attention while learning; scoring never drops."""
 
@@ -114,8 +119,13 @@ class ParallelConfig:
 
 @dataclass
 class OptimizerConfig:
+    name: Literal["adam", "muon"] = "adam"
+    """adam; or muon (Keller Jordan 2024) for matrices and Adam for the rest, which needs the package
+    emerging_optimizers (docs/optimizers.md; backend=megatron).
+    """
+
     learning_rate: NotNegative = 1e-6
-    """Peak learning rate of Adam."""
+    """Peak learning rate."""
 
     vision_learning_rate: NotNegative = 0.0
     """That of a tower that sees or hears, on the same schedule; 0: as the rest."""
@@ -140,6 +150,11 @@ class OptimizerConfig:
 
     epsilon: Positive = 1e-8
     """Adam's epsilon."""
+
+    states: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """What Adam's two moments are kept in; main parameters are float32 in any case. bfloat16 and 8bit
+    (block-wise, arXiv:2110.02861) need the package torchao (docs/optimizers.md; backend=megatron).
+    """
 
     clip_grad: NotNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""

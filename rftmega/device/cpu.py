@@ -69,6 +69,10 @@ class CPU:
         """Returns whether engines can compute with numbers of 8 bits here: they need AMX."""
         return torch.cpu._is_amx_tile_supported()
 
+    def products_of_eight_bits(self) -> tuple[str, ...]:
+        """Returns the values of model.fp8 that can be computed here: none."""
+        return ()
+
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function: a CPU's caches make up for most of what fewer kernels would save."""
         return function

@@ -122,6 +122,13 @@ class CUDA:
         """
         return self._cuda.get_device_capability() >= (8, 0)
 
+    def products_of_eight_bits(self) -> tuple[str, ...]:
+        """Returns the values of model.fp8 that this device can compute."""
+        capability = self._cuda.get_device_capability()
+        if capability >= (10, 0):
+            return ("mxfp8",)
+        return ("blockwise",) if capability >= (9, 0) else ()
+
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function as few kernels; as it is where triton, which torch.compile needs, is
         not installed.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = PARTS = (
 ALIGNMENT = 256  # bytes: homes of several storages lie in one buffer
 
 
+class Packed(Protocol):
+    """Packed is a weight that never changes, in another form on the host."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def unpack(self) -> None:
+        """Fills the weight, which is on the device."""
+
+    def unpacked(self) -> Tensor:
+        """Returns what the weight holds, on the host."""
+
+
 @dataclass(slots=True)
 class Berth:
     """A storage's place on the host, kept for the next time."""
@@ -35,6 +48,7 @@ class Berth:
     size: int  # bytes
     # [bytes] on the host, from the first time that the content was to be kept
     home: Tensor | None = None
+    packed: Packed | None = None  # on the host instead of a home
     away: bool = False  # freed
     current: bool = False  # `home` holds what the storage holds, or held when it was freed
     stamp: int = 0  # of the tensors' versions when `home` was last current
@@ -104,6 +118,11 @@ class Residency:
             for part, storages in self.storages().items()
         }
 
+    def keep_packed(self, weights: Iterable[Packed]) -> None:
+        """Lets weights come back from what is packed of them: each has a storage of its own."""
+        for packed in weights:
+            self._berth(packed.weight.untyped_storage()).packed = packed
+
     def off_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Moves any tensors of the model."""
         self._off(list(storages_of(tensors).values()), keep=True)
@@ -120,6 +139,8 @@ class Residency:
         berth = self._berths.get(tensor.untyped_storage()._cdata)
         if berth is None or not berth.away:
             return tensor
+        if berth.packed is not None:
+            return berth.packed.unpacked()
         assert berth.home is not None and berth.current, (
             "this tensor was forgotten when its memory was freed"
         )
@@ -225,10 +246,13 @@ class Residency:
 
     def _bring_home(self, berths: list[Berth]) -> None:
         """Copies to the host what is not there as it is on the device."""
-        self._house([berth for berth in berths if berth.home is None])
+        self._house([berth for berth in berths if berth.home is None and berth.packed is None])
         stamps = self._stamps()
         for berth in berths:
             stamp = stamps[berth.storage._cdata]
+            if berth.packed is not None:
+                berth.current = True
+                continue
             if berth.current and berth.stamp == stamp:
                 continue
             assert berth.home is not None
@@ -237,6 +261,9 @@ class Residency:
 
     def _fetch(self, berths: Iterable[Berth]) -> None:
         for berth in berths:
+            if berth.packed is not None:
+                berth.packed.unpack()
+                continue
             assert berth.home is not None
             berth.content.copy_(berth.home, non_blocking=True)
 

@@ -1,5 +1,5 @@
-"""Numbers of 8 bits with one scale a block of a matrix, as DeepSeek-V3's makers publish theirs
-(arXiv:2412.19437, section 3.3.2).
+"""Numbers of 8 bits with one scale a block of a matrix: in e4m3, as DeepSeek-V3's makers publish
+theirs (arXiv:2412.19437, section 3.3.2), or whole ones.
 
 Legend: R rows, C columns of a weight.
 """
@@ -11,19 +11,25 @@ NUMBERS = torch.float8_e4m3fn
 LARGEST = torch.finfo(NUMBERS).max
 
 
-def quantise(weight_RC: Tensor, high: int, wide: int) -> tuple[Tensor, Tensor]:
-    """Returns numbers [R, C] in e4m3 and scales [blocks down, blocks across] in float32: the largest of a
-    block of `high` rows and `wide` columns becomes the largest number. A block of zeros has scale 1.
+def quantise(
+    weight_RC: Tensor, high: int, wide: int, numbers: torch.dtype = NUMBERS
+) -> tuple[Tensor, Tensor]:
+    """Returns `numbers` [R, C] (e4m3 or int8) and scales [blocks down, blocks across] in float32: the
+    largest of a block of `high` rows and `wide` columns becomes the largest number. A block of zeros
+    has scale 1.
     """
+    largest = LARGEST if numbers is NUMBERS else torch.iinfo(numbers).max
     rows, columns = weight_RC.shape
     down, across = -(-rows // high), -(-columns // wide)
     padded = weight_RC.new_zeros(down * high, across * wide, dtype=torch.float32)
     padded[:rows, :columns] = weight_RC
     blocks = padded.view(down, high, across, wide)
-    scales = blocks.abs().amax((1, 3)) / LARGEST
+    scales = blocks.abs().amax((1, 3)) / largest
     scales = torch.where(scales == 0, 1.0, scales)
-    numbers = (blocks / scales[:, None, :, None]).to(NUMBERS)
-    return numbers.view(padded.shape)[:rows, :columns].contiguous(), scales
+    found = blocks / scales[:, None, :, None]
+    if not numbers.is_floating_point:
+        found = found.round()  # a conversion to whole numbers cuts
+    return found.to(numbers).view(padded.shape)[:rows, :columns].contiguous(), scales
 
 
 def dequantised(numbers_RC: Tensor, scales: Tensor, high: int, wide: int) -> Tensor:

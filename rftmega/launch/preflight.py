@@ -36,6 +36,7 @@ from rftmega.rollout.eight_bits import BLOCK
 from rftmega.shards import LINEAR
 from rftmega.validation import violations
 
+EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -74,6 +75,8 @@ def preflight(
                 f"Experts on CUDA need Transformer Engine's grouped products; this run would be {installed().told}. "
                 "Install it as docs/cluster.md says, or take a dense model."
             )
+        if megatron and config.model.fp8 != "none" and here:
+            found += _products_of_eight_bits(config, model, on)
         if config.algorithm.task == "rl":
             found += _engine(config, model, on) + _router_replay(config, model, on)
             found += _engine_of_eight_bits(config, model, on)
@@ -127,6 +130,35 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
         return [
             f"{given} with strategy=separate: vLLM's servers tell of experts on CUDA alone. Set it to trainer, or strategy to "
             "colocated."
+        ]
+    return []
+
+
+def _products_of_eight_bits(
+    config: RunConfig, model: ModelDescription, on: device.Device
+) -> list[str]:
+    """Lists why the trainer can't multiply in numbers of 8 bits."""
+    said = f"model.fp8={config.model.fp8}"
+    engine = installed().transformer_engine
+    if engine is None or engine < EIGHT_BITS:
+        told = installed().told or "on a CPU, which has no such products"
+        least = ".".join(map(str, EIGHT_BITS))
+        return [
+            f"{said} needs Transformer Engine {least} or later on CUDA; this run would be {told}. Set it to none."
+        ]
+    if config.model.fp8 not in on.products_of_eight_bits():
+        can = " or ".join(on.products_of_eight_bits()) or "none"
+        return [
+            f"{said}: this device does not multiply so. Set it to {can} (blockwise is Hopper's, mxfp8 Blackwell's)."
+        ]
+    if model.tower or model.latent:
+        return [
+            f"{said}: models with latent attention, or that see or hear, can't have it yet. Set it to none."
+        ]
+    odd = {size for size in (model.hidden, model.ffn // config.parallel.tensor) if size % 16}
+    if odd:
+        return [
+            f"{said} needs matrices whose sides are multiples of 16; {config.model.path} has {min(odd)}. Set it to none."
         ]
     return []
 

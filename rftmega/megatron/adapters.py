@@ -2,6 +2,7 @@
 shard is read.
 """
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.config import LoRA
+from rftmega.config import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.converters import shard, shard_shape
 from rftmega.converters.adapters import AdaptedLayer
 from rftmega.converters.rules import located
+from rftmega.kernels.packed_weights import PackedWeight, pack
 from rftmega.layers.adapter import (
     AdaptedExperts,
     AdaptedLinear,
@@ -25,7 +27,9 @@ from rftmega.layers.adapter import (
 )
 from rftmega.megatron.binding import Bound
 from rftmega.parallel.topology import Topology
-from rftmega.shards import Box, Shard
+from rftmega.shards import Box, Shard, is_linear
+
+log = logging.getLogger(__name__)
 
 # which of equal holders a process is, of a tensor's pieces: stages, tensor- and data-parallel ones
 Replicas = Sequence[tuple[int, ...]]
@@ -206,3 +210,19 @@ def sum_of_base(base: Sequence[Bound], replicas: Sequence[Replicas]) -> int:
                 total += zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)
     dist.all_reduce(total)
     return int(total)
+
+
+def pack_base(base: Sequence[Bound]) -> list[PackedWeight]:
+    """Rounds the linear layers of a frozen model to what its host keeps of them, in 8 bits."""
+    weights = [item.parameter.detach() for item in base if all(map(is_linear, item.hf_names))]
+    packed, error = pack(weights, wide=COLUMNS_OF_A_SCALE)
+    if dist.get_rank() == 0:
+        log.info(
+            "model.lora.base_on_host=int8: %d linear layers take %.2f GB of the host instead of %.2f; they are rounded by "
+            "%.2f %% (root mean square).",
+            len(packed),
+            sum(each.nbytes for each in packed) / 1e9,
+            sum(weight.nbytes for weight in weights) / 1e9,
+            100 * error,
+        )
+    return packed

@@ -12,12 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
@@ -160,7 +162,7 @@ def pack(
     batch is filler only.
 
     Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; what
-    a process gets is divisible by `tensor_multiple` (sequence parallelism). `row_length` pads every
+    a process gets is divisible by `tensor_multiple` (see `token_multiple`). `row_length` pads every
     row to that, `total_length` all of them. Raises ValueError where one of these is too short.
     """
     rows, columns = mask.shape
@@ -221,6 +223,14 @@ def pack(
         context_group=context_group if context > 1 else None,
         context=(context_rank, context),
     )
+
+
+def token_multiple(config: TransformerConfig) -> int:
+    """Returns what a process's tokens are a multiple of: the processes that share a sequence, and
+    what matrices of 8 bits are cut into.
+    """
+    sharers = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return math.lcm(sharers, get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1)
 
 
 def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
@@ -287,7 +297,7 @@ def custom_forward(
     tensor_group, context_group = tensor_and_context()
     packing = pack(
         mask,
-        tensor_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        tensor_multiple=token_multiple(config),
         context_rank=dist.get_rank(context_group),
         context=config.context_parallel_size,
         context_group=context_group,

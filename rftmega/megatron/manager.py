@@ -18,11 +18,7 @@ from megatron.core.distributed import (
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import (
-    ParamKey,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -45,8 +41,8 @@ from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
-from rftmega.megatron import forward, offload
-from rftmega.megatron.adapters import Adapters, Replicas, sum_of_base
+from rftmega.megatron import forward
+from rftmega.megatron.adapters import Adapters, Replicas, pack_base, sum_of_base
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -63,6 +59,8 @@ from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
+from rftmega.optimizers import offload
+from rftmega.optimizers.build import build_optimizer
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard
 
@@ -109,7 +107,7 @@ class MegatronModelManager:
         self.description = describe(self.hf_config)
         dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
         self.config = transformer_config(
-            self.description, cfg.parallel, dtype, dropout=cfg.model.dropout
+            self.description, cfg.parallel, dtype, dropout=cfg.model.dropout, fp8=cfg.model.fp8
         )
         refuse_hazards(self.config)
         self.config.timers = Timers()
@@ -158,6 +156,8 @@ class MegatronModelManager:
         self.residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
         )
+        if self._adapted and lora.base_on_host == "int8":
+            self.residency.keep_packed(pack_base(self.bound))
 
     @cached_property
     def _processor(self) -> PictureProcessor:
@@ -295,25 +295,8 @@ class MegatronModelManager:
         )
 
     def _build_optimizer(self) -> Any:
-        optimizer = self.cfg.optimizer
-        return get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=optimizer.learning_rate,
-                min_lr=optimizer.min_learning_rate,
-                weight_decay=optimizer.weight_decay,
-                adam_beta1=optimizer.beta1,
-                adam_beta2=optimizer.beta2,
-                adam_eps=optimizer.epsilon,
-                clip_grad=optimizer.clip_grad,
-                bf16=self.config.bf16,
-                params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=optimizer.distributed,
-                overlap_param_gather=optimizer.overlap_param_gather,
-            ),
-            self.model,
-            config_overrides=self._tower_s_rate(),
-            use_gloo_process_groups=False,
+        return build_optimizer(
+            self.cfg.optimizer, self.model, self.config, overrides=self._tower_s_rate()
         )
 
     def _tower_s_rate(self) -> dict[ParamKey, Any] | None:

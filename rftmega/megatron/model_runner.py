@@ -17,7 +17,13 @@ from rftmega.device.spans import recorder
 from rftmega.layers.router_replay import FedRoutes
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms, fed_waveforms
-from rftmega.megatron.forward import HiddenProcessor, custom_forward, packed_length, unwrap
+from rftmega.megatron.forward import (
+    HiddenProcessor,
+    custom_forward,
+    packed_length,
+    token_multiple,
+    unwrap,
+)
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.model_providers.tower import AudioTower
 from rftmega.parallel.micro_batches import fewest_micro_batches
@@ -43,12 +49,8 @@ class MegatronRunner(ModelRunner):
         self.at_least = fewest_micro_batches(self.topology.pipeline)
 
     def _slots(self, counts: Sequence[int]) -> int:
-        sequence = self.manager.config.sequence_parallel
-        return packed_length(
-            counts,
-            tensor_multiple=self.topology.tensor if sequence else 1,
-            context=self.topology.context,
-        )
+        multiple = token_multiple(self.manager.config)
+        return packed_length(counts, tensor_multiple=multiple, context=self.topology.context)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Returns sums to be collected, or statistics, of each micro-batch on the last stage, [] on

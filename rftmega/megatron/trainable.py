@@ -25,6 +25,7 @@ from rftmega.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.model_providers.description import ModelDescription
+from rftmega.optimizers.moments import MomentValues
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard, ShardBox, TrainedAdapters
@@ -127,6 +128,8 @@ class MegatronModel:
             said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
             if lora.rslora:  # of which earlier checkpoints say nothing
                 said["adapters"]["rslora"] = True
+            if lora.base_on_host != "whole":  # the frozen weights are rounded
+                said["adapters"]["base_on_host"] = lora.base_on_host
             said["base"] = self.manager.sum_of_base
         return said
 
@@ -157,7 +160,9 @@ class MegatronModel:
             self.average.restart()
         if optimizer:
             set_adam_steps(manager, stored.said["adam_steps"])
-            stored.fill(optimizer_tensors(manager))
+            moments = MomentValues(self.residency)
+            stored.fill(optimizer_tensors(manager, moments))
+            moments.take_back()
             self.residency.changed()
         else:
             manager.weights_changed()

@@ -14,11 +14,13 @@ from rftmega.converters.shards import shapes_of, shard_parts
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.offload import inner_optimizers
 from rftmega.megatron.shard_boxes import boxes_of
+from rftmega.optimizers.moments import MomentValues
+from rftmega.optimizers.offload import inner_optimizers
 from rftmega.shards import ShardBox, ShardPart, narrowed, shape_of
 
 WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
+MOMENTUM = "momentum_buffer"  # of Muon
 
 
 def model_tensors(
@@ -59,18 +61,20 @@ def _parts(
         yield names[part.number], shapes[part.number], part, written
 
 
-def optimizer_tensors(manager: MegatronModelManager) -> Iterator[ShardBox]:
+def optimizer_tensors(
+    manager: MegatronModelManager, moments: MomentValues | None = None
+) -> Iterator[ShardBox]:
     """Yields main parameters, where they are not the weights themselves, and Adam's states, where
-    there are any yet.
+    there are any yet: in float32, however they are kept. `moments` keeps those that are copies.
     """
+    moments = moments or MomentValues(manager.residency)
     numbers = {id(item.parameter): number for number, item in enumerate(manager.learnt)}
     for inner in inner_optimizers(manager.optimizer):
         for parameter, main, begin in _owned(inner):
             state = inner.optimizer.state.get(main, {})
-            tensors = {name: state[name] for name in (FIRST, SECOND) if name in state}
+            tensors = {name: moments.of(state[name]) for name in _moments(inner) if name in state}
             if main.dtype != parameter.dtype:
-                tensors[MAIN] = main.detach()
-            tensors = {kind: manager.residency.host(tensor) for kind, tensor in tensors.items()}
+                tensors[MAIN] = manager.residency.host(main.detach())
             number = numbers[id(parameter)]
             for name, shape, part, written in _parts(manager, number, sharded=_is_sharded(inner)):
                 for kind, tensor in tensors.items():
@@ -96,6 +100,12 @@ def read_main_parameters(manager: MegatronModelManager) -> None:
             ends = zip(box.offset, box.tensor.shape, strict=True)
             slices = tuple(slice(start, start + size) for start, size in ends)
             box.tensor.copy_(files.slice_of(name, box.shape)[slices])
+
+
+def _moments(inner: Any) -> tuple[str, ...]:
+    """Returns the names of an optimizer's moments."""
+    of_adam = "betas" in inner.optimizer.param_groups[0]
+    return (FIRST, SECOND) if of_adam else (MOMENTUM,)
 
 
 def _is_sharded(inner: Any) -> bool:
@@ -152,7 +162,7 @@ def _range(
 def adam_steps(manager: MegatronModelManager) -> int:
     """Returns the optimizer steps that Adam has counted; 0 where it has no states yet."""
     for inner in inner_optimizers(manager.optimizer):
-        if inner.optimizer is not None and inner.optimizer.state:
+        if inner.optimizer is not None and inner.optimizer.state and FIRST in _moments(inner):
             state = next(iter(inner.optimizer.state.values()))
             return int(
                 state["step"] if "step" in state else inner.optimizer.param_groups[0]["step"]
@@ -173,18 +183,29 @@ def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
             for group in inner.optimizer.param_groups:
                 group.pop("step", None)  # of fused ones
             continue
-        # fused ones count for a whole group
-        in_group = not isinstance(inner.optimizer, torch.optim.Adam)
-        for group in inner.optimizer.param_groups:
-            if in_group:
-                group["step"] = steps
-            for main in group["params"]:
-                state = inner.optimizer.state[main]
-                for name in (FIRST, SECOND):
-                    if name not in state:
-                        state[name] = torch.zeros_like(main, dtype=torch.float32)
-                if not in_group:
-                    state["step"] = torch.tensor(float(steps))
+        _begin_states(inner.optimizer, steps, _moments(inner))
+
+
+def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
+    """Makes the states that an optimizer would have after so many steps; moments are 0."""
+    narrow = getattr(optimizer, "moment", None)
+    counts = FIRST in moments  # Muon counts nothing
+    # fused ones count for a whole group
+    in_group = counts and narrow is None and not isinstance(optimizer, torch.optim.Adam)
+    for group in optimizer.param_groups:
+        if in_group:
+            group["step"] = steps
+        for main in group["params"]:
+            state = optimizer.state[main]
+            for name in moments:
+                if name in state:
+                    continue
+                if narrow is None:
+                    state[name] = torch.zeros_like(main, dtype=torch.float32)
+                else:
+                    state[name] = narrow(main, signed=name == FIRST)
+            if counts and not in_group:
+                state["step"] = torch.tensor(float(steps))
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:

@@ -16,6 +16,10 @@ HF_TARGETS = (
 )
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
+# with one scale, of base_on_host=int8: shards of a row have the scales of the whole one where they
+# begin at a multiple
+COLUMNS_OF_A_SCALE = 64
+
 
 @dataclass
 class LoRA:
@@ -40,6 +44,12 @@ class LoRA:
     push: Literal["merged", "adapters"] = "merged"
     """What engines get: weights with the adapters added, rounded to the engine's precision, or the
     adapters by themselves, unrounded (vLLM).
+    """
+
+    base_on_host: Literal["whole", "int8"] = "whole"
+    """How the frozen weights wait on the host while an engine has the device. int8: their linear layers
+    as whole numbers of 8 bits with a scale for each 64 columns, half of bfloat16's memory; they are
+    rounded to that from the start (docs/adapters.md; backend=megatron, trainer.offload).
     """
 
     dropout: BelowOne = 0.0

@@ -41,10 +41,9 @@ class Machine:
 
     def trainers(self, config: RunConfig) -> int:
         """Devices that the trainer has: all but those of separate servers."""
-        taken = (
-            config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
-        )
-        return self.devices - taken
+        if config.strategy != "separate":
+            return self.devices
+        return self.devices - config.rollout.servers * config.rollout.tensor
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ behind: update_critic.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
 from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.planning import activations, engine, sharded, tower
 from rftmega.planning.activations import Load
@@ -22,7 +22,8 @@ from rftmega.planning.models import (
     POLICY,
     PlannedModel,
 )
-from rftmega.planning.states import elements_of, states
+from rftmega.planning.states import MOMENTS, elements_of, states
+from rftmega.shards import is_linear
 
 Bytes = dict[str, int]  # by kind
 
@@ -136,11 +137,8 @@ def on_device(
     }
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     for name, planned in models.items():
-        suffix, stage, parallel = (
-            ("" if name == POLICY else f"_{name}"),
-            stages[name],
-            planned.parallel,
-        )
+        suffix = "" if name == POLICY else f"_{name}"
+        stage, parallel = stages[name], planned.parallel
         load = load_of(config, parallel, world)
         patches = tower.patches_of(planned, config, load)
         rows = max(
@@ -224,22 +222,24 @@ def on_host(
     if found and not offloads and not there:
         found["policy"] = elements * itemsize  # where it waits while the device holds others
     if there:
-        held = [states(planned, world, 0) for planned in models.values()]
-        found["sharded"] = sum(sum(parts.values()) for parts in held)
+        shards = [states(planned, world, 0) for planned in models.values()]
+        found["sharded"] = sum(sum(parts.values()) for parts in shards)
     # of the first of equal holders, which writes; kept for the next save
     if config.checkpoint.every:
-        learnt = [
-            states(planned, world, stages[name])
-            for name, planned in models.items()
-            if planned.optimizer is not None
-        ]
-        found["checkpoint"] = sum(
-            held[kind] for held in learnt for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
-        )
+        found["checkpoint"] = 0
+        for name, planned in models.items():
+            if (optimizer := planned.optimizer) is not None:
+                held = states(planned, world, stages[name])
+                moments = held[ADAM] * MOMENTS["float32"] / MOMENTS[optimizer.states]
+                found["checkpoint"] += held[PARAMETERS] + held[MAIN_PARAMETERS] + int(moments)
         found["checkpoint"] += elements * 4 if config.algorithm.ema_beta > 0 else 0
     if offloads:  # gradients are forgotten, not moved
         moved = [states(planned, world, stages[name]) for name, planned in models.items()]
         found["offload"] = sum(
             held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
         )
+        if config.model.lora.base_on_host == "int8":
+            linear = [rule for rule in policy.rules if all(map(is_linear, rule.hf_names(0, 0)))]
+            packed = elements_of(replace(policy, rules=linear), stages[POLICY])
+            found["offload"] -= int(packed * (policy.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))
     return found

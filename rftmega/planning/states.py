@@ -30,6 +30,8 @@ from rftmega.planning.models import (
 )
 
 BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
+# bytes of Adam's two moments of a parameter; 8 bits have a scale for each 256 of them
+MOMENTS = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 * 4 / 256}
 START, END = 64, 128  # elements that parameters, and buffers, are aligned to
 
 
@@ -132,7 +134,7 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
         totals[GRADIENTS] += 4 * (size if split else elements)
         own = math.ceil(elements / shared_by) if split else elements
         totals[MAIN_PARAMETERS] += 4 * own if planned.itemsize < 4 else 0
-        totals[ADAM] += 8 * own
+        totals[ADAM] += int(MOMENTS[optimizer.states] * own)
     totals[PARAMETERS] += planned.itemsize * _outside_buffers(planned, stage)
     return totals
 

@@ -16,6 +16,7 @@ from rftmega.validation.fleet import fleet
 from rftmega.validation.layout import critic, engine, layout, overlap
 from rftmega.validation.learnt_order import learnt_order
 from rftmega.validation.logging import logging_options
+from rftmega.validation.optimizer import optimizer
 from rftmega.validation.paths import paths
 from rftmega.validation.quantization import quantization
 from rftmega.validation.ranges import choices_and_ranges
@@ -40,6 +41,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
             backend(config, world_size)
             + layout(config.parallel, world_size)
             + overlap(config.optimizer)
+            + optimizer(config)
             + step_rows(config)
             + held_out_prompts(config)
         )

@@ -8,6 +8,7 @@ from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
 from rftmega.options.adapters import HF_TARGETS, MEGATRON_TARGETS, RANKS, LoRA
 
+NAMES = ("alpha", "rslora", "targets", "push", "base_on_host", "dropout", "path", "evaluated")
 TOWERS = ("vision_config", "audio_config")
 
 
@@ -18,11 +19,12 @@ def adapters(config: RunConfig) -> list[str]:
         plain = LoRA()
         return [
             f"model.lora.{name}={value} needs model.lora.rank above 0: there are no adapters. Leave it out."
-            for name in ("alpha", "rslora", "targets", "push", "dropout", "path", "evaluated")
+            for name in NAMES
             if (value := getattr(lora, name)) != getattr(plain, name)
         ]
     return (
         _unsupported(config)
+        + _base_on_host(config)
         + _of_engine(config)
         + _targets(lora)
         + _path(lora)
@@ -51,6 +53,19 @@ def _unsupported(config: RunConfig) -> list[str]:
             f"{said}: {config.model.path} has a tower that sees or hears; such models can't have adapters yet. Set it to 0."
         )
     return found
+
+
+def _base_on_host(config: RunConfig) -> list[str]:
+    if config.model.lora.base_on_host == "whole":
+        return []
+    said = f"model.lora.base_on_host={config.model.lora.base_on_host}"
+    if config.backend == "fsdp":
+        return [f"{said} needs backend=megatron. Leave it out."]
+    if config.algorithm.task == "rl" and config.trainer.offload:
+        return []
+    return [
+        f"{said} needs algorithm.task=rl and trainer.offload=true: without them no weights wait on the host. Leave it out."
+    ]
 
 
 def _fields(config: RunConfig) -> dict[str, object]:

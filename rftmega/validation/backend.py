@@ -20,6 +20,7 @@ def backend(config: RunConfig, world_size: int) -> list[str]:
             found += _fsdp(config, section, world_size)
         else:
             found += _megatron(config, section)
+            found += _eight_bits(config, section)
     if config.backend == "fsdp":
         found += _models(config)
     return list(dict.fromkeys(found))
@@ -30,6 +31,23 @@ def _megatron(config: RunConfig, section: str) -> list[str]:
         f"{section}parallel.{name}={value} needs backend=fsdp; Megatron-Core has no such thing. Leave it out."
         for name, value in _given(config, f"{section}parallel", ParallelConfig, OF_FSDP)
     ]
+
+
+def _eight_bits(config: RunConfig, section: str) -> list[str]:
+    """Lists what Transformer Engine's products of 8 bits do not go with."""
+    if config.model.fp8 == "none":
+        return []
+    found, said = [], f"model.fp8={config.model.fp8}"
+    if config.model.dtype == "float32":
+        found.append(
+            f"{said} multiplies bfloat16 in 8 bits, not model.dtype=float32. Leave one of both out."
+        )
+    if value_of(config, f"{section}parallel").recompute == "full":
+        found.append(
+            f"{said} with {section}parallel.recompute=full is not supported: Megatron then computes again by Transformer "
+            "Engine's own way, which was not tried. Set it to selective or none."
+        )
+    return found
 
 
 def _fsdp(config: RunConfig, section: str, world_size: int) -> list[str]:
@@ -61,7 +79,7 @@ def _models(config: RunConfig) -> list[str]:
     found = [
         f"model.{name}={value} needs backend=megatron; backend=fsdp trains all of a model, as transformers computes it. "
         "Leave it out."
-        for name, value in _given(config, "model", ModelConfig, ("dropout", "freeze_vision"))
+        for name, value in _given(config, "model", ModelConfig, ("dropout", "freeze_vision", "fp8"))
     ]
     rates = _given(config, "optimizer", OptimizerConfig, ("vision_learning_rate",))
     return found + [

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
-from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS
+from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.experience import given
 from rftmega.megatron import MegatronActor, adapters
@@ -26,6 +26,7 @@ from tests.block_engine import BlockEngine
 from tests.layouts import config_of, rows_of
 from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
+from tests.unit.kernels.test_packed_weights import rounded
 
 P = ParallelConfig
 RANK, ALPHA, STEPS = 4, 6.0, 3
@@ -148,6 +149,38 @@ def assert_learns_as_plain_torch(
 @pytest.mark.parametrize("name", QUICK)
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
+
+
+def kept_body(world: Any, folder: Path, adapter: Path, case: Case, kept: str) -> Any:
+    lora = LoRA(rank=RANK, alpha=ALPHA, path=str(adapter), base_on_host=kept)  # type: ignore[arg-type]
+    config = config_of(folder, case[1], case[2], lora=lora)
+    actor = MegatronActor(config, Topology.create(case[1], seed=1))
+    assert actor.described()["adapters"].get("base_on_host", "whole") == kept
+    told = []
+    for _ in range(STEPS):
+        actor.residency.only()  # as a rollout does
+        actor.residency.only(*PARTS)
+        told += learn(actor, 1)
+    return told, whole(actor.shards(), actor)
+
+
+@pytest.mark.parametrize("name", ["TP1", "PP2", "DP2, distributed optimizer"])
+def test_a_base_of_8_bits_on_the_host_is_the_rounded_base_everywhere(
+    name: str, tmp_path: Path
+) -> None:
+    folder, case = save_tiny(tmp_path / "model", "qwen3"), LAYOUTS[name]
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    (told, found), *_ = run_ranks(case[0], kept_body, folder, adapter, case, "int8")
+    weights = load_file(folder / "model.safetensors")
+    for key, weight in weights.items():
+        if key.endswith("_proj.weight"):
+            weights[key] = torch.tensor([rounded(row) for row in weight.double().tolist()]).float()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (wanted, whole_base), *_ = run_ranks(case[0], kept_body, folder, adapter, case, "whole")
+    for ours, theirs in zip(told, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE)
+    torch.testing.assert_close(found, whole_base, atol=2e-5, rtol=1e-4)
 
 
 def scaled_body(world: Any, folder: Path, adapter: Path, alpha: float, rslora: bool) -> Any:

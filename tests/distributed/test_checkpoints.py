@@ -27,11 +27,12 @@ from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, seal
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from rftmega.device.residency import PARTS
+from rftmega.device.residency import ADAM, PARTS
 from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor
+from rftmega.optimizers.offload import inner_optimizers
 from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
@@ -182,6 +183,66 @@ def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
         tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)]
     )
     assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_narrow_states_goes_on_bit_for_bit(
+    states: str, dtype: str, tmp_path: Path
+) -> None:
+    optimizer = replace(SHARDED, states=states)
+    case = (2, P(), optimizer) if dtype == "float32" else (2, P(tensor=2), optimizer)
+    expected, (found,) = resumed(tmp_path, "qwen3", case, [case], dtype=dtype)
+    assert found == expected
+    assert expected[-1] < expected[0] - 0.1
+
+
+def test_narrow_states_are_read_under_another_layout(tmp_path: Path) -> None:
+    optimizer = replace(PLAIN, states="bfloat16")
+    expected, (found,) = resumed(
+        tmp_path / "16", "qwen3", (2, P(tensor=2), optimizer), [(2, P(pipeline=2), optimizer)]
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
+    model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "8"
+    optimizer = replace(PLAIN, states="8bit")
+    case, elsewhere = (P(tensor=2), optimizer, "float32", 0.0), (P(), optimizer, "float32", 0.0)
+    (expected, *_) = run_ranks(2, save_body, model, folder, case, {})
+    (found,) = run_ranks(1, resume_body, model, folder, tmp_path / "again", elsewhere)
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def narrow_body(world: Any, model: Path, case: tuple[Any, ...]) -> tuple[dict[str, int], int]:
+    """Learns and has the device's memory taken between steps. Returns bytes on the device by part,
+    and the elements of Adam's parameters.
+    """
+    actor = actor_of(model, *case, "float32", 0.0)
+    undisturbed = actor_of(model, *case, "float32", 0.0)
+    for _ in range(3):
+        learn(actor, 1)
+        actor.residency.only()
+        inners = inner_optimizers(actor.manager.optimizer)
+        moments = [state["exp_avg"] for inner in inners for state in inner.optimizer.state.values()]
+        parts = [getattr(moment, "scale", moment) for moment in moments]
+        assert all(part.untyped_storage().nbytes() == 0 for part in parts)
+        actor.residency.only(*PARTS)
+    assert learn(actor, 1) == learn(undisturbed, 4)[3:]
+    mains = [
+        main
+        for inner in inner_optimizers(actor.manager.optimizer)
+        for main in inner.optimizer.state
+    ]
+    return actor.residency.bytes(), sum(main.numel() for main in mains)
+
+
+@pytest.mark.parametrize(("states", "less"), [("bfloat16", 0.5), ("8bit", 0.26)])
+def test_narrow_states_take_less_memory_and_come_back_from_the_host(
+    states: str, less: float, tmp_path: Path
+) -> None:
+    model = save_tiny(tmp_path, "qwen3")
+    case = (P(), replace(SHARDED, states=states))
+    for bytes_of, elements in run_ranks(2, narrow_body, model, case):
+        # what is small, and of 8 bits what is no multiple of a block, stays as it is
+        assert less <= bytes_of[ADAM] / (8 * elements) < less + 0.15
 
 
 def draws() -> list[float]:

@@ -35,6 +35,7 @@ from rftmega.megatron import actor, manager, model_runner
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.observe import callbacks
+from rftmega.optimizers import build
 from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
@@ -87,7 +88,10 @@ class Machine:
         module = torch.nn.Module()
         module.table = torch.nn.Parameter(self.table)
         self.table, self.model, self.where = module.table, [module], torch.device("cpu")
-        self.config, self.learning_rate = SimpleNamespace(sequence_parallel=False), 1.0
+        self.config = SimpleNamespace(
+            sequence_parallel=False, tensor_model_parallel_size=1, fp8=None
+        )
+        self.learning_rate = 1.0
         self.description = describe(read_hf_config(Path(cfg.model.path)))
         self.topology = SimpleNamespace(
             data=data_parallel,
@@ -348,7 +352,7 @@ def stepping(config: RunConfig) -> list[Any]:
     made.cfg, made.model, made.value_model = config, [], False
     made.config = SimpleNamespace(bf16=False, params_dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
+        patch.setattr(build, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
         patch.setattr(manager, "DistributedDataParallel", lambda _, chosen, *__, **___: chosen)
         found = [
             str(asdict(made._build_optimizer())),

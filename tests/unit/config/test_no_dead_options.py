@@ -123,6 +123,7 @@ OPTIONS: dict[str, Live] = {
     "model.dtype": Live("bfloat16", seen=transformer),
     "model.trust_remote_code": Live("true"),
     "model.dropout": Live("0.5", seen=transformer),
+    "model.fp8": Live("blockwise", ("model.dtype=bfloat16",), transformer),
     **{f"parallel.{name}": live for name, live in LAYOUT.items()},
     **{f"optimizer.{name}": live for name, live in ADAM.items()},
     "rollout.engine": Live("vllm", seen=engine),
@@ -302,6 +303,15 @@ ELSEWHERE = {
             ("dropout", "0.1", "dropout=share"),
             ("path", "x", "path=str(adapter)"),
             ("rslora", "true", "rslora=rslora"),
+            ("base_on_host", "int8", "base_on_host=kept"),
+        )
+    },
+    **{
+        f"{model}optimizer.{name}": (value, file, word)
+        for model in ("", "critic.")
+        for name, value, file, word in (
+            ("name", "muon", "distributed/test_muon.py", 'name="muon"'),
+            ("states", "bfloat16", CHECKPOINTS, "states=states"),
         )
     },
     "rollout.router_replay": (
@@ -416,6 +426,7 @@ ELSEWHERE |= {
 }
 # there is no run that does not read them
 ALWAYS = {
+    "optimizer.states",
     "backend",
     "data.images_key",
     "data.videos_key",

@@ -1,13 +1,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
-from rftmega.device import CPU, hardware
+from rftmega.device import CPU, CUDA, hardware
 from rftmega.device.hardware import Hardware
 from rftmega.errors import ConfigError
 from rftmega.hf_folders.export_folder import MARK
@@ -288,6 +289,42 @@ def test_vllm_has_8_bits_where_the_device_multiplies_them_and_blocks_are_whole(
     save_tiny(tmp_path, "deepseek-v3")
     with pytest.raises(ConfigError, match="latent attention, or that see or hear, can't have it"):
         preflight(config, 1)
+
+
+def test_products_of_8_bits_need_transformer_engine_and_a_device_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "transformers")
+    config.model.fp8 = "blockwise"
+    with pytest.raises(ConfigError, match=r"needs Transformer Engine 2\.6 or later on CUDA; this"):
+        preflight(config, 1)
+    monkeypatch.setattr(checks, "installed", lambda: Installed(transformer_engine=(2, 5)))
+    with pytest.raises(ConfigError, match=r"this run would be Transformer Engine 2\.5"):
+        preflight(config, 1)
+    monkeypatch.setattr(checks, "installed", lambda: Installed(transformer_engine=(2, 9)))
+    monkeypatch.setattr(CPU, "products_of_eight_bits", lambda self: ("mxfp8",))
+    with pytest.raises(ConfigError, match="does not multiply so. Set it to mxfp8"):
+        preflight(config, 1)
+    monkeypatch.setattr(CPU, "products_of_eight_bits", lambda self: ("blockwise",))
+    preflight(config, 1)
+    save_tiny(tmp_path, "qwen3", intermediate_size=120)
+    with pytest.raises(ConfigError, match="whose sides are multiples of 16; .* has 120"):
+        preflight(config, 1)
+    save_tiny(tmp_path, "deepseek-v3")
+    with pytest.raises(ConfigError, match="latent attention, or that see or hear, can't have it"):
+        preflight(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "products"),
+    [((8, 9), ()), ((9, 0), ("blockwise",)), ((10, 0), ("mxfp8",))],
+)
+def test_a_device_says_which_products_of_8_bits_it_has(
+    capability: tuple[int, int], products: tuple[str, ...]
+) -> None:
+    cuda = object.__new__(CUDA)
+    cuda._cuda = SimpleNamespace(get_device_capability=lambda: capability)
+    assert cuda.products_of_eight_bits() == products
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral"])

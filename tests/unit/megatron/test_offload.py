@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
+from rftmega.kernels.packed_weights import pack
 from rftmega.megatron.manager import MegatronModelManager
 from tests.imitation_cuda import ImitationCUDA, imitated
 
@@ -127,6 +128,31 @@ def test_the_host_shows_what_has_left_and_never_what_was_forgotten(
         )
     with pytest.raises(AssertionError, match="forgotten"):
         residency.host(parts[GRADIENTS][0])
+
+
+def test_packed_weights_come_back_as_they_were_packed_without_a_copy_to_the_host(
+    cuda: ImitationCUDA,
+) -> None:
+    matrices = [torch.randn(3, 100).bfloat16(), torch.randn(70, 64).bfloat16()]
+    others = [torch.randn(5)]
+    residency = Residency(
+        lambda: {
+            PARAMETERS: [*matrices, *others],
+            **{part: [] for part in (GRADIENTS, MAIN_PARAMETERS, ADAM)},
+        }
+    )
+    packed, _ = pack(matrices, wide=64)
+    packing = cuda.copied_to_host
+    residency.keep_packed(packed)
+    before = Tensors(matrix.clone() for matrix in matrices)
+    for _ in range(2):
+        residency.only()
+        assert residency.bytes()[PARAMETERS] == 0
+        assert same(Tensors(residency.host(matrix) for matrix in matrices), before)
+        residency.only(PARAMETERS)
+        assert same(matrices, before)
+        residency.changed()
+    assert cuda.copied_to_host == packing + 2 * size_of(*others)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import (
+    LoRA,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -65,6 +66,19 @@ def test_a_host_holds_what_a_save_writes_from() -> None:
     held = states(models[POLICY], 64, 1)
     assert "checkpoint" not in before
     assert copied == before["offload"] == sum(held.values()) - held["gradients"]
+
+
+def test_a_base_of_8_bits_takes_less_of_the_host() -> None:
+    """17 bits for each 16 of its linear layers: of 80 layers 20 on a stage, an eighth of each."""
+    config = config_of(FITS)
+    config.model.lora = LoRA(rank=16)
+    found = []
+    for kept in ("whole", "int8"):
+        config.model.lora.base_on_host = kept  # type: ignore[assignment]
+        found.append(on_host(models_of(config), config, 64, {POLICY: 1})["offload"])
+    hidden, keys, inner = 8192, 1024, 28672
+    linear = 20 * hidden * (2 * hidden + 2 * keys + 3 * inner) // 8
+    assert found[0] - found[1] == linear * 2 - linear - linear // 64 * 4
 
 
 def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:

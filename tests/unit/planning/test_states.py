@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_the_distributed_optimizer_shares_main_parameters_and_adam_only() -> Non
     shared = states(planned("llama-3-70b", P(tensor=8, sequence=True), distributed=True), 64, 0)
     for kind, share in ((PARAMETERS, 1), (GRADIENTS, 1), (MAIN_PARAMETERS, 8), (ADAM, 8)):
         assert shared[kind] == pytest.approx(alone[kind] / share, rel=1e-4)
+
+
+@pytest.mark.parametrize(("kept", "share"), [("bfloat16", 1 / 2), ("8bit", (1 + 4 / 256) / 4)])
+def test_moments_of_fewer_bits_take_less(kept: Any, share: float) -> None:
+    model = planned("llama-3-70b", P(tensor=8, sequence=True))
+    assert model.optimizer is not None
+    narrow = replace(model, optimizer=replace(model.optimizer, states=kept))
+    wide, found = states(model, 64, 0), states(narrow, 64, 0)
+    assert found[ADAM] == int(wide[ADAM] * share)
+    assert found[MAIN_PARAMETERS] == wide[MAIN_PARAMETERS]
 
 
 def test_experts_are_shared_by_fewer_processes_than_what_is_dense() -> None:

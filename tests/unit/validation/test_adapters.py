@@ -62,6 +62,11 @@ def reasons(folder: Path, *options: str) -> list[str]:
         (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),
         (["model.lora.rank=8", "algorithm.advantage=gae"], "trains a critic"),
         (["model.lora.rank=8", "algorithm.task=reward_model"], "trains a value model"),
+        (["model.lora.base_on_host=int8"], "model.lora.base_on_host=int8 needs model.lora.rank"),
+        (
+            ["model.lora.rank=8", "model.lora.base_on_host=int8", "trainer.offload=false"],
+            "model.lora.base_on_host=int8 needs algorithm.task=rl and trainer.offload=true",
+        ),
         (["model.lora.rank=12", "rollout.engine=vllm"], "Choose one of: 1, 8, 16, 32, 64, 128"),
         (["model.lora.rank=8", "model.lora.targets=[lm_head]"], "lm_head is no linear layer"),
         (

@@ -36,6 +36,23 @@ def test_what_is_megatrons_is_refused_under_fsdp(option: str, said: str, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["model.dtype=float32"], "multiplies bfloat16 in 8 bits, not model.dtype=float32"),
+        (["parallel.recompute=full"], "with parallel.recompute=full is not supported"),
+        ([GAE, "critic.parallel.recompute=full"], "with critic.parallel.recompute=full"),
+        (["backend=fsdp"], "model.fp8=mxfp8 needs backend=megatron"),
+    ],
+)
+def test_what_products_of_8_bits_do_not_go_with_is_refused(
+    options: list[str], said: str, tmp_path: Path
+) -> None:
+    (found,) = reasons(tmp_path, "model.fp8=mxfp8", *options)
+    assert said in found
+    assert reasons(tmp_path, "model.fp8=mxfp8", "parallel.recompute=selective") == []
+
+
+@pytest.mark.parametrize(
     "option", ["replicas=2", "reshard_after_forward=false", "cpu_offload=true"]
 )
 def test_what_is_fsdps_is_refused_under_megatron(option: str, tmp_path: Path) -> None:

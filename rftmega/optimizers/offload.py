@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
+from rftmega.optimizers.moments import memory_of
 
 
 def parts_of(model: Iterable[Any], optimizer: Any) -> dict[str, list[Tensor]]:
@@ -50,4 +51,5 @@ def _adam(inner: Any) -> Iterator[list[Tensor]]:
         return
     for state in inner.optimizer.state.values():
         # the step count is a host number
-        yield [x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0]
+        moments = [x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0]
+        yield [part for moment in moments for part in memory_of(moment)]

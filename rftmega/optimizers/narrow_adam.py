@@ -1,0 +1,95 @@
+"""AdamW with moments of 16 or 8 bits: torchao's, as Megatron's wrappers use an optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+from rftmega import device
+
+LEAST_SCALE = 1e-12  # torchao's, of a block of zeros
+
+
+class NarrowAdam(AdamW8bit):
+    """NarrowAdam is AdamW with moments of 8 bits, a scale a block of 256."""
+
+    def __init__(self, groups: list[dict[str, Any]]):
+        """Takes the groups of another optimizer, which stay the same objects."""
+        # torch refuses views, which Megatron's distributed optimizer steps
+        super().__init__([torch.empty(0)])
+        self.param_groups = groups
+        for group in groups:
+            group.setdefault("amsgrad", False)
+        self._rates = [
+            torch.tensor(float(group["lr"])) for group in groups
+        ]  # torchao wants tensors
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes a step with the rates that a schedule wrote into the groups."""
+        rates = [group["lr"] for group in self.param_groups]
+        for tensor, rate in zip(self._rates, rates, strict=True):
+            tensor.fill_(rate)
+        self._set_rates(self._rates)
+        try:
+            # torch.compile takes half a minute a shape on a CPU
+            stance = "default" if device.current().type == "cuda" else "force_eager"
+            with torch.compiler.set_stance(stance):
+                return super().step(closure)
+        finally:
+            self._set_rates(rates)
+
+    def _set_rates(self, rates: list[Any]) -> None:
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def moment(self, main: Tensor, *, signed: bool) -> Tensor:
+        """Returns a moment of zeros, of the parameter that is stepped."""
+        found: Tensor = self._new_buffer(main, signed)
+        return found
+
+
+class SixteenBitAdam(NarrowAdam):
+    """SixteenBitAdam has moments in bfloat16."""
+
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        return torch.zeros_like(p, dtype=torch.bfloat16)  # whatever a layout makes of the size
+
+
+ADAMS = {"bfloat16": SixteenBitAdam, "8bit": NarrowAdam}
+
+
+@torch.no_grad()
+def packed(values: Tensor, like: OptimState8bit) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales of 8 bits of a moment in float32.
+
+    A block that was made of codes becomes the same numbers again, bit for bit: its scale is looked
+    for among those that its largest number can have had. torchao would take the largest number
+    itself, and rounds the lowest code's down by that each time.
+    """
+    table = like.qmap.to(values.device)
+    middles = (table[1:] + table[:-1]) / 2
+    blocks = values.reshape(-1, like.block_size)
+    largest = blocks.abs().amax(1).clamp(min=LEAST_SCALE)
+    codes = torch.zeros_like(blocks, dtype=torch.uint8)
+    scales, found = largest.clone(), torch.zeros_like(largest, dtype=torch.bool)
+    for scale in (*_candidates(largest, float(table[0].abs())), largest):
+        tried = torch.bucketize(blocks / scale[:, None], middles)
+        exact = ((table[tried] * scale[:, None]) == blocks).all(1)
+        taken = (exact | (scale is largest)) & ~found
+        codes[taken], scales[taken] = tried[taken].to(torch.uint8), scale[taken]
+        found |= exact
+    return codes.view(values.shape), scales
+
+
+def _candidates(largest: Tensor, lowest: float) -> list[Tensor]:
+    """Returns the scales that blocks with these largest numbers can have."""
+    found = [torch.full_like(largest, LEAST_SCALE)]
+    for code in (1.0, lowest):
+        near = largest / code if code else largest
+        up = torch.nextafter(near, torch.full_like(near, torch.inf))
+        down = torch.nextafter(near, torch.zeros_like(near))
+        found += [near, up, down]
+    return found
