@@ -9,7 +9,7 @@ READY := $(VENV)/.ready-$(HARDWARE)
 
 TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
 
-$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt requirements/docs.txt setup.py $(TORCHVISION)
+$(READY): requirements/torch.txt requirements/$(HARDWARE).txt requirements/dev.txt requirements/docs.txt requirements/torchao.txt setup.py $(TORCHVISION)
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(HARDWARE),cpu)
 	$(BIN)/pip install --quiet -r requirements/torch.txt
@@ -19,6 +19,7 @@ else
 	$(BIN)/pip install --quiet --no-deps -r requirements/cuda.txt
 endif
 	$(BIN)/pip install --quiet --no-deps -r requirements/docs.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/optional -r requirements/torchao.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 FOLDER = Path(__file__).parents[1] / "requirements"
-FROZEN = ("cpu", "cuda", "docs", "transformer_engine", "trl")
+FROZEN = ("cpu", "cuda", "docs", "torchao", "transformer_engine", "trl")
 IMPORTED = (
     *(
         "megatron-core",
@@ -28,7 +28,6 @@ IMPORTED = (
         "cloudpickle",
         "pillow",
         "soundfile",
-        "torchao",
         "torchvision",
     ),
     *(
@@ -76,8 +75,9 @@ def test_what_is_imported_is_of_one_version_on_a_cpu_and_on_gpus() -> None:
     assert torch and cuda["torch"] == torch[1], "no build for CPUs, and the same version"
 
 
-def test_transformer_engine_adds_and_changes_nothing() -> None:
-    assert not pins("transformer_engine").keys() & pins("cuda").keys()
+@pytest.mark.parametrize("name", ["torchao", "transformer_engine"])
+def test_what_is_optional_adds_and_changes_nothing(name: str) -> None:
+    assert not pins(name).keys() & pins("cuda").keys()
 
 
 def test_the_site_needs_nothing_that_is_not_pinned_and_pins_nothing_twice() -> None:

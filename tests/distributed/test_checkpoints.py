@@ -37,6 +37,7 @@ from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
 from rftmega.strategy.export import export as export_model
+from tests import optional
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -63,6 +64,8 @@ def actor_of(
 ) -> MegatronActor:
     config = config_of(folder, parallel, optimizer, dtype=dtype, dropout=dropout)
     config.algorithm.ema_beta = 0.5
+    if optimizer.states != "float32":
+        optional.find()
     return MegatronActor(config, Topology.create(parallel, seed=1))
 
 

@@ -4,10 +4,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torchao.optim.subclass_8bit import OptimState8bit
 
 from rftmega.optimizers.moments import MomentValues, memory_of
-from rftmega.optimizers.narrow_adam import ADAMS, packed
+from tests import optional
+
+optional.find()
+
+# isort: split
+from torchao.optim.subclass_8bit import OptimState8bit  # noqa: E402
+
+from rftmega.optimizers.narrow_adam import ADAMS, packed  # noqa: E402
 
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-4, 0.1
 RATES = (1e-2, 3e-2, 2e-2)
