@@ -100,9 +100,12 @@ class Servers:
     def __init__(self, config: RunConfig, chosen: argparse.Namespace, key: str):
         from rftmega import device
         from rftmega.fleet.server_options import arguments_of_run, devices_of, environment_of
+        from rftmega.strategy.engines import modules_kept
 
         device.current()
-        self._arguments = arguments_of_run(config)
+        quantised = config.rollout.quantization != "none"
+        kept = modules_kept(config.model.path) if quantised else []
+        self._arguments = arguments_of_run(config, unquantised=kept)
         environment = environment_of(key)
         tensor = config.rollout.tensor
         self._environments = [

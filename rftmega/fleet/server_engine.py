@@ -70,10 +70,12 @@ class ServerEngine(Engine):
         logs: str | Path,
         adapter_rank: int = 0,
         routed: RoutedModel | None = None,
+        unquantised: Sequence[str] = (),
     ):
         """Starts with random weights; the first push brings the real ones. `adapter_rank`: of the
         adapter that servers answer with; 0: they have none. `routed`: whose routes servers tell;
-        None: they tell none.
+        None: they tell none. `unquantised`: modules that keep their precision under
+        rollout.quantization.
         """
         super().__init__()
         self.stop_ids, self.config = list(stop_ids), config
@@ -91,7 +93,9 @@ class ServerEngine(Engine):
         elsewhere = bool(config.addresses or config.roster)
         key = _given_key() if elsewhere else secrets.token_urlsafe(32)
         self._tls = ssl.create_default_context(cafile=config.tls_ca) if config.tls_ca else None
-        self._arguments = arguments_of(folder, config, dtype=dtype, adapter_rank=adapter_rank)
+        self._arguments = arguments_of(
+            folder, config, dtype=dtype, adapter_rank=adapter_rank, unquantised=unquantised
+        )
         self._environment = environment_of(key)
         self._first_device = world.local_size
         self._processor = PictureProcessor(folder) if sees(folder) else None

@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rftmega import device
 from rftmega.config import RolloutConfig, RunConfig
+from rftmega.rollout.eight_bits import described
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
 from rftmega.vllm_server import door
 
@@ -19,10 +21,16 @@ ADAPTER_WORKER = "rftmega.rollout.adapter.AdapterWorker"
 
 
 def arguments_of(
-    folder: str | Path, config: RolloutConfig, *, dtype: str, adapter_rank: int = 0
+    folder: str | Path,
+    config: RolloutConfig,
+    *,
+    dtype: str,
+    adapter_rank: int = 0,
+    unquantised: Sequence[str] = (),
 ) -> list[str]:
     """Returns the arguments of `vllm serve`. It starts with random weights; a push brings the real
-    ones. `adapter_rank`: of adapters that it serves; 0: it serves none.
+    ones. `adapter_rank`: of adapters that it serves; 0: it serves none. `unquantised`: modules that
+    keep their precision under rollout.quantization.
     """
     on_cuda = device.current().type == "cuda"
     if dtype == "auto":
@@ -59,7 +67,9 @@ def arguments_of(
         arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
     elif not config.stop:
         flags.append("--skip-tokenizer-init")  # processors of pictures and stop strings want it
-    given = prefill_arguments(config, on_cuda=on_cuda) | model_arguments(folder, on_cuda=on_cuda)
+    written_as = described(unquantised) if config.quantization == "fp8" else None
+    given = prefill_arguments(config, on_cuda=on_cuda)
+    given |= model_arguments(folder, on_cuda=on_cuda, written_as=written_as)
     for name, value in given.items():
         option = name.replace("_", "-")
         if value is False:
@@ -69,11 +79,16 @@ def arguments_of(
     return [*flags, *(f"--{name}={value}" for name, value in arguments.items())]
 
 
-def arguments_of_run(config: RunConfig) -> list[str]:
+def arguments_of_run(config: RunConfig, *, unquantised: Sequence[str] = ()) -> list[str]:
     """Returns the arguments of `vllm serve` for a run."""
     model = config.model
-    rank = model.lora.served_rank
-    return arguments_of(model.path, config.rollout, dtype=model.dtype, adapter_rank=rank)
+    return arguments_of(
+        model.path,
+        config.rollout,
+        dtype=model.dtype,
+        adapter_rank=model.lora.served_rank,
+        unquantised=unquantised,
+    )
 
 
 def environment_of(key: str) -> dict[str, str]:

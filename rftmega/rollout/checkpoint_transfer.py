@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rftmega.errors import EngineError
+from rftmega.rollout.eight_bits import quantised
 from rftmega.rollout.reload import forget_expert_kernels, pack_output_heads
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
@@ -48,10 +49,12 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         pack_output_heads(self.model)
 
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hands tensors to the model's loader."""
+        """Hands tensors to the model's loader; quantised, where the server was started so."""
         tensors = list(named_tensors)
         self._missing -= {name for name, _ in tensors}
         model: Any = self.model
+        if getattr(self.model_config.hf_config, "quantization_config", None):
+            tensors = list(quantised(tensors))
         model.load_weights(tensors)
 
     def refuse_gaps(self) -> None:

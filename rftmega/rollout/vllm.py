@@ -139,9 +139,7 @@ class VLLMEngine(Engine):
         by name, of at most that rank; "": the model without adapters. `routed`: whose routes are told;
         None: none are. `unquantised`: modules that keep their precision under rollout.quantization.
 
-        Builds vLLM; a collective over the engine's processes.
-
-        Weights are random until the first push.
+        Builds vLLM, whose weights are random until a push; a collective over the engine's processes.
         """
         super().__init__()
         if config.tensor > 1:

@@ -40,6 +40,8 @@ def create(
             routed=routed,
         )
     assert config.rollout.engine in ("vllm", "sglang"), config.rollout.engine
+    quantised = config.rollout.quantization != "none"
+    unquantised = modules_kept(config.model.path) if quantised else []
     if config.strategy == "separate":
         from rftmega.fleet.server_engine import ServerEngine
 
@@ -53,10 +55,10 @@ def create(
             logs=logs,
             adapter_rank=config.model.lora.served_rank,
             routed=routed,
+            unquantised=unquantised,
         )
     from rftmega.rollout.vllm import VLLMEngine
 
-    quantised = config.rollout.quantization != "none"
     return VLLMEngine(
         config.model.path,
         config.rollout,
@@ -66,7 +68,7 @@ def create(
         adapter_rank=config.model.lora.served_rank,
         evaluated=config.model.lora.evaluated,
         routed=routed,
-        unquantised=modules_kept(config.model.path) if quantised else (),
+        unquantised=unquantised,
     )
 
 

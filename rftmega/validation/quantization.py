@@ -15,9 +15,10 @@ def quantization(config: RunConfig) -> list[str]:
         found.append(
             f"{given} needs rollout.engine=vllm or transformers, not {rollout.engine}. Set it to none."
         )
-    if config.strategy == "separate":
+    if config.strategy == "separate" and rollout.transport == "checkpoint":
         found.append(
-            f"{given} needs strategy=colocated: servers take weights as the trainer has them. Set it to none."
+            f"{given}: rollout.transport=checkpoint is for servers without this package, which quantise nothing. Take network or "
+            "disk, or set it to none."
         )
     if config.backend == "fsdp" and rollout.engine == "vllm":
         found.append(
