@@ -100,16 +100,13 @@ class Servers:
     def __init__(self, config: RunConfig, chosen: argparse.Namespace, key: str):
         from rftmega import device
         from rftmega.fleet.server_options import arguments_of_run, devices_of, environment_of
-        from rftmega.strategy.engines import modules_kept
+        from rftmega.strategy.engines import unquantised
 
         device.current()
-        quantised = config.rollout.quantization != "none"
-        kept = modules_kept(config.model.path) if quantised else []
-        self._arguments = arguments_of_run(config, unquantised=kept)
-        environment = environment_of(key)
+        self._arguments = arguments_of_run(config, unquantised=unquantised(config))
         tensor = config.rollout.tensor
         self._environments = [
-            environment | devices_of(number * tensor, config.rollout)
+            environment_of(key) | devices_of(number * tensor, config.rollout)
             for number in range(chosen.servers)
         ]
         self._chosen = chosen

@@ -40,8 +40,7 @@ def create(
             routed=routed,
         )
     assert config.rollout.engine in ("vllm", "sglang"), config.rollout.engine
-    quantised = config.rollout.quantization != "none"
-    unquantised = modules_kept(config.model.path) if quantised else []
+    kept = unquantised(config)
     if config.strategy == "separate":
         from rftmega.fleet.server_engine import ServerEngine
 
@@ -55,7 +54,7 @@ def create(
             logs=logs,
             adapter_rank=config.model.lora.served_rank,
             routed=routed,
-            unquantised=unquantised,
+            unquantised=kept,
         )
     from rftmega.rollout.vllm import VLLMEngine
 
@@ -68,8 +67,13 @@ def create(
         adapter_rank=config.model.lora.served_rank,
         evaluated=config.model.lora.evaluated,
         routed=routed,
-        unquantised=unquantised,
+        unquantised=kept,
     )
+
+
+def unquantised(config: RunConfig) -> list[str]:
+    """Returns the modules that keep their precision under rollout.quantization; [] without it."""
+    return [] if config.rollout.quantization == "none" else modules_kept(config.model.path)
 
 
 def modules_kept(folder: str) -> list[str]:
