@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 import torch
@@ -87,6 +88,7 @@ def rows(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,6 +207,7 @@ def save_processing(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

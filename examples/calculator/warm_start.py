@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 import torch
@@ -123,6 +124,7 @@ def padded(rows: list[Row], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

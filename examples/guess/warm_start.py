@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 import torch
@@ -88,6 +89,7 @@ def rows(games: list[Game], encode: PreTrainedTokenizerFast) -> tuple[torch.Tens
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
