@@ -26,17 +26,19 @@ class MomentValues:
         self._copies: list[tuple[Any, Tensor]] = []
 
     def of(self, moment: Any) -> Tensor:
-        """Returns the values: a view of the moment itself where that is float32, else a copy."""
+        """Returns the values: a view of the moment itself where that is float32, else a copy on the
+        host, since a save has those of all parameters at once.
+        """
         if is_traceable_wrapper_subclass(moment):
             names, context = moment.__tensor_flatten__()
-            parts = {name: self._residency.host(getattr(moment, name)) for name in names}
+            parts = {name: self._residency.host(getattr(moment, name)).cpu() for name in names}
             size, stride = moment.shape, moment.stride()
             whole: Any = moment.__tensor_unflatten__(parts, context, size, stride)
             copy: Tensor = whole.dequantize()
         elif moment.dtype == torch.float32:
             return self._residency.host(moment)
         else:
-            copy = self._residency.host(moment).float()
+            copy = self._residency.host(moment).cpu().float()
         self._copies.append((moment, copy))
         return copy
 
@@ -50,7 +52,8 @@ class MomentValues:
             from rftmega.optimizers.narrow_adam import packed
 
             parts: Any = moment
-            codes, scales = packed(copy, parts)
-            self._residency.host(parts.codes).copy_(codes)
+            kept = self._residency.host(parts.codes)
+            codes, scales = packed(copy.to(kept.device), parts)
+            kept.copy_(codes)
             self._residency.host(parts.scale).copy_(scales)
         self._copies.clear()

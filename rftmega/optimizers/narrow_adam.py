@@ -10,6 +10,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from rftmega import device
 
+AT_ONCE = 1 << 16  # blocks that are looked at together: each number takes 20 bytes meanwhile
 LEAST_SCALE = 1e-12  # torchao's, of a block of zeros
 
 
@@ -70,18 +71,25 @@ def packed(values: Tensor, like: OptimState8bit) -> tuple[Tensor, Tensor]:
     itself, and rounds the lowest code's down by that each time.
     """
     table = like.qmap.to(values.device)
+    parts = values.reshape(-1, like.block_size).split(AT_ONCE)
+    codes, scales = zip(*(_packed_blocks(blocks, table) for blocks in parts), strict=True)
+    return torch.cat(codes).view(values.shape), torch.cat(scales)
+
+
+def _packed_blocks(blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     middles = (table[1:] + table[:-1]) / 2
-    blocks = values.reshape(-1, like.block_size)
     largest = blocks.abs().amax(1).clamp(min=LEAST_SCALE)
     codes = torch.zeros_like(blocks, dtype=torch.uint8)
     scales, found = largest.clone(), torch.zeros_like(largest, dtype=torch.bool)
     for scale in (*_candidates(largest, float(table[0].abs())), largest):
+        if found.all():
+            break
         tried = torch.bucketize(blocks / scale[:, None], middles)
         exact = ((table[tried] * scale[:, None]) == blocks).all(1)
         taken = (exact | (scale is largest)) & ~found
         codes[taken], scales[taken] = tried[taken].to(torch.uint8), scale[taken]
         found |= exact
-    return codes.view(values.shape), scales
+    return codes, scales
 
 
 def _candidates(largest: Tensor, lowest: float) -> list[Tensor]:
