@@ -13,6 +13,7 @@ optional.find()
 # isort: split
 from torchao.optim.subclass_8bit import OptimState8bit  # noqa: E402
 
+from rftmega.optimizers import narrow_adam  # noqa: E402
 from rftmega.optimizers.narrow_adam import ADAMS, packed  # noqa: E402
 
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-4, 0.1
@@ -90,7 +91,10 @@ def moment_of(values: Tensor, *, signed: bool) -> OptimState8bit:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_moment_is_packed_again_bit_for_bit(signed: bool) -> None:
+def test_a_moment_is_packed_again_bit_for_bit(
+    signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow_adam, "AT_ONCE", 150)
     torch.manual_seed(0)
     values = torch.randn(400, BLOCK) * torch.logspace(-15, 3, 400)[:, None]
     if not signed:
