@@ -35,6 +35,7 @@ from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers
+from rftmega.converters.decoder import is_of_value_head
 from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
@@ -122,9 +123,7 @@ class MegatronModelManager:
         rules = table(self.hf_config, value_head=value_model)
         lora = cfg.model.lora
         self._adapted = (
-            adapted_layers(rules, rank=lora.rank, targets=lora.targets)
-            if lora.rank and not value_model
-            else []
+            adapted_layers(rules, rank=lora.rank, targets=lora.targets) if lora.rank else []
         )
         with placement.active():
             self.chunks: list[GPTModel] = [
@@ -147,7 +146,8 @@ class MegatronModelManager:
             pieces, _ = pieces_of(self.chunks, self.bound)
         # of what is learnt: which of equal holders this process is
         self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
-        self.learnt = self.bound
+        self.learnt: Sequence[Bound] = self.bound
+        self.head: list[Bound] = []  # of a value model with adapters: it learns whole beside them
         self.adapters: Adapters | None = None
         if self._adapted:
             self._adapt()
@@ -207,15 +207,20 @@ class MegatronModelManager:
         return [item.shard() for item in self.bound if item.rule.exported]
 
     def _adapt(self) -> None:
-        """Freezes the model and gives it adapters, which are all that learns; before anything is
-        wrapped, so that only they get gradients and an optimizer's state.
+        """Freezes the model and gives it adapters, which are all that learns beside a value head;
+        before anything is wrapped, so that only they get gradients and an optimizer's state.
         """
-        lora, frozen = self.cfg.model.lora, self.replicas
-        self.sum_of_base = sum_of_base(self.bound, frozen)
-        self.adapters = Adapters(
-            self.chunks, self.bound, frozen, self._adapted, self.topology, lora
-        )
-        self.learnt, self.replicas = self.adapters.bound, self.adapters.replicas
+        lora = self.cfg.model.lora
+        held = list(zip(self.bound, self.replicas, strict=True))
+        base = [pair for pair in held if not is_of_value_head(pair[0].rule)]
+        head = [pair for pair in held if is_of_value_head(pair[0].rule)]
+        self.sum_of_base = sum_of_base(base)
+        self.adapters = Adapters(self.chunks, base, self._adapted, self.topology, lora)
+        self.head = [item for item, _ in head]
+        for item in self.head:
+            item.parameter.requires_grad_()
+        self.learnt = [*self.adapters.bound, *self.head]
+        self.replicas = [*self.adapters.replicas, *(pieces for _, pieces in head)]
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")
             folder.check(lora, self.adapters.targets)

@@ -1,0 +1,137 @@
+"""A value model with adapters: its head learns whole beside them, as in plain torch, under every
+layout; nothing else does.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForTokenClassification
+
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.megatron import MegatronCritic
+from tests import plain_adapters
+from tests.distributed.test_critic import (
+    PROMPTS,
+    ROWS,
+    experience_of,
+    save_reward_model,
+    square_loss,
+)
+from tests.layouts import build_critic, rows_of
+from tests.ranks import run_ranks
+
+P = ParallelConfig
+RANK, ALPHA, STEPS = 4, 6.0, 3
+TOLERANCE = 1e-5
+PLAIN = OptimizerConfig(learning_rate=3e-3, epsilon=1e-4, weight_decay=0.1, clip_grad=0.5)
+SHARDED = replace(PLAIN, distributed=True)
+OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
+Case = tuple[int, ParallelConfig, OptimizerConfig]
+LAYOUTS: dict[str, Case] = {
+    "one process": (1, P(), PLAIN),
+    "TP2": (2, P(tensor=2), PLAIN),
+    "TP2, SP": (2, P(tensor=2, sequence=True), PLAIN),
+    "PP2": (2, P(pipeline=2), PLAIN),
+    "PP2 x VPP2": (2, P(pipeline=2, virtual_pipeline=2), SHARDED),
+    "CP2": (2, P(context=2), PLAIN),
+    "DP2, distributed optimizer": (2, P(), SHARDED),
+    "full recompute": (1, P(recompute="full"), PLAIN),
+    "PP2, full recompute": (2, P(pipeline=2, recompute="full"), PLAIN),
+    "DP2, overlapped": (2, P(), OVERLAPPED),
+    "TP2 x PP2, SP, full recompute": (4, P(tensor=2, pipeline=2, sequence=True, recompute="full"), SHARDED),
+    "TP2 x CP2, SP, selective recompute": (4, P(tensor=2, context=2, sequence=True, recompute="selective"), SHARDED),
+    "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+}  # fmt: skip
+QUICK = list(LAYOUTS)[:10]
+EXHAUSTIVE = list(LAYOUTS)[10:]
+
+
+def critic_of(folder: Path, adapter: Path | str, case: Case, **settings: Any) -> MegatronCritic:
+    lora = LoRA(rank=RANK, alpha=ALPHA, path=str(adapter))
+    return build_critic(folder, case[1], case[2], lora=lora, **settings)
+
+
+def learn(critic: MegatronCritic, steps: int) -> list[tuple[float, float]]:
+    found = []
+    for _ in range(steps):
+        metrics = critic.step(experience_of(), square_loss)
+        found.append((metrics["loss"], metrics["grad_norm"]))
+    return found
+
+
+def learn_body(
+    world: Any, folder: Path, adapter: Path, case: Case
+) -> tuple[Tensor, list[tuple[float, float]], Tensor]:
+    critic = critic_of(folder, adapter, case)
+    rows = rows_of(ROWS, PROMPTS)
+    frozen = [item.parameter.clone() for item in critic.manager.bound]
+    before, told = critic.values(rows), learn(critic, STEPS)
+    after = critic.values(rows)
+    for was, item in zip(frozen, critic.manager.bound, strict=True):
+        learns = item.hf_names[0].startswith("score.")
+        assert torch.equal(was, item.parameter) != learns, item.hf_names
+    return before, told, after
+
+
+def in_columns(model: Any) -> Tensor:
+    """[B, T]: what plain torch says of every token of `ROWS` but the last."""
+    found = torch.zeros(rows_of(ROWS).mask.shape)
+    with torch.no_grad():
+        for place, row in enumerate(ROWS):
+            found[place, : len(row) - 1] = plain_adapters.values(model, row)
+    return found
+
+
+def assert_learns_as_plain_torch(tmp_path: Path, variant: str, case: Case) -> None:
+    folder = save_reward_model(tmp_path, variant, bias=True)
+    pairs = plain_adapters.random_pairs(tmp_path / "policy", rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    model = plain_adapters.adapted(
+        folder, pairs, alpha=ALPHA, kind=AutoModelForTokenClassification, num_labels=1
+    )
+    before = in_columns(model)
+    wanted = plain_adapters.learn_values(
+        model,
+        ROWS,
+        PROMPTS,
+        experience_of().advantage,
+        steps=STEPS,
+        clip=PLAIN.clip_grad,
+        lr=PLAIN.learning_rate,
+        eps=PLAIN.epsilon,
+        weight_decay=PLAIN.weight_decay,
+        betas=(PLAIN.beta1, PLAIN.beta2),
+    )
+    assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
+    after = in_columns(model)
+    for values, told, learnt in run_ranks(case[0], learn_body, folder, adapter, case):
+        torch.testing.assert_close(values, before, atol=TOLERANCE, rtol=TOLERANCE)
+        for ours, theirs in zip(told, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+        torch.testing.assert_close(learnt, after, atol=2 * TOLERANCE, rtol=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_three_steps_of_a_value_model_with_adapters_are_those_of_plain_torch(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_a_value_model_with_adapters_learns_as_in_plain_torch_in_larger_layouts(
+    name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
+
+
+@pytest.mark.parametrize(("variant", "name"), [("qwen2-tied", "PP2"), ("qwen3-moe", "CP2")])
+def test_value_models_of_other_families_learn_as_in_plain_torch(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, LAYOUTS[name])
