@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rftmega.converters import Rule, shard_shape
 from rftmega.converters.adapters import LOCAL_DOWN
+from rftmega.converters.decoder import is_of_value_head
 from rftmega.converters.rules import Column, Row
 from rftmega.converters.vision import is_of_tower
 from rftmega.model_providers.description import ModelDescription, stage_layers
@@ -122,7 +123,7 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
         return sharded.states(planned, world)
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
     if planned.adapted:
-        totals[PARAMETERS] += planned.itemsize * elements_of(planned, stage)
+        totals[PARAMETERS] += frozen_bytes(planned, stage)
         planned = _alone(planned)
     for size, elements, shared_by in _buffers(planned, world, stage):
         split = optimizer is not None and optimizer.distributed
@@ -137,10 +138,16 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
     return totals
 
 
+def frozen_bytes(planned: PlannedModel, stage: int) -> int:
+    """Returns the bytes of the weights of a model with adapters that do not learn."""
+    rules = [rule for rule in planned.rules if not is_of_value_head(rule)]
+    return planned.itemsize * elements_of(replace(planned, rules=rules), stage)
+
+
 def _alone(planned: PlannedModel) -> PlannedModel:
-    """Returns a model's adapters, as if they were one: all that has a gradient."""
+    """Returns a model's adapters and its value head, as if they were one: all that has a gradient."""
     rules = [rule for layer in planned.adapted for rule in (layer.down, layer.up)]
-    return replace(planned, rules=rules, adapted=())
+    return replace(planned, rules=[*rules, *filter(is_of_value_head, planned.rules)], adapted=())
 
 
 def _outside_buffers(planned: PlannedModel, stage: int) -> int:

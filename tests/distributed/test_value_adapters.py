@@ -12,7 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.device.residency import GRADIENTS
 from rftmega.megatron import MegatronCritic
+from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.states import states
 from tests import plain_adapters
 from tests.distributed.test_critic import (
     PROMPTS,
@@ -135,3 +138,30 @@ def test_value_models_of_other_families_learn_as_in_plain_torch(
     variant: str, name: str, tmp_path: Path
 ) -> None:
     assert_learns_as_plain_torch(tmp_path, variant, LAYOUTS[name])
+
+
+def memory_body(world: Any, folder: Path, case: Case) -> None:
+    critic = critic_of(folder, "", case, dtype="bfloat16")
+    learn(critic, 1)
+    kept = {box.key.split("/")[1] for box in critic.training_tensors()}
+    assert {key for key in kept if ".lora_" not in key} <= {"score.weight", "score.bias"}
+    kinds = {box.key for box in critic.training_tensors() if box.key.endswith("/score.weight")}
+    last = critic.topology.is_last_stage
+    wanted = {"weights", "main", "exp_avg", "exp_avg_sq"} if last else set()
+    assert {key.split("/")[0] for key in kinds} == wanted, "the head learns by halves"
+    learnt = sum(item.parameter.numel() for item in critic.manager.learnt)
+    bytes_of = critic.residency.bytes()
+    assert bytes_of[GRADIENTS] >= 4 * learnt
+    cfg = critic.manager.cfg
+    cfg.algorithm.task = "reward_model"
+    planned = models_of(cfg, auto="float32", narrow_whole=False)[POLICY]
+    stage = critic.topology.pipeline_rank
+    assert bytes_of == states(planned, world.size, stage), "it was foretold otherwise"
+
+
+@pytest.mark.parametrize("name", ["one process", "PP2", "TP2"])
+def test_adapters_and_head_alone_have_gradients_and_an_optimizers_state(
+    name: str, tmp_path: Path
+) -> None:
+    folder = save_reward_model(tmp_path, "qwen3", bias=True)
+    run_ranks(LAYOUTS[name][0], memory_body, folder, LAYOUTS[name])
