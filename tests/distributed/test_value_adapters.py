@@ -2,20 +2,26 @@
 layout; nothing else does.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.device.residency import GRADIENTS
+from rftmega.experience import given
 from rftmega.megatron import MegatronCritic
+from rftmega.parallel.topology import Topology
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
+from rftmega.strategy.export import export
 from tests import plain_adapters
 from tests.distributed.test_critic import (
     PROMPTS,
@@ -24,8 +30,9 @@ from tests.distributed.test_critic import (
     save_reward_model,
     square_loss,
 )
-from tests.layouts import build_critic, rows_of
+from tests.layouts import build_critic, config_of, rows_of
 from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny
 
 P = ParallelConfig
 RANK, ALPHA, STEPS = 4, 6.0, 3
@@ -165,3 +172,68 @@ def test_adapters_and_head_alone_have_gradients_and_an_optimizers_state(
 ) -> None:
     folder = save_reward_model(tmp_path, "qwen3", bias=True)
     run_ranks(LAYOUTS[name][0], memory_body, folder, LAYOUTS[name])
+
+
+PAIRS = [ids for number in range(6) for ids in ([5 + number, 9, 130], [5 + number, 9, 4])]
+
+
+def scores_of(critic: MegatronCritic) -> Tensor:
+    rows = rows_of(PAIRS).with_end()
+    return last_value(critic.values(rows), rows)
+
+
+def reward_body(world: Any, folder: Path, case: Case, target: Path) -> tuple[Tensor, Tensor]:
+    critic = critic_of(folder, "", case)
+    before = scores_of(critic)
+    for _ in range(4):
+        critic.step(given(rows_of(PAIRS).with_end()), pairwise_loss(), group_size=2)
+    critic.manager.finish_param_sync()
+    export(critic, target, critic.manager.cfg.trainer)
+    config = config_of(target, case[1])
+    judge = MegatronCritic(config, Topology.create(case[1], seed=1), role="reward")
+    after = scores_of(critic)
+    torch.testing.assert_close(scores_of(judge), after, atol=TOLERANCE, rtol=TOLERANCE)
+    return before, after
+
+
+@pytest.mark.parametrize("name", ["TP2, SP", "PP2 x VPP2"])
+def test_a_reward_model_of_adapters_learns_and_its_two_folders_say_what_it_says(
+    name: str, tmp_path: Path
+) -> None:
+    folder, target = save_tiny(tmp_path / "policy", "qwen3"), tmp_path / "reward"
+    case = LAYOUTS[name]
+    before, after = run_ranks(case[0], reward_body, folder, case, target)[0]
+    assert not before.any()
+    margins = after[0::2] - after[1::2]
+    assert margins.mean() > 0.05
+    judge = AutoModelForSequenceClassification.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = torch.cat([judge(torch.tensor([ids])).logits[:, 0] for ids in PAIRS])
+    torch.testing.assert_close(after, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    beside = Path(f"{target}_adapter")
+    said = json.loads((beside / "adapter_config.json").read_text())
+    assert (said["task_type"], said["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert set(said["target_modules"]) == set(plain_adapters.ALL)
+    written = load_file(beside / "adapter_model.safetensors")
+    (head,) = [tensor for key, tensor in written.items() if ".lora_" not in key]
+    merged = load_file(next(target.glob("*.safetensors")))
+    assert torch.equal(head, merged["score.weight"])
+    assert torch.equal(head, written["base_model.model.score.weight"])
+    by_hand = plain_adapters.merged_by_hand(folder, beside)
+    assert merged.keys() == by_hand.keys() - {"lm_head.weight"} | {"score.weight"}
+    for key in merged.keys() & by_hand.keys():
+        torch.testing.assert_close(merged[key], by_hand[key].float(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_head_with_a_bias_is_a_token_classifiers_in_the_folder_of_adapters(
+    tmp_path: Path,
+) -> None:
+    folder = save_reward_model(tmp_path, "qwen3", bias=True)
+    run_ranks(1, reward_body, folder, LAYOUTS["one process"], tmp_path / "out")
+    said = json.loads((tmp_path / "out_adapter" / "adapter_config.json").read_text())
+    assert (said["task_type"], said["modules_to_save"]) == ("TOKEN_CLS", ["score"])
+    written = load_file(tmp_path / "out_adapter" / "adapter_model.safetensors")
+    assert {key for key in written if ".lora_" not in key} == {
+        "base_model.model.score.weight",
+        "base_model.model.score.bias",
+    }
