@@ -4,6 +4,7 @@ schedule.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import tee
 from pathlib import Path
@@ -36,7 +37,7 @@ from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.decoder import is_of_value_head
-from rftmega.device.residency import Residency
+from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
 from rftmega.hf_folders.hf_folder import HFFolder
@@ -58,6 +59,7 @@ from rftmega.megatron.load import (
     refuse_strangers,
 )
 from rftmega.megatron.sharded import load_distributed, pieces_of
+from rftmega.megatron.shared_base import share_base
 from rftmega.megatron.timers import Timers
 from rftmega.model_providers.builder import build_chunk, transformer_config
 from rftmega.model_providers.description import describe
@@ -96,9 +98,17 @@ class MegatronModelManager:
 
     custom_forward = staticmethod(forward.custom_forward)
 
-    def __init__(self, cfg: RunConfig, placement: Topology, *, value_model: bool = False):
+    def __init__(
+        self,
+        cfg: RunConfig,
+        placement: Topology,
+        *,
+        value_model: bool = False,
+        base: "MegatronModelManager | None" = None,
+    ):
         """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its
-        weights.
+        weights. `base`: a model with adapters of the same folder and layout, whose frozen weights
+        are taken instead: in the same memory, which it alone moves.
 
         Raises CheckpointError where the folder's config or weights can't serve.
         """
@@ -134,15 +144,35 @@ class MegatronModelManager:
                 ).to(self.where)
                 for chunk in range(chunks)
             ]
+        borrowed = share_base(self.chunks, base.chunks) if base else []
+        loan = Loan(base.residency, borrowed) if base else None
+        with loan.lender.brought(borrowed) if loan else nullcontext():
+            self._fill(files, rules, borrowed)
+        self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
+        self.optimizer: Any = None
+        # parameters wait for the next forward pass (optimizer.overlap_param_gather)
+        self._gather_is_due = False
+        self.residency: Residency = Residency(
+            lambda: offload.parts_of(self.model, self.optimizer, borrowed),
+            finish=self.finish_param_sync,
+            loan=loan,
+        )
+
+    def _fill(
+        self, files: HFFolder | None, rules: Sequence[Rule], borrowed: Sequence[Tensor]
+    ) -> None:
+        """Binds the weights, loads those that are not `borrowed`, and adds adapters."""
         experts = self.description.experts.number if self.description.experts else 0
-        self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
+        self.bound: list[Bound] = bind(self.chunks, rules, self.topology, experts=experts)
         if files is None:
-            with placement.active():
-                load_distributed(self.chunks, Path(cfg.model.path), self.bound)
+            with self.topology.active():
+                load_distributed(self.chunks, Path(self.cfg.model.path), self.bound)
         else:
-            self._load(files, rules, experts)
-        refuse_non_finite(cfg.model.path, self.bound)
-        with placement.active():
+            there = {id(tensor) for tensor in borrowed}
+            missing = [item for item in self.bound if id(item.parameter) not in there]
+            self._load(files, rules, experts, missing)
+        refuse_non_finite(self.cfg.model.path, self.bound)
+        with self.topology.active():
             pieces, _ = pieces_of(self.chunks, self.bound)
         # of what is learnt: which of equal holders this process is
         self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
@@ -151,13 +181,18 @@ class MegatronModelManager:
         self.adapters: Adapters | None = None
         if self._adapted:
             self._adapt()
-        self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
-        self.optimizer: Any = None
-        # parameters wait for the next forward pass (optimizer.overlap_param_gather)
-        self._gather_is_due = False
-        self.residency = Residency(
-            lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
+
+    def lends_to(self, cfg: RunConfig) -> "MegatronModelManager | None":
+        """Returns this model where a value model of `cfg` can have its frozen weights: with adapters,
+        of the same folder, in the same layout and dtype.
+        """
+        own = self.cfg
+        alike = (cfg.model.path, cfg.model.dtype, cfg.parallel) == (
+            own.model.path,
+            own.model.dtype,
+            own.parallel,
         )
+        return self if alike and cfg.model.lora.rank and self.adapters is not None else None
 
     @cached_property
     def _processor(self) -> PictureProcessor:
@@ -228,11 +263,13 @@ class MegatronModelManager:
         else:
             self.adapters.begin(self.cfg.trainer.seed)
 
-    def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
+    def _load(
+        self, files: HFFolder, rules: Sequence[Rule], experts: int, missing: Sequence[Bound]
+    ) -> None:
         tied = self.description.tied
         allowed = HEADS if self.value_model else frozenset({HEAD} if tied else ())
         refuse_strangers(files, rules, self.hf_config, experts=experts, allowed=allowed)
-        load_hf(files, self.bound)
+        load_hf(files, missing)
         if tied and not self.value_model:
             refuse_another_head(files, self.bound)
 

@@ -17,12 +17,11 @@ from rftmega.planning.activations import Load
 from rftmega.planning.models import (
     ADAM,
     GRADIENTS,
-    MAIN_PARAMETERS,
     PARAMETERS,
     POLICY,
     PlannedModel,
 )
-from rftmega.planning.states import elements_of, states
+from rftmega.planning.states import alone, elements_of, frozen_bytes, shared_bytes, states
 
 Bytes = dict[str, int]  # by kind
 
@@ -70,7 +69,7 @@ def resident(
         phases["push"] = {PARAMETERS: held[POLICY].get(PARAMETERS, 0)}
     if config.algorithm.task == "rl" and config.trainer.offload:
         return phases
-    everything: Bytes = {}
+    everything: Bytes = {PARAMETERS: -shared_bytes(models, stages)}
     for parts in held.values():
         everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
     freed = {kind: size for kind, size in everything.items() if kind != GRADIENTS}
@@ -78,10 +77,8 @@ def resident(
         phase: freed if config.backend == "fsdp" and not phase.startswith("update") else everything
         for phase in phases
     }
-    if "start" in found:
-        found["start"] = {
-            kind: size for kind, size in found["start"].items() if kind != ADAM
-        }  # it has no states before its first step
+    if "start" in found:  # Adam has no states before its first step
+        found["start"] = {kind: size for kind, size in found["start"].items() if kind != ADAM}
     return found
 
 
@@ -136,11 +133,8 @@ def on_device(
     }
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     for name, planned in models.items():
-        suffix, stage, parallel = (
-            ("" if name == POLICY else f"_{name}"),
-            stages[name],
-            planned.parallel,
-        )
+        suffix = "" if name == POLICY else f"_{name}"
+        stage, parallel = stages[name], planned.parallel
         load = load_of(config, parallel, world)
         patches = tower.patches_of(planned, config, load)
         rows = max(
@@ -199,9 +193,9 @@ def experience_bytes(config: RunConfig) -> int:
 
 
 def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
-    """Returns (the weights of one process, bytes of each as further weights are kept)."""
+    """Returns (the weights of one process that learn, bytes of each as further weights are kept)."""
     if planned.groups is None:
-        return elements_of(planned, stage), planned.itemsize
+        return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
     shards = sharded.shards_of(planned, world)
     return sharded.elements_of(planned.groups, shards), sharded.FLOAT
 
@@ -216,7 +210,10 @@ def on_host(
     elements, itemsize = _held(policy, world, stages[POLICY])
     there = config.parallel.cpu_offload
     offloads = config.algorithm.task == "rl" and config.trainer.offload and not there
-    if config.algorithm.kl.coef > 0:
+    held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
+    # gradients are forgotten, not moved
+    moved = {name: sum(parts.values()) - parts[GRADIENTS] for name, parts in held.items()}
+    if config.algorithm.kl.coef > 0 and not policy.adapted:
         found["reference"] = elements * itemsize
     if config.algorithm.ema_beta > 0:
         # and what an optimizer step's weights are copied to
@@ -224,22 +221,13 @@ def on_host(
     if found and not offloads and not there:
         found["policy"] = elements * itemsize  # where it waits while the device holds others
     if there:
-        held = [states(planned, world, 0) for planned in models.values()]
-        found["sharded"] = sum(sum(parts.values()) for parts in held)
+        found["sharded"] = sum(sum(parts.values()) for parts in held.values())
     # of the first of equal holders, which writes; kept for the next save
     if config.checkpoint.every:
-        learnt = [
-            states(planned, world, stages[name])
-            for name, planned in models.items()
-            if planned.optimizer is not None
-        ]
-        found["checkpoint"] = sum(
-            held[kind] for held in learnt for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
-        )
-        found["checkpoint"] += elements * 4 if config.algorithm.ema_beta > 0 else 0
-    if offloads:  # gradients are forgotten, not moved
-        moved = [states(planned, world, stages[name]) for name, planned in models.items()]
-        found["offload"] = sum(
-            held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
-        )
+        found["checkpoint"] = elements * 4 if config.algorithm.ema_beta > 0 else 0
+        for name, planned in models.items():
+            if planned.optimizer is not None:
+                found["checkpoint"] += moved[name] - frozen_bytes(planned, stages[name])
+    if offloads:
+        found["offload"] = sum(moved.values()) - shared_bytes(models, stages)
     return found
