@@ -1,10 +1,13 @@
 """A run whose adapters learn: rollouts, a reference, checkpoints and exports, from the command line."""
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rftmega.checkpoint.training import TrainingReader
 from tests import plain_adapters
@@ -153,3 +156,42 @@ def test_a_reward_model_of_adapters_learns_from_the_command_line_and_goes_on(
     for name in merged.keys() & by_hand.keys():
         torch.testing.assert_close(merged[name], by_hand[name].float(), atol=1e-6, rtol=1e-5)
     assert merged["score.weight"].abs().max() > 0
+
+
+def test_a_policy_of_adapters_is_judged_by_a_reward_model_that_has_none(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """And its critic begins with adapters of its own, not with the policy's."""
+    pairs = plain_adapters.random_pairs(arithmetic / "model", rank=8)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=32)
+    judge = AutoModelForSequenceClassification.from_pretrained(
+        arithmetic / "model", num_labels=1, dtype=torch.float32
+    )
+    judge.save_pretrained(tmp_path / "judge")
+    encode = AutoTokenizer.from_pretrained(arithmetic / "model")
+    output = tmp_path / "out"
+    given = (
+        *(f"trainer.output={output}", "trainer.steps=1", "checkpoint.every=1"),
+        *("model.lora.rank=8", f"model.lora.path={adapter}", "algorithm.advantage=gae"),
+        *("reward.exact_match=0", "reward.format=0", "reward.format_pattern="),
+        *("reward.model=0.5", f"reward.model_path={tmp_path / 'judge'}"),
+    )
+    run_ranks(1, run_body, arithmetic / "run.yaml", "megatron", *given, timeout=200)
+    (line,) = steps_of(output)
+    assert_memory_as_predicted(line)
+    told = gzip.decompress((output / "trajectories" / "step_000001.jsonl.gz").read_bytes())
+    for sample in map(json.loads, told.decode().splitlines()):
+        ids = [*encode.encode(sample["prompt"]), *sample["tokens"]["id"]]
+        score = judge(torch.tensor([ids])).logits[0, 0].item()
+        assert sample["reward_parts"]["model"] == pytest.approx(score, abs=1e-5)
+    reader = TrainingReader(output / "checkpoints" / "step_000001")
+    most = {
+        name: max(
+            reader.whole(key).abs().max().item()
+            for key in reader.stored
+            if key.startswith(f"{name}/weights/") and ".lora_B." in key
+        )
+        for name in ("policy", "critic")
+    }
+    assert most["policy"] > 0.05, "the policy does not begin with the folder's adapters"
+    assert 0 < most["critic"] < 0.005
