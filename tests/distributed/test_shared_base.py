@@ -23,7 +23,7 @@ from rftmega.types import Experience
 from tests.distributed.test_critic import experience_of, square_loss
 from tests.distributed.test_value_adapters import LAYOUTS, Case
 from tests.layouts import config_of
-from tests.ranks import run_ranks
+from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
 
 STEPS = 3
@@ -158,9 +158,14 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def test_a_critic_on_the_policys_weights_has_the_numbers_of_one_with_its_own_and_no_second_copy(
     name: str, tmp_path: Path
 ) -> None:
-    folder, case = save_tiny(tmp_path, "qwen3"), LAYOUTS[name]
+    assert_one_copy(tmp_path, LAYOUTS[name])
+
+
+def assert_one_copy(tmp_path: Path, case: Case, *, preloaded: str = LOCAL) -> None:
+    """Compares a critic on the policy's weights, while models take turns, with one on its own."""
+    folder = save_tiny(tmp_path, "qwen3")
     shared, own = (
-        run_ranks(case[0], turns_body, folder, case, share, True, "bfloat16")
+        run_ranks(case[0], turns_body, folder, case, share, True, "bfloat16", preloaded=preloaded)
         for share in (True, False)
     )
     for ours, theirs in zip(shared, own, strict=True):

@@ -31,7 +31,7 @@ from tests.distributed.test_critic import (
     square_loss,
 )
 from tests.layouts import build_critic, config_of, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
@@ -96,7 +96,9 @@ def in_columns(model: Any) -> Tensor:
     return found
 
 
-def assert_learns_as_plain_torch(tmp_path: Path, variant: str, case: Case) -> None:
+def assert_learns_as_plain_torch(
+    tmp_path: Path, variant: str, case: Case, *, preloaded: str = LOCAL
+) -> None:
     folder = save_reward_model(tmp_path, variant, bias=True)
     pairs = plain_adapters.random_pairs(tmp_path / "policy", rank=RANK)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
@@ -118,7 +120,8 @@ def assert_learns_as_plain_torch(tmp_path: Path, variant: str, case: Case) -> No
     )
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
     after = in_columns(model)
-    for values, told, learnt in run_ranks(case[0], learn_body, folder, adapter, case):
+    ranks = run_ranks(case[0], learn_body, folder, adapter, case, preloaded=preloaded)
+    for values, told, learnt in ranks:
         torch.testing.assert_close(values, before, atol=TOLERANCE, rtol=TOLERANCE)
         for ours, theirs in zip(told, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=TOLERANCE)
