@@ -39,7 +39,7 @@ from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.decoder import is_of_value_head
 from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
-from rftmega.errors import ConfigError
+from rftmega.errors import ConfigError, NothingLearnt
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.stacked_files import open_folder
@@ -66,6 +66,7 @@ from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
+from rftmega.parallel.collectives import all_reduce
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard
 
@@ -152,6 +153,7 @@ class MegatronModelManager:
         self.optimizer: Any = None
         # parameters wait for the next forward pass (optimizer.overlap_param_gather)
         self._gather_is_due = False
+        self._reached = False  # a gradient was seen in a value model's adapters
         self.residency: Residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer, borrowed),
             finish=self.finish_param_sync,
@@ -427,6 +429,25 @@ class MegatronModelManager:
             self.optimizer.zero_grad()
         return taken, grad_norm if taken else math.nan
 
+    def refuse_lost_gradient(self) -> None:
+        """Raises NothingLearnt, on every process, where the weight of a value head has a gradient
+        and, though it is not 0, none reaches the adapters. The norm of all gradients would hide it.
+
+        A collective, of value models with adapters, until a gradient was once seen there.
+        """
+        if not self.head or self._reached:
+            return
+        adapters = self.learnt[: -len(self.head)]
+        weights = [item for item in self.head if item.parameter.dim() > 1 and item.parameter.any()]
+        reached, pulls = _has_gradient(adapters), _has_gradient(weights)
+        self._reached = bool(all_reduce(int(reached), "max"))
+        if all_reduce(int(pulls), "max") and not self._reached:
+            raise NothingLearnt(
+                "The gradient of a value model's adapters is exactly 0, though its head has one: the run would learn nothing but "
+                "the head. Something between them is cut off, as recomputation behind a frozen layer does; this is a bug of "
+                "rftmega's, or of a plugin's. parallel.recompute=none may avoid it."
+            )
+
     def _clip(self, grad_norm: float) -> None:
         if not self.cfg.optimizer.clip_grad:
             return
@@ -518,3 +539,8 @@ class MegatronModelManager:
     def load_megatron_copy_params(self, optimizers: Any) -> None:
         """Brings them back."""
         self.residency.on_tensors(offload.main_parameters(optimizers))
+
+
+def _has_gradient(bound: Iterable[Bound]) -> bool:
+    parameters: list[Any] = [item.parameter for item in bound]
+    return any(bool(parameter.main_grad.any()) for parameter in parameters)

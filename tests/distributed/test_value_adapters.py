@@ -16,8 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.device.residency import GRADIENTS
+from rftmega.errors import NothingLearnt
 from rftmega.experience import given
-from rftmega.megatron import MegatronCritic
+from rftmega.megatron import MegatronCritic, adapters
 from rftmega.parallel.topology import Topology
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
@@ -240,3 +241,31 @@ def test_a_head_with_a_bias_is_a_token_classifiers_in_the_folder_of_adapters(
         "base_model.model.score.weight",
         "base_model.model.score.bias",
     }
+
+
+def lost_body(world: Any, folder: Path, case: Case, cured: bool) -> tuple[int, str]:
+    """Steps that were taken, and what then was raised."""
+    if not cured:
+        adapters.let_gradients_begin = lambda embedding: None
+    critic = critic_of(folder, "", case)
+    for taken in range(3):
+        try:
+            learn(critic, 1)
+        except NothingLearnt as raised:
+            return taken, str(raised)
+    return 3, ""
+
+
+@pytest.mark.parametrize("name", ["full recompute", "DP2, full recompute"])
+def test_adapters_that_no_gradient_reaches_are_told_though_the_head_has_one(
+    name: str, tmp_path: Path
+) -> None:
+    processes = 2 if name.startswith("DP2") else 1
+    case = (processes, P(recompute="full"), SHARDED)
+    reward = save_reward_model(tmp_path, "qwen3", bias=True)
+    # a head at 0 gives them none in its first step
+    for folder, steps in ((reward, 0), (tmp_path / "policy", 1)):
+        assert run_ranks(processes, lost_body, folder, case, True) == [(3, "")] * processes
+        for taken, said in run_ranks(processes, lost_body, folder, case, False):
+            assert taken == steps
+            assert "learn nothing but the head" in said
