@@ -37,12 +37,14 @@ from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.decoder import is_of_value_head
+from rftmega.device.megatron_timers import Timers
 from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError, NothingLearnt
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.stacked_files import open_folder
+from rftmega.layers.shared_base import share_base
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
@@ -59,8 +61,6 @@ from rftmega.megatron.load import (
     refuse_strangers,
 )
 from rftmega.megatron.sharded import load_distributed, pieces_of
-from rftmega.megatron.shared_base import share_base
-from rftmega.megatron.timers import Timers
 from rftmega.model_providers.builder import build_chunk, transformer_config
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
