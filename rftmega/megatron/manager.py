@@ -435,11 +435,10 @@ class MegatronModelManager:
 
         A collective, of value models with adapters, until a gradient was once seen there.
         """
-        if not self.head or self._reached:
+        if self.adapters is None or not self.value_model or self._reached:
             return
-        adapters = self.learnt[: -len(self.head)]
         weights = [item for item in self.head if item.parameter.dim() > 1 and item.parameter.any()]
-        reached, pulls = _has_gradient(adapters), _has_gradient(weights)
+        reached, pulls = _has_gradient(self.adapters.bound), _has_gradient(weights)
         self._reached = bool(all_reduce(int(reached), "max"))
         if all_reduce(int(pulls), "max") and not self._reached:
             raise NothingLearnt(
