@@ -131,6 +131,10 @@ def test_ppo_whose_policy_and_critic_have_adapters_goes_on_as_if_it_had_not_ende
     keys = {key for key in reader.stored if key.startswith("critic/weights/")}
     assert keys
     assert {key for key in keys if ".lora_" not in key} == {"critic/weights/score.weight"}
+    # shared weights have the checksum of a copy, under another layout
+    given = (f"trainer.output={tmp_path / 'shared' / 'ended'}", "trainer.steps=4", *options)
+    run_ranks(2, run_body, config, "megatron", *given, *layouts["own"], timeout=200)
+    assert [line["step"] for line in steps_of(tmp_path / "shared" / "ended")] == [1, 2, 3, 4]
 
 
 def test_a_reward_model_of_adapters_learns_from_the_command_line_and_goes_on(
@@ -195,3 +199,20 @@ def test_a_policy_of_adapters_is_judged_by_a_reward_model_that_has_none(
     }
     assert most["policy"] > 0.05, "the policy does not begin with the folder's adapters"
     assert 0 < most["critic"] < 0.005
+
+
+def test_ppo_pushes_adapters_and_the_frozen_weights_that_its_critic_has_as_well(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    options = (*OPTIONS, "algorithm.advantage=gae", "model.lora.push=adapters")
+    engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05")
+    for steps in (2, 3):
+        given = (f"trainer.output={tmp_path}", f"trainer.steps={steps}", *options, *engine)
+        run_ranks(2, run_body, arithmetic / "run.yaml", "megatron", *given, timeout=300)
+    told = steps_of(tmp_path)
+    assert [line["step"] for line in told] == [1, 2, 3]
+    for line in told:
+        assert line["logprob_gap_max"] < 1e-4
+        assert line["critic_grad_norm"] > 0
+        assert 0 < line["push_adapter_bytes"] < line["push_bytes"]
+        assert_memory_as_predicted(line)
