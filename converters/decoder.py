@@ -211,3 +211,7 @@ def value_head(config: Config) -> list[Rule]:
         Replicated(("value_head.weight",), (HFTensor("score.weight", (1, hidden)),), optional=True),
         Replicated(("value_head.bias",), (HFTensor("score.bias", (1,)),), optional=True),
     ]
+
+
+def is_of_value_head(rule: Rule) -> bool:
+    return rule.megatron[0].startswith("value_head.")

@@ -90,6 +90,7 @@ class Shard:
 class TrainedAdapters:
     """TrainedAdapters is what this process holds of a model's adapters, and how these are applied:
     a weight and alpha / rank times the product of its pair, with `rslora` alpha / sqrt(rank) times.
+    `head`: the tensors of a value head, which learn whole beside them.
     """
 
     shards: tuple[Shard, ...]
@@ -97,6 +98,7 @@ class TrainedAdapters:
     alpha: float
     dropout: float
     rslora: bool = False
+    head: tuple[Shard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,12 +76,18 @@ def random_pairs(
     return found
 
 
-def adapted(folder: Path, pairs: Pairs, *, alpha: float) -> Any:
-    """The model of a folder, frozen, with pairs that learn."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
+def adapted(
+    folder: Path, pairs: Pairs, *, alpha: float, kind: Any = AutoModelForCausalLM, **more: Any
+) -> Any:
+    """The model of a folder, frozen, with pairs that learn, as a value model's head does.
+
+    `kind` of transformers' classes, which reads the folder with `more`.
+    """
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = kind.from_pretrained(folder, dtype=torch.float32, **eager, **more)
     model.requires_grad_(False)
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
     for stack, names in stacks(pairs).items():
         above, leaf = stack.replace("block_sparse_moe", "mlp").rsplit(".", 1)
         held = [[pairs[name] for name in each] for each in names]
@@ -151,6 +157,50 @@ def learn(
         optimizer.step()
         told.append((total, norm.item()))
     return told
+
+
+def learn_values(
+    model: Any,
+    rows: Sequence[list[int]],
+    prompts: Sequence[int],
+    targets: Tensor,
+    *,
+    steps: int,
+    clip: float,
+    weight_decay: float,
+    **adam: Any,
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of a token classifier: the mean square of what its values of
+    answers' tokens are off `targets` [B, T], one row at a time. A bias does not decay.
+    """
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in learnt if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in learnt if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, foreach=False, **adam)
+    count = sum(len(row) - prompt for row, prompt in zip(rows, prompts, strict=True))
+    told = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for row, prompt, target in zip(rows, prompts, targets, strict=True):
+            if len(row) > prompt:
+                found = values(model, row)[prompt - 1 :]
+                wanted = target[prompt - 1 : len(row) - 1]
+                loss = (found - wanted).square().sum() / count
+                loss.backward()
+                total += loss.item()
+        norm = nn.utils.clip_grad_norm_(learnt, clip)
+        optimizer.step()
+        told.append((total, norm.item()))
+    return told
+
+
+def values(model: Any, row: list[int]) -> Tensor:
+    """[n - 1]: what a token classifier says of a row's tokens before the last."""
+    found: Tensor = model(torch.tensor([row])).logits[0, :-1, 0]
+    return found
 
 
 def write_pairs(folder: Path, pairs: Pairs, *, alpha: float, **more: Any) -> Path:

@@ -6,7 +6,7 @@ optimizer, the optimizer's own lists) stays right for every kind of optimizer.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,6 +54,14 @@ class Berth:
     stamp: int = 0  # of the tensors' versions when `home` was last current
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Loan is tensors of another model that a model computes with: only the lender moves them."""
+
+    lender: "Residency"
+    tensors: Sequence[Tensor]
+
+
 class Residency:
     """Residency knows which parts of a model are on the device, and moves them. Moving one that is
     there does nothing.
@@ -66,38 +74,50 @@ class Residency:
         self,
         parts: Callable[[], dict[str, list[Tensor]]],
         finish: Callable[[], None] = lambda: None,
+        loan: Loan | None = None,
     ):
         """`parts` lists the tensors of each part as they are now: Adam has none before its first
         step. `finish` completes the parameters where the optimizer left some of them to be gathered
-        later; whoever reads them calls it first.
+        later; whoever reads them calls it first. `loan`: parameters that are in none of the parts;
+        they come with the others, and are taken away by their lender alone.
         """
         self._parts = parts
+        self._loan = loan
         self.finish = finish
         self._berths: dict[int, Berth] = {}  # by the storage's id
         self._replaced = False
         self._aside: Any = None  # a copy to the host that may still run
 
-    def off(self, *parts: str, keep: bool = True) -> None:
-        """Moves parts to the host.
+    @property
+    def borrowed(self) -> Sequence[Tensor]:
+        """Returns the tensors of another model that the parameters of this one compute with."""
+        return () if self._loan is None else self._loan.tensors
+
+    def off(self, *parts: str, keep: bool = True, but: Iterable[Tensor] = ()) -> None:
+        """Moves parts to the host, all of them `but` some tensors.
 
         With `keep=False` their content is forgotten and comes back as zeros.
         """
         self.finish()
-        storages = self.storages()
-        self._off([storage for part in parts for storage in storages[part].values()], keep=keep)
+        storages, stays = self.storages(), storages_of(but)
+        going = {number: storage for part in parts for number, storage in storages[part].items()}
+        self._off([going[number] for number in going if number not in stays], keep=keep)
 
     def on(self, *parts: str) -> None:
         """Brings parts back, bit for bit."""
         storages = self.storages()
         self._on(number for part in parts for number in storages[part])
+        if self._loan is not None and PARAMETERS in parts:
+            self._loan.lender.on_tensors(self._loan.tensors)
 
-    def only(self, *parts: str) -> None:
-        """Brings exactly these parts to the device, and takes all others off.
+    def only(self, *parts: str, but: Iterable[Tensor] = ()) -> None:
+        """Brings exactly these parts to the device, and takes all others off, `but` some tensors.
 
         Gradients are forgotten rather than moved.
         """
         # First off, then on: the device need not hold both.
-        self.off(*(part for part in PARTS if part not in parts and part != GRADIENTS))
+        leaving = (part for part in PARTS if part not in parts and part != GRADIENTS)
+        self.off(*leaving, but=but)
         if GRADIENTS not in parts:
             self.off(GRADIENTS, keep=False)
         device.current().release_unused()
@@ -130,6 +150,18 @@ class Residency:
     def on_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Brings them back."""
         self._on(storages_of(tensors))
+
+    @contextmanager
+    def brought(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Brings any tensors of the model to the device within a `with` block. Those that were away
+        are so again afterwards.
+        """
+        away = [tensor for tensor in tensors if not tensor.untyped_storage().nbytes()]
+        self.on_tensors(away)
+        try:
+            yield
+        finally:
+            self.off_tensors(away)
 
     def host(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`, wherever it is: itself, or the same view of what lies on the host.

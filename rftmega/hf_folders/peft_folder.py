@@ -124,20 +124,26 @@ def names_of_pairs(names: Iterable[str]) -> set[str]:
     return {name for name in known if name.endswith(DOWN) or name.removesuffix(UP) + DOWN in known}
 
 
+def learnt_whole(names: Iterable[str]) -> list[str]:
+    """Returns those of the names that are no matrix of a pair: of a value head."""
+    return [name for name in names if not name.endswith((DOWN, UP))]
+
+
 def write_pairs(
     folder: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> set[str]:
     """Writes the tensors of a stream, which are the `planned` ones in their order; returns the
-    modules that they are on.
+    modules that pairs are on.
 
     Of a weight some of whose HF tensors have an adapter, the second matrix has zeros for the others:
     those are left out.
     """
-    kept = names_of_pairs(each.name for each in planned)
+    pairs = names_of_pairs(each.name for each in planned)
+    kept = pairs.union(learnt_whole(each.name for each in planned))
     coming = [each._replace(name=PREFIX + each.name) for each in planned if each.name in kept]
     stream = ((PREFIX + name, tensor) for name, tensor in tensors if name in kept)
     write_shard(folder / WEIGHTS, coming, stream)
-    return {target_of(name) for name in kept}
+    return {target_of(name) for name in pairs}
 
 
 def described(*, rank: int, alpha: float, targets: Iterable[str], rslora: bool) -> dict[str, Any]:
@@ -160,13 +166,25 @@ def write_config(
     targets: Iterable[str],
     dropout: float = 0.0,
     rslora: bool = False,
+    whole: Sequence[str] = (),
 ) -> None:
+    """Writes adapter_config.json. `whole`: the names of a value head's tensors, `learnt_whole`."""
+    modules = sorted({name.rpartition(".")[0] for name in whole})
     said = {
         **described(rank=rank, alpha=alpha, targets=targets, rslora=rslora),
-        "task_type": "CAUSAL_LM",
+        "task_type": _task_of(whole),
         "base_model_name_or_path": base,
         "lora_dropout": dropout,
         "inference_mode": True,
         **UNKNOWN,
+        "modules_to_save": modules or None,
     }
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+
+
+def _task_of(whole: Sequence[str]) -> str:
+    """Returns PEFT's name of what the model of transformers is whose tensors `whole` are."""
+    if not whole:
+        return "CAUSAL_LM"
+    # transformers' sequence classifiers have no bias
+    return "TOKEN_CLS" if any(name.endswith(".bias") for name in whole) else "SEQ_CLS"

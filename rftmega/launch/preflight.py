@@ -227,7 +227,7 @@ def _adapters(config: RunConfig) -> list[str]:
     folder.
     """
     lora = config.model.lora
-    if config.backend != "megatron" or not lora.rank or config.algorithm.task == "reward_model":
+    if config.backend != "megatron" or not lora.rank:
         return []
     rules = table(read_hf_config(config.model.path))
     try:
@@ -302,7 +302,10 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
         config.critic.path or config.critic.parallel != config.parallel
     ):
         path = config.critic.path or config.model.path
-        found += _value_model(config, "critic", "critic.path", path, config.critic.parallel, policy)
+        reasons = _value_model(
+            config, "critic", "critic.path", path, config.critic.parallel, policy
+        )
+        found += reasons or _adapters_of_critic(config, path)
     path = config.reward.model_path
     if config.reward.model and path:
         reasons = _value_model(
@@ -314,6 +317,19 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
             ]
         found += reasons
     return found
+
+
+def _adapters_of_critic(config: RunConfig, path: str) -> list[str]:
+    """Lists why the critic can't have adapters on the policy's targets."""
+    lora = config.model.lora
+    if config.backend != "megatron" or not lora.rank:
+        return []
+    rules = table(read_hf_config(path), value_head=True)
+    try:
+        adapted_layers(rules, rank=lora.rank, targets=lora.targets)
+    except ConfigError as error:
+        return [f"For the critic, critic.path={path}: {error}"]
+    return []
 
 
 def _value_model(

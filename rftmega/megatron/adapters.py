@@ -57,13 +57,14 @@ class Adapters:
     def __init__(
         self,
         chunks: Sequence[Any],
-        base: Sequence[Bound],
-        replicas: Sequence[Replicas],
+        base: Sequence[tuple[Bound, Replicas]],
         layers: Sequence[AdaptedLayer],
         topology: Topology,
         options: LoRA,
     ):
-        """Freezes `base`, all weights of the chunks, and puts adapters on `layers`. They are zeros."""
+        """Freezes all weights of the chunks, and puts adapters on those `layers` of `base`. They are
+        zeros.
+        """
         self.options, self.topology = options, topology
         self.targets = frozenset(target for layer in layers for target in layer.targets)
         self.bound: list[Bound] = []
@@ -81,7 +82,7 @@ class Adapters:
             for number, weight in enumerate(module.adaptable())
         }
         adapted = {id(layer.base): layer for layer in layers}
-        for item, pieces in zip(base, replicas, strict=True):
+        for item, pieces in base:
             if layer := adapted.get(id(item.rule)):
                 adapter = self._added(*places[id(item.parameter)], layer, item)
                 self._bind(adapter, layer, item, pieces)
@@ -194,13 +195,13 @@ def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
 
 
 @torch.no_grad()
-def sum_of_base(base: Sequence[Bound], replicas: Sequence[Replicas]) -> int:
-    """Returns a checksum of a whole model's weights that depends on no layout; a collective.
+def sum_of_base(base: Sequence[tuple[Bound, Replicas]]) -> int:
+    """Returns a checksum of a whole model's frozen weights that depends on no layout; a collective.
 
     A checkpoint of adapters does not hold these, and means nothing beside others.
     """
-    total = torch.zeros((), dtype=torch.int64, device=base[0].parameter.device)
-    for item, pieces in zip(base, replicas, strict=True):
+    total = torch.zeros((), dtype=torch.int64, device=base[0][0].parameter.device)
+    for item, pieces in base:
         if any(any(piece) for piece in pieces) or not item.rule.exported:
             continue  # another process counts it
         held = item.shard()

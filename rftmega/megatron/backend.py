@@ -10,17 +10,21 @@ class MegatronBackend:
     """MegatronBackend is the `strategy.backend.Backend` that runs in any 3D-parallel layout."""
 
     def __init__(self) -> None:
-        self._of_policy: Topology | None = None
+        self._policy: MegatronActor | None = None
 
     def policy(self, config: RunConfig) -> MegatronActor:
-        self._of_policy = _topology(config)
-        return MegatronActor(config, self._of_policy)
+        self._policy = MegatronActor(config, _topology(config))
+        return self._policy
 
     def value_model(self, config: RunConfig, *, role: str) -> MegatronCritic:
-        """Builds a critic in a layout of its own, a reward model in the policy's."""
-        if role == "reward" and self._of_policy is not None:
-            return MegatronCritic(config, self._of_policy, role=role)
-        return MegatronCritic(config, _topology(config), role=role)
+        """Builds a critic in a layout of its own, a reward model in the policy's. A critic with
+        adapters on the policy's folder, in its layout, has the policy's frozen weights.
+        """
+        policy = self._policy
+        if role == "reward" and policy is not None:
+            return MegatronCritic(config, policy.topology, role=role)
+        base = None if policy is None else policy.manager.lends_to(config)
+        return MegatronCritic(config, _topology(config), role=role, base=base)
 
 
 def _topology(config: RunConfig) -> Topology:

@@ -14,17 +14,25 @@ class MegatronCritic(MegatronModel):
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
-    def __init__(self, cfg: RunConfig, placement: Topology, role: str = "critic"):
+    def __init__(
+        self,
+        cfg: RunConfig,
+        placement: Topology,
+        role: str = "critic",
+        base: MegatronModelManager | None = None,
+    ):
         """Builds the model of `cfg.model` with a value head, from a reward model's folder or a
         policy's (head at 0).
 
-        `role`: "critic", or "reward" for one that only scores (no optimizer).
+        `role`: "critic", or "reward" for one that only scores (no optimizer). `base`: a policy whose
+        frozen weights are this model's as well, see `MegatronModelManager`.
         """
         if role not in ("critic", "reward"):
             raise ValueError(
                 f"role={role!r} is unknown. Choose critic or reward; a policy is a MegatronActor."
             )
-        super().__init__(MegatronModelManager(cfg, placement, value_model=True), placement)
+        manager = MegatronModelManager(cfg, placement, value_model=True, base=base)
+        super().__init__(manager, placement)
         if role == "critic":
             self.prepare_to_learn()
         self.runner = MegatronRunner(self.manager, TokenValues, None)

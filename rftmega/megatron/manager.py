@@ -4,6 +4,7 @@ schedule.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import tee
 from pathlib import Path
@@ -31,12 +32,16 @@ from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers
-from rftmega.device.residency import Residency
+from rftmega.converters.decoder import is_of_value_head
+from rftmega.device.megatron_timers import Timers
+from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
-from rftmega.errors import ConfigError
+from rftmega.errors import ConfigError, NothingLearnt
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.stacked_files import open_folder
+from rftmega.kernels.packed_weights import PackedWeight
+from rftmega.layers.shared_base import share_base
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
@@ -53,7 +58,6 @@ from rftmega.megatron.load import (
     refuse_strangers,
 )
 from rftmega.megatron.sharded import load_distributed, pieces_of
-from rftmega.megatron.timers import Timers
 from rftmega.model_providers.builder import build_chunk, transformer_config
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
@@ -61,6 +65,7 @@ from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
 from rftmega.optimizers import offload
 from rftmega.optimizers.build import build_optimizer
+from rftmega.parallel.collectives import all_reduce
 from rftmega.parallel.topology import Topology
 from rftmega.shards import Shard
 
@@ -93,9 +98,17 @@ class MegatronModelManager:
 
     custom_forward = staticmethod(forward.custom_forward)
 
-    def __init__(self, cfg: RunConfig, placement: Topology, *, value_model: bool = False):
+    def __init__(
+        self,
+        cfg: RunConfig,
+        placement: Topology,
+        *,
+        value_model: bool = False,
+        base: "MegatronModelManager | None" = None,
+    ):
         """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its
-        weights.
+        weights. `base`: a model with adapters of the same folder and layout, whose frozen weights
+        are taken instead: in the same memory, which it alone moves.
 
         Raises CheckpointError where the folder's config or weights can't serve.
         """
@@ -120,9 +133,7 @@ class MegatronModelManager:
         rules = table(self.hf_config, value_head=value_model)
         lora = cfg.model.lora
         self._adapted = (
-            adapted_layers(rules, rank=lora.rank, targets=lora.targets)
-            if lora.rank and not value_model
-            else []
+            adapted_layers(rules, rank=lora.rank, targets=lora.targets) if lora.rank else []
         )
         with placement.active():
             self.chunks: list[GPTModel] = [
@@ -133,31 +144,60 @@ class MegatronModelManager:
                 ).to(self.where)
                 for chunk in range(chunks)
             ]
-        experts = self.description.experts.number if self.description.experts else 0
-        self.bound: list[Bound] = bind(self.chunks, rules, placement, experts=experts)
-        if files is None:
-            with placement.active():
-                load_distributed(self.chunks, Path(cfg.model.path), self.bound)
-        else:
-            self._load(files, rules, experts)
-        refuse_non_finite(cfg.model.path, self.bound)
-        with placement.active():
-            pieces, _ = pieces_of(self.chunks, self.bound)
-        # of what is learnt: which of equal holders this process is
-        self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
-        self.learnt = self.bound
-        self.adapters: Adapters | None = None
-        if self._adapted:
-            self._adapt()
+        borrowed = share_base(self.chunks, base.chunks) if base else []
+        loan = Loan(base.residency, borrowed) if base else None
+        with loan.lender.brought(borrowed) if loan else nullcontext():
+            self._fill(files, rules, borrowed)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
         # parameters wait for the next forward pass (optimizer.overlap_param_gather)
         self._gather_is_due = False
-        self.residency = Residency(
-            lambda: offload.parts_of(self.model, self.optimizer), finish=self.finish_param_sync
+        self._reached = False  # a gradient was seen in a value model's adapters
+        self.residency: Residency = Residency(
+            lambda: offload.parts_of(self.model, self.optimizer, borrowed),
+            finish=self.finish_param_sync,
+            loan=loan,
         )
-        if self._adapted and lora.base_on_host == "int8":
-            self.residency.keep_packed(pack_base(self.bound))
+        self.residency.keep_packed(self._packed)
+
+    def _fill(
+        self, files: HFFolder | None, rules: Sequence[Rule], borrowed: Sequence[Tensor]
+    ) -> None:
+        """Binds the weights, loads those that are not `borrowed`, and adds adapters."""
+        experts = self.description.experts.number if self.description.experts else 0
+        self.bound: list[Bound] = bind(self.chunks, rules, self.topology, experts=experts)
+        there = {id(tensor) for tensor in borrowed}
+        missing = [item for item in self.bound if id(item.parameter) not in there]
+        if files is None:
+            with self.topology.active():
+                load_distributed(self.chunks, Path(self.cfg.model.path), self.bound)
+        else:
+            self._load(files, rules, experts, missing)
+        refuse_non_finite(self.cfg.model.path, self.bound)
+        with self.topology.active():
+            pieces, _ = pieces_of(self.chunks, self.bound)
+        # of what is learnt: which of equal holders this process is
+        self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
+        self.learnt: Sequence[Bound] = self.bound
+        self.head: list[Bound] = []  # of a value model with adapters: it learns whole beside them
+        self.adapters: Adapters | None = None
+        self._packed: list[PackedWeight] = []
+        if self._adapted:
+            if self.cfg.model.lora.base_on_host == "int8":
+                self._packed = pack_base(missing)
+            self._adapt()
+
+    def lends_to(self, cfg: RunConfig) -> "MegatronModelManager | None":
+        """Returns this model where a value model of `cfg` can have its frozen weights: with adapters,
+        of the same folder, in the same layout and dtype.
+        """
+        own = self.cfg
+        alike = (cfg.model.path, cfg.model.dtype, cfg.parallel) == (
+            own.model.path,
+            own.model.dtype,
+            own.parallel,
+        )
+        return self if alike and cfg.model.lora.rank and self.adapters is not None else None
 
     @cached_property
     def _processor(self) -> PictureProcessor:
@@ -207,15 +247,20 @@ class MegatronModelManager:
         return [item.shard() for item in self.bound if item.rule.exported]
 
     def _adapt(self) -> None:
-        """Freezes the model and gives it adapters, which are all that learns; before anything is
-        wrapped, so that only they get gradients and an optimizer's state.
+        """Freezes the model and gives it adapters, which are all that learns beside a value head;
+        before anything is wrapped, so that only they get gradients and an optimizer's state.
         """
-        lora, frozen = self.cfg.model.lora, self.replicas
-        self.sum_of_base = sum_of_base(self.bound, frozen)
-        self.adapters = Adapters(
-            self.chunks, self.bound, frozen, self._adapted, self.topology, lora
-        )
-        self.learnt, self.replicas = self.adapters.bound, self.adapters.replicas
+        lora = self.cfg.model.lora
+        held = list(zip(self.bound, self.replicas, strict=True))
+        base = [pair for pair in held if not is_of_value_head(pair[0].rule)]
+        head = [pair for pair in held if is_of_value_head(pair[0].rule)]
+        self.sum_of_base = sum_of_base(base)
+        self.adapters = Adapters(self.chunks, base, self._adapted, self.topology, lora)
+        self.head = [item for item, _ in head]
+        for item in self.head:
+            item.parameter.requires_grad_()
+        self.learnt = [*self.adapters.bound, *self.head]
+        self.replicas = [*self.adapters.replicas, *(pieces for _, pieces in head)]
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")
             folder.check(lora, self.adapters.targets)
@@ -223,11 +268,13 @@ class MegatronModelManager:
         else:
             self.adapters.begin(self.cfg.trainer.seed)
 
-    def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
+    def _load(
+        self, files: HFFolder, rules: Sequence[Rule], experts: int, missing: Sequence[Bound]
+    ) -> None:
         tied = self.description.tied
         allowed = HEADS if self.value_model else frozenset({HEAD} if tied else ())
         refuse_strangers(files, rules, self.hf_config, experts=experts, allowed=allowed)
-        load_hf(files, self.bound)
+        load_hf(files, missing)
         if tied and not self.value_model:
             refuse_another_head(files, self.bound)
 
@@ -368,6 +415,24 @@ class MegatronModelManager:
             self.optimizer.zero_grad()
         return taken, grad_norm if taken else math.nan
 
+    def refuse_lost_gradient(self) -> None:
+        """Raises NothingLearnt, on every process, where the weight of a value head has a gradient
+        and, though it is not 0, none reaches the adapters. The norm of all gradients would hide it.
+
+        A collective, of value models with adapters, until a gradient was once seen there.
+        """
+        if self.adapters is None or not self.value_model or self._reached:
+            return
+        weights = [item for item in self.head if item.parameter.dim() > 1 and item.parameter.any()]
+        reached, pulls = _has_gradient(self.adapters.bound), _has_gradient(weights)
+        self._reached = bool(all_reduce(int(reached), "max"))
+        if all_reduce(int(pulls), "max") and not self._reached:
+            raise NothingLearnt(
+                "The gradient of a value model's adapters is exactly 0, though its head has one: the run would learn nothing but "
+                "the head. Something between them is cut off, as recomputation behind a frozen layer does; this is a bug of "
+                "rftmega's, or of a plugin's. parallel.recompute=none may avoid it."
+            )
+
     def _clip(self, grad_norm: float) -> None:
         if not self.cfg.optimizer.clip_grad:
             return
@@ -459,3 +524,8 @@ class MegatronModelManager:
     def load_megatron_copy_params(self, optimizers: Any) -> None:
         """Brings them back."""
         self.residency.on_tensors(offload.main_parameters(optimizers))
+
+
+def _has_gradient(bound: Iterable[Bound]) -> bool:
+    parameters: list[Any] = [item.parameter for item in bound]
+    return any(bool(parameter.main_grad.any()) for parameter in parameters)

@@ -62,7 +62,10 @@ class MegatronRunner(ModelRunner):
         recorder.count("ideal", len(batches) * len(self.manager.model))
         if self.manager.description.tower is not None:
             self.manager.read_ahead(batch.rows.pictures for batch in batches)
-        return self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
+        found = self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
+        if not forward_only:
+            self.manager.refuse_lost_gradient()
+        return found
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """Computes one micro-batch in one chunk, for Megatron's schedule.

@@ -103,8 +103,8 @@ class MegatronModel:
         if (held := self.manager.adapters) is None:
             return None
         lora = self.manager.cfg.model.lora
-        shards = tuple(held.shards())
-        return TrainedAdapters(shards, lora.rank, lora.alpha, lora.dropout, lora.rslora)
+        shards, head = tuple(held.shards()), tuple(item.shard() for item in self.manager.head)
+        return TrainedAdapters(shards, lora.rank, lora.alpha, lora.dropout, lora.rslora, head)
 
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()

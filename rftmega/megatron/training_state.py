@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rftmega.checkpoint.reader import is_distributed
+from rftmega.converters.shard_boxes import boxes_of
 from rftmega.converters.shards import shapes_of, shard_parts
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.megatron.shard_boxes import boxes_of
 from rftmega.optimizers.moments import MomentValues
 from rftmega.optimizers.offload import inner_optimizers
 from rftmega.shards import ShardBox, ShardPart, narrowed, shape_of
@@ -104,8 +104,8 @@ def read_main_parameters(manager: MegatronModelManager) -> None:
 
 def _moments(inner: Any) -> tuple[str, ...]:
     """Returns the names of an optimizer's moments."""
-    of_adam = "betas" in inner.optimizer.param_groups[0]
-    return (FIRST, SECOND) if of_adam else (MOMENTUM,)
+    of_muon = hasattr(inner.optimizer, "orthogonalize")
+    return (MOMENTUM,) if of_muon else (FIRST, SECOND)
 
 
 def _is_sharded(inner: Any) -> bool:

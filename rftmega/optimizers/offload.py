@@ -1,6 +1,6 @@
 """Lists the tensors of a Megatron model and its optimizer, part by part, for `device.residency`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,18 +9,21 @@ from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETER
 from rftmega.optimizers.moments import memory_of
 
 
-def parts_of(model: Iterable[Any], optimizer: Any) -> dict[str, list[Tensor]]:
+def parts_of(
+    model: Iterable[Any], optimizer: Any, borrowed: Sequence[Tensor] = ()
+) -> dict[str, list[Tensor]]:
     """Lists the parts of a wrapped (or bare) model and its optimizer; None where there is no
-    optimizer.
+    optimizer. `borrowed` parameters are another model's, and in no part.
     """
     chunks = list(model)
+    others = {id(tensor) for tensor in borrowed}
     wrapped = [chunk for chunk in chunks if hasattr(chunk, "expert_parallel_buffers")]
     buffers = [
         buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     ]
     return {
         # not .data, whose writes would not be counted
-        PARAMETERS: [p for chunk in chunks for p in chunk.parameters()],
+        PARAMETERS: [p for chunk in chunks for p in chunk.parameters() if id(p) not in others],
         GRADIENTS: [buffer.grad_data for buffer in buffers],
         MAIN_PARAMETERS: list(main_parameters(optimizer)),
         ADAM: [x for inner in inner_optimizers(optimizer) for state in _adam(inner) for x in state],

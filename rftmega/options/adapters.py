@@ -24,8 +24,9 @@ COLUMNS_OF_A_SCALE = 64
 @dataclass
 class LoRA:
     rank: NotNegativeInt = 0
-    """Rank of an adapter on each target; the model's own weights are frozen then. 0: none, all of the
-    model learns (docs/adapters.md).
+    """Rank of an adapter on each target of whatever learns: policy, critic, reward model. Its own
+    weights are frozen then, but for a value head. 0: none, all of the model learns
+    (docs/adapters.md).
     """
 
     alpha: Positive = 32.0
@@ -56,8 +57,8 @@ class LoRA:
     """Dropout of what an adapter is given, while learning; scoring never drops."""
 
     path: str = ""
-    """PEFT folder to start from, of the same rank, alpha and targets; empty: adapters that change
-    nothing yet.
+    """PEFT folder that the policy starts from, of the same rank, alpha and targets; empty: adapters
+    that change nothing yet.
     """
 
     evaluated: dict[str, str] = field(default_factory=dict)

@@ -8,9 +8,9 @@ from math import prod
 from rftmega.config import RolloutConfig
 from rftmega.converters import Rule
 from rftmega.model_providers.description import ModelDescription
-from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
 from rftmega.shards import is_linear, volume
+from rftmega.weights.engine_needs import needed_boxes
 
 EIGHT_BITS = 1 + 4 / 128**2  # bytes of a number and its part of a scale
 BATCHED = 8192  # tokens that vLLM computes at once

@@ -94,10 +94,8 @@ def misfits(
             over = sum(parts.values()) / budget.memory
             if over > 1 and (phase not in worst or over > worst[phase].over):
                 worst[phase] = Misfit(_said(phase, number, parts, budget), over, phase)
-        hosts = max(
-            hosts,
-            sum(on_host(models, config, world, place).values()) * min(world, machine.speeds.node),
-        )
+        held = sum(on_host(models, config, world, place).values())
+        hosts = max(hosts, held * min(world, machine.speeds.node))
     hosts += sum(on_each_host(config, models[POLICY].model.experts).values())
     if machine.host and hosts > machine.host:
         found.append(

@@ -17,12 +17,18 @@ from rftmega.planning.activations import Load
 from rftmega.planning.models import (
     ADAM,
     GRADIENTS,
-    MAIN_PARAMETERS,
     PARAMETERS,
     POLICY,
     PlannedModel,
 )
-from rftmega.planning.states import MOMENTS, elements_of, states
+from rftmega.planning.states import (
+    MOMENTS,
+    alone,
+    elements_of,
+    frozen_bytes,
+    shared_bytes,
+    states,
+)
 from rftmega.shards import is_linear
 
 Bytes = dict[str, int]  # by kind
@@ -71,7 +77,7 @@ def resident(
         phases["push"] = {PARAMETERS: held[POLICY].get(PARAMETERS, 0)}
     if config.algorithm.task == "rl" and config.trainer.offload:
         return phases
-    everything: Bytes = {}
+    everything: Bytes = {PARAMETERS: -shared_bytes(models, stages)}
     for parts in held.values():
         everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
     freed = {kind: size for kind, size in everything.items() if kind != GRADIENTS}
@@ -79,10 +85,8 @@ def resident(
         phase: freed if config.backend == "fsdp" and not phase.startswith("update") else everything
         for phase in phases
     }
-    if "start" in found:
-        found["start"] = {
-            kind: size for kind, size in found["start"].items() if kind != ADAM
-        }  # it has no states before its first step
+    if "start" in found:  # Adam has no states before its first step
+        found["start"] = {kind: size for kind, size in found["start"].items() if kind != ADAM}
     return found
 
 
@@ -197,9 +201,9 @@ def experience_bytes(config: RunConfig) -> int:
 
 
 def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
-    """Returns (the weights of one process, bytes of each as further weights are kept)."""
+    """Returns (the weights of one process that learn, bytes of each as further weights are kept)."""
     if planned.groups is None:
-        return elements_of(planned, stage), planned.itemsize
+        return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
     shards = sharded.shards_of(planned, world)
     return sharded.elements_of(planned.groups, shards), sharded.FLOAT
 
@@ -214,7 +218,10 @@ def on_host(
     elements, itemsize = _held(policy, world, stages[POLICY])
     there = config.parallel.cpu_offload
     offloads = config.algorithm.task == "rl" and config.trainer.offload and not there
-    if config.algorithm.kl.coef > 0:
+    held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
+    # gradients are forgotten, not moved
+    moved = {name: sum(parts.values()) - parts[GRADIENTS] for name, parts in held.items()}
+    if config.algorithm.kl.coef > 0 and not policy.adapted:
         found["reference"] = elements * itemsize
     if config.algorithm.ema_beta > 0:
         # and what an optimizer step's weights are copied to
@@ -222,24 +229,28 @@ def on_host(
     if found and not offloads and not there:
         found["policy"] = elements * itemsize  # where it waits while the device holds others
     if there:
-        shards = [states(planned, world, 0) for planned in models.values()]
-        found["sharded"] = sum(sum(parts.values()) for parts in shards)
+        found["sharded"] = sum(sum(parts.values()) for parts in held.values())
     # of the first of equal holders, which writes; kept for the next save
     if config.checkpoint.every:
-        found["checkpoint"] = 0
+        found["checkpoint"] = elements * 4 if config.algorithm.ema_beta > 0 else 0
         for name, planned in models.items():
             if (optimizer := planned.optimizer) is not None:
-                held = states(planned, world, stages[name])
-                moments = held[ADAM] * MOMENTS["float32"] / MOMENTS[optimizer.states]
-                found["checkpoint"] += held[PARAMETERS] + held[MAIN_PARAMETERS] + int(moments)
-        found["checkpoint"] += elements * 4 if config.algorithm.ema_beta > 0 else 0
-    if offloads:  # gradients are forgotten, not moved
-        moved = [states(planned, world, stages[name]) for name, planned in models.items()]
-        found["offload"] = sum(
-            held[kind] for held in moved for kind in (PARAMETERS, MAIN_PARAMETERS, ADAM)
-        )
+                # moments are float32 there
+                wider = held[name][ADAM] * (MOMENTS["float32"] / MOMENTS[optimizer.states] - 1)
+                frozen = frozen_bytes(planned, stages[name])
+                found["checkpoint"] += moved[name] - frozen + int(wider)
+    if offloads:
+        shared = shared_bytes(models, stages)
+        found["offload"] = sum(moved.values()) - shared
         if config.model.lora.base_on_host == "int8":
-            linear = [rule for rule in policy.rules if all(map(is_linear, rule.hf_names(0, 0)))]
-            packed = elements_of(replace(policy, rules=linear), stages[POLICY])
-            found["offload"] -= int(packed * (policy.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))
+            own = [name for name, planned in models.items() if planned.adapted]
+            for name in own[:1] if shared else own:
+                found["offload"] -= _packed_away(models[name], stages[name])
     return found
+
+
+def _packed_away(planned: PlannedModel, stage: int) -> int:
+    """Returns the bytes by which 8 bits, and a scale for some of them, make a base smaller."""
+    linear = [rule for rule in planned.rules if all(map(is_linear, rule.hf_names(0, 0)))]
+    elements = elements_of(replace(planned, rules=linear), stage)
+    return int(elements * (planned.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))

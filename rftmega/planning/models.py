@@ -79,7 +79,7 @@ def models_of(
             config.model.freeze_vision,
             groups,
             path,
-            () if value else _adapted(config, rules),
+            _adapted(config, rules) if optimizer else (),
         )
 
     policy = config.model.path

@@ -12,12 +12,12 @@ from rftmega.config import RunConfig
 from rftmega.converters import Rule
 from rftmega.model_providers.description import ModelDescription
 from rftmega.planning.engine import weight_bytes
-from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_plan import Engines, Placement, placements
 from rftmega.planning.states import BUFFERS
 from rftmega.shards import LogicalTensor
 from rftmega.transport.shared_weights import SEGMENTS, segment_bytes
+from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.message import message_bytes
 from rftmega.weights.needs import Needs, planned_moves
 from rftmega.weights.slices import TensorSlice, buckets_of, in_order

@@ -11,8 +11,8 @@ from rftmega.config import ParallelConfig
 from rftmega.converters import Column, Replicated, Rule, instances
 from rftmega.converters.shards import holding, logical_tensor
 from rftmega.model_providers.description import ModelDescription, stage_layers
-from rftmega.planning.engine_needs import needed_boxes
 from rftmega.shards import Holding, LogicalTensor
+from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.plan import RankNeeds
 
 Holders = tuple[tuple[Holding, tuple[int, ...]], ...]

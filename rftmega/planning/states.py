@@ -9,13 +9,14 @@ these an equal part of main parameters and Adam's two moments.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from rftmega.converters import Rule, shard_shape
 from rftmega.converters.adapters import LOCAL_DOWN
+from rftmega.converters.decoder import is_of_value_head
 from rftmega.converters.rules import Column, Row
 from rftmega.converters.vision import is_of_tower
 from rftmega.model_providers.description import ModelDescription, stage_layers
@@ -25,6 +26,7 @@ from rftmega.planning.models import (
     GRADIENTS,
     MAIN_PARAMETERS,
     PARAMETERS,
+    POLICY,
     STATES,
     PlannedModel,
 )
@@ -124,8 +126,8 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
         return sharded.states(planned, world)
     optimizer, totals = planned.optimizer, dict.fromkeys(STATES, 0)
     if planned.adapted:
-        totals[PARAMETERS] += planned.itemsize * elements_of(planned, stage)
-        planned = _alone(planned)
+        totals[PARAMETERS] += frozen_bytes(planned, stage)
+        planned = alone(planned)
     for size, elements, shared_by in _buffers(planned, world, stage):
         split = optimizer is not None and optimizer.distributed
         totals[PARAMETERS] += planned.itemsize * (size if split else elements)
@@ -139,10 +141,23 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
     return totals
 
 
-def _alone(planned: PlannedModel) -> PlannedModel:
-    """Returns a model's adapters, as if they were one: all that has a gradient."""
+def frozen_bytes(planned: PlannedModel, stage: int) -> int:
+    """Returns the bytes of the weights of a model with adapters that do not learn; of another 0."""
+    rules = [rule for rule in planned.rules if planned.adapted and not is_of_value_head(rule)]
+    return planned.itemsize * elements_of(replace(planned, rules=rules), stage)
+
+
+def shared_bytes(models: Mapping[str, PlannedModel], stages: Mapping[str, int]) -> int:
+    """Returns the bytes of the policy's frozen weights that are the critic's as well."""
+    policy, critic = models[POLICY], models.get("critic", models[POLICY])
+    alike = (critic.path, critic.parallel) == (policy.path, policy.parallel)
+    return frozen_bytes(critic, stages["critic"]) if alike and critic is not policy else 0
+
+
+def alone(planned: PlannedModel) -> PlannedModel:
+    """Returns a model's adapters and its value head, as if they were one: all that has a gradient."""
     rules = [rule for layer in planned.adapted for rule in (layer.down, layer.up)]
-    return replace(planned, rules=rules, adapted=())
+    return replace(planned, rules=[*rules, *filter(is_of_value_head, planned.rules)], adapted=())
 
 
 def _outside_buffers(planned: PlannedModel, stage: int) -> int:

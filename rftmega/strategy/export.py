@@ -40,14 +40,16 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
         quantised=trainer.export_quantised,
     )
     if (adapters := model.adapters()) is not None:
-        alone = weights.Exporter(adapters.shards, model.replica_group, bucket_bytes=bucket_bytes)
+        held = (*adapters.shards, *adapters.head)
+        alone = weights.Exporter(held, model.replica_group, bucket_bytes=bucket_bytes)
         _export_adapters(alone, adapters, model.path, Path(f"{folder}_adapter"), write=write)
 
 
 def _export_adapters(
     exporter: weights.Exporter, adapters: TrainedAdapters, base: str, target: Path, *, write: bool
 ) -> None:
-    """Writes adapters on the model of `base` as PEFT has them."""
+    """Writes adapters on the model of `base`, and its value head, as PEFT has them."""
+    whole = peft_folder.learnt_whole(each.name for each in exporter.planned)
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
         draft = export_folder.begin(target)
@@ -60,6 +62,7 @@ def _export_adapters(
             dropout=adapters.dropout,
             rslora=adapters.rslora,
             targets=targets,
+            whole=whole,
         )
         export_folder.settle(draft, target)
 

@@ -81,7 +81,8 @@ class DevicePhases:
         mark(phase if model == POLICY else f"{phase}_{model}")
         self.memory.end()
         if self.offload:
+            needed = self.models[model].borrowed if PARAMETERS in parts else ()
             for other in self.models.keys() - {model}:  # who leaves makes room for who comes
-                self.models[other].only()
+                self.models[other].only(but=needed)
             self.models[model].only(*parts)
         self.memory.begin(phase if model == POLICY else f"{phase}_{model}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
-from rftmega.config import RunConfig
+from rftmega.config import LoRA, RunConfig
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.dispatch.streaming_pool import StreamingPool
@@ -136,16 +136,19 @@ class ReinforcementStrategy:
 
     def _build_value_models(self) -> dict[str, TrainableValues]:
         """Builds those that the config asks for: the critic, with the layout and the optimizer of
-        its own section, and the reward model, with the policy's layout and no optimizer.
+        its own section, and the reward model, with the policy's layout and no optimizer. Where the
+        policy has adapters the critic has fresh ones of the same kind.
         """
         config, found = self.config, {}
+        lora = replace(config.model.lora, path="")
         if config.algorithm.advantage.needs_critic:
             chosen = config.critic
-            model = replace(config.model, path=chosen.path or config.model.path)
+            model = replace(config.model, path=chosen.path or config.model.path, lora=lora)
             own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
             found["critic"] = self._built(self.backend.value_model(own, role="critic"))
         if config.reward.model:
-            own = replace(config, model=replace(config.model, path=config.reward.model_path))
+            model = replace(config.model, path=config.reward.model_path, lora=LoRA())
+            own = replace(config, model=model)
             found["reward_model"] = self._built(self.backend.value_model(own, role="reward"))
         for name, built in found.items():
             if self.is_main:

@@ -27,7 +27,7 @@ def adapters(config: RunConfig) -> list[str]:
         + _base_on_host(config)
         + _of_engine(config)
         + _targets(lora)
-        + _path(lora)
+        + _path(config)
         + _evaluated(config)
     )
 
@@ -39,15 +39,7 @@ def _unsupported(config: RunConfig) -> list[str]:
         found.append(
             f"{said} needs backend=megatron; backend=fsdp trains all of a model. Set it to 0."
         )
-    if config.algorithm.task == "reward_model":
-        found.append(
-            f"{said}: algorithm.task=reward_model trains a value model, which can't have adapters. Set it to 0."
-        )
-    elif config.algorithm.advantage.needs_critic:
-        found.append(
-            f"{said}: algorithm.advantage.type={config.algorithm.advantage.type} trains a critic, which can't have adapters. "
-            "Take an advantage without one, such as group_norm, or set it to 0."
-        )
+        found += _of_values_on_fsdp(config)
     if any(_fields(config).get(tower) for tower in TOWERS):
         found.append(
             f"{said}: {config.model.path} has a tower that sees or hears; such models can't have adapters yet. Set it to 0."
@@ -66,6 +58,21 @@ def _base_on_host(config: RunConfig) -> list[str]:
     return [
         f"{said} needs algorithm.task=rl and trainer.offload=true: without them no weights wait on the host. Leave it out."
     ]
+
+
+def _of_values_on_fsdp(config: RunConfig) -> list[str]:
+    """Lists which value models would need adapters that backend=fsdp can't give them."""
+    said, advantage = f"model.lora.rank={config.model.lora.rank}", config.algorithm.advantage
+    if config.algorithm.task == "reward_model":
+        return [
+            f"{said}: algorithm.task=reward_model has adapters with backend=megatron alone. Set it to 0, or backend=megatron."
+        ]
+    if advantage.needs_critic:
+        return [
+            f"{said}: algorithm.advantage.type={advantage.type} trains a critic, which has adapters with backend=megatron alone. "
+            "Take an advantage without one, such as group_norm, set it to 0, or set backend=megatron."
+        ]
+    return []
 
 
 def _fields(config: RunConfig) -> dict[str, object]:
@@ -151,7 +158,13 @@ def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
     return []
 
 
-def _path(lora: LoRA) -> list[str]:
-    if not lora.path or (Path(lora.path) / "adapter_config.json").is_file():
+def _path(config: RunConfig) -> list[str]:
+    path = config.model.lora.path
+    if path and config.algorithm.task == "reward_model":
+        return [
+            f"model.lora.path={path}: algorithm.task=reward_model begins with adapters that change nothing. Leave it out; "
+            "to go on from others, set model.path to their merged folder."
+        ]
+    if not path or (Path(path) / "adapter_config.json").is_file():
         return []
-    return [f"model.lora.path={lora.path} has no adapter_config.json: it is no folder of PEFT."]
+    return [f"model.lora.path={path} has no adapter_config.json: it is no folder of PEFT."]

@@ -15,6 +15,7 @@ from rftmega.conversion import convert
 from rftmega.layers import latent_attention
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
+from tests.distributed import test_value_adapters
 from tests.distributed.test_adapters import LAYOUTS as CASES
 from tests.distributed.test_adapters import MIXED, assert_learns_as_plain_torch
 from tests.distributed.test_checkpoints import (
@@ -25,6 +26,7 @@ from tests.distributed.test_checkpoints import (
     save_body,
     tensors,
 )
+from tests.distributed.test_shared_base import assert_one_copy
 from tests.invariance import (
     ALONE,
     ENGINE,
@@ -242,3 +244,14 @@ def test_adapters_beside_the_grouped_layers_of_experts_learn_as_in_plain_torch(
     name: str, tmp_path: Path
 ) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name], preloaded=TRANSFORMER_ENGINE)
+
+
+def test_a_value_model_with_adapters_learns_as_in_plain_torch(tmp_path: Path) -> None:
+    case = test_value_adapters.LAYOUTS["TP2, SP"]
+    test_value_adapters.assert_learns_as_plain_torch(
+        tmp_path, "qwen3", case, preloaded=TRANSFORMER_ENGINE
+    )
+
+
+def test_a_critic_computes_with_the_policys_modules_weights(tmp_path: Path) -> None:
+    assert_one_copy(tmp_path, CASES["PP2 x VPP2"], preloaded=TRANSFORMER_ENGINE)

@@ -1,13 +1,17 @@
 """A run whose adapters learn: rollouts, a reference, checkpoints and exports, from the command line."""
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rftmega.checkpoint.training import TrainingReader
 from tests import plain_adapters
-from tests.e2e.conftest import metrics_of
+from tests.e2e.conftest import metrics_of, train_rl
 from tests.e2e.test_backends import COMPARED, run_body, steps_of
 from tests.e2e.test_loop import assert_memory_as_predicted
 from tests.ranks import run_ranks
@@ -95,3 +99,120 @@ def test_servers_that_take_adapters_give_the_run_of_an_engine_that_takes_merged_
         assert line["logprob_gap_max"] < 1e-4
         for name in ("reward", "response_length", "loss", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
+def test_ppo_whose_policy_and_critic_have_adapters_goes_on_as_if_it_had_not_ended(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """On the same frozen weights, and with a critic in a layout of its own, on weights of its own."""
+    config = arithmetic / "run.yaml"
+    options = (*OPTIONS, "algorithm.advantage=gae", "model.lora.dropout=0.1")
+    compared = (*COMPARED, "critic_loss", "critic_grad_norm", "critic_value")
+    told = {}
+    layouts = {"shared": (), "own": ("critic.parallel.tensor=1", "critic.parallel.pipeline=2")}
+    for name, layout in layouts.items():
+        runs = (("whole", 3), ("ended", 2), ("ended", 3)) if name == "shared" else (("whole", 1),)
+        for end, steps in runs:
+            output = tmp_path / name / end
+            given = (f"trainer.output={output}", f"trainer.steps={steps}", *options, *layout)
+            run_ranks(2, run_body, config, "megatron", *given, timeout=200)
+        told[name] = steps_of(tmp_path / name / "whole")
+    wanted, seen = told["shared"], steps_of(tmp_path / "shared" / "ended")
+    assert [line["step"] for line in seen] == [line["step"] for line in wanted]
+    for line, expected in zip(seen, wanted, strict=True):
+        assert {key: line[key] for key in compared} == {key: expected[key] for key in compared}
+    for line in (*wanted, *told["own"]):
+        assert_memory_as_predicted(line)
+    assert all(line["critic_grad_norm"] > 0 for line in wanted)
+    assert wanted[-1]["critic_value"] != 0, "the head, which begins at 0, learns nothing"
+    # dropout draws other numbers in another layout
+    assert told["own"][0]["critic_loss"] == pytest.approx(wanted[0]["critic_loss"], rel=1e-4)
+    reader = TrainingReader(tmp_path / "shared" / "whole" / "checkpoints" / "step_000003")
+    keys = {key for key in reader.stored if key.startswith("critic/weights/")}
+    assert keys
+    assert {key for key in keys if ".lora_" not in key} == {"critic/weights/score.weight"}
+    # shared weights have the checksum of a copy, under another layout
+    given = (f"trainer.output={tmp_path / 'shared' / 'ended'}", "trainer.steps=4", *options)
+    run_ranks(2, run_body, config, "megatron", *given, *layouts["own"], timeout=200)
+    assert [line["step"] for line in steps_of(tmp_path / "shared" / "ended")] == [1, 2, 3, 4]
+
+
+def test_a_reward_model_of_adapters_learns_from_the_command_line_and_goes_on(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    options = (
+        f"data.train={arithmetic / 'pairs.jsonl'}",
+        f"data.eval={arithmetic / 'held_out_pairs.jsonl'}",
+        *("algorithm.task=reward_model", "model.lora.rank=8", "checkpoint.every=1"),
+    )
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    for output, steps in ((whole, 4), (ended, 3), (ended, 4)):
+        given = (f"trainer.output={output}", f"trainer.steps={steps}", *options)
+        ended_with = train_rl(arithmetic / "given.yaml", *given, "--processes", "2")
+        assert ended_with.returncode == 0, ended_with.stderr
+    wanted, seen = steps_of(whole), steps_of(ended)
+    assert [line["loss"] for line in seen] == [line["loss"] for line in wanted]
+    assert [line["grad_norm"] for line in seen] == [line["grad_norm"] for line in wanted]
+    for folder in (whole, ended):
+        assert (folder / "reward_model_adapter" / "adapter_config.json").is_file()
+    merged = load_file(next((whole / "reward_model").glob("*.safetensors")))
+    by_hand = plain_adapters.merged_by_hand(arithmetic / "model", whole / "reward_model_adapter")
+    for name in merged.keys() & by_hand.keys():
+        torch.testing.assert_close(merged[name], by_hand[name].float(), atol=1e-6, rtol=1e-5)
+    assert merged["score.weight"].abs().max() > 0
+
+
+def test_a_policy_of_adapters_is_judged_by_a_reward_model_that_has_none(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """And its critic begins with adapters of its own, not with the policy's."""
+    pairs = plain_adapters.random_pairs(arithmetic / "model", rank=8)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=32)
+    judge = AutoModelForSequenceClassification.from_pretrained(
+        arithmetic / "model", num_labels=1, dtype=torch.float32
+    )
+    judge.save_pretrained(tmp_path / "judge")
+    encode = AutoTokenizer.from_pretrained(arithmetic / "model")
+    output = tmp_path / "out"
+    given = (
+        *(f"trainer.output={output}", "trainer.steps=1", "checkpoint.every=1"),
+        *("model.lora.rank=8", f"model.lora.path={adapter}", "algorithm.advantage=gae"),
+        *("reward.exact_match=0", "reward.format=0", "reward.format_pattern="),
+        *("reward.model=0.5", f"reward.model_path={tmp_path / 'judge'}"),
+    )
+    run_ranks(1, run_body, arithmetic / "run.yaml", "megatron", *given, timeout=200)
+    (line,) = steps_of(output)
+    assert_memory_as_predicted(line)
+    told = gzip.decompress((output / "trajectories" / "step_000001.jsonl.gz").read_bytes())
+    for sample in map(json.loads, told.decode().splitlines()):
+        ids = [*encode.encode(sample["prompt"]), *sample["tokens"]["id"]]
+        score = judge(torch.tensor([ids])).logits[0, 0].item()
+        assert sample["reward_parts"]["model"] == pytest.approx(score, abs=1e-5)
+    reader = TrainingReader(output / "checkpoints" / "step_000001")
+    most = {
+        name: max(
+            reader.whole(key).abs().max().item()
+            for key in reader.stored
+            if key.startswith(f"{name}/weights/") and ".lora_B." in key
+        )
+        for name in ("policy", "critic")
+    }
+    assert most["policy"] > 0.05, "the policy does not begin with the folder's adapters"
+    assert 0 < most["critic"] < 0.005
+
+
+def test_ppo_pushes_adapters_and_the_frozen_weights_that_its_critic_has_as_well(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    options = (*OPTIONS, "algorithm.advantage=gae", "model.lora.push=adapters")
+    engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05")
+    for steps in (2, 3):
+        given = (f"trainer.output={tmp_path}", f"trainer.steps={steps}", *options, *engine)
+        run_ranks(2, run_body, arithmetic / "run.yaml", "megatron", *given, timeout=300)
+    told = steps_of(tmp_path)
+    assert [line["step"] for line in told] == [1, 2, 3]
+    for line in told:
+        assert line["logprob_gap_max"] < 1e-4
+        assert line["critic_grad_norm"] > 0
+        assert 0 < line["push_adapter_bytes"] < line["push_bytes"]
+        assert_memory_as_predicted(line)

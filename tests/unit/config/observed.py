@@ -133,6 +133,8 @@ class Machine:
 
     def finish_param_sync(self) -> None: ...
 
+    def refuse_lost_gradient(self) -> None: ...
+
 
 def bigrams(
     module: Any,

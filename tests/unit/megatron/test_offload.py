@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
-from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS, Residency
+from rftmega.device.residency import (
+    ADAM,
+    GRADIENTS,
+    MAIN_PARAMETERS,
+    PARAMETERS,
+    PARTS,
+    Loan,
+    Residency,
+)
 from rftmega.kernels.packed_weights import pack
 from rftmega.megatron.manager import MegatronModelManager
 from tests.imitation_cuda import ImitationCUDA, imitated
@@ -153,6 +161,42 @@ def test_packed_weights_come_back_as_they_were_packed_without_a_copy_to_the_host
         assert same(matrices, before)
         residency.changed()
     assert cuda.copied_to_host == packing + 2 * size_of(*others)
+
+
+def test_what_is_borrowed_comes_with_the_borrower_and_its_lender_alone_takes_it_away(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
+    lent, before = parts[PARAMETERS][:2], copies(parts)
+    adapter = [torch.nn.Parameter(torch.randn(7))]
+    own = {PARAMETERS: adapter} | {part: [] for part in PARTS if part != PARAMETERS}
+    borrower = Residency(lambda: own, loan=Loan(residency, lent))
+    residency.only()
+    assert borrower.bytes()[PARAMETERS] == size_of(*adapter), "it counts what is another's"
+    borrower.only(MAIN_PARAMETERS)
+    assert residency.bytes()[PARAMETERS] == 0, "no parameters were asked for"
+    copied = cuda.copied_to_host
+    borrower.only(PARAMETERS)
+    assert same(Tensors(lent), Tensors(before[PARAMETERS][:2]))
+    assert residency.bytes()[PARAMETERS] == size_of(*lent)
+    borrower.only()
+    assert residency.bytes()[PARAMETERS] == size_of(*lent), "the borrower took it away"
+    residency.on(*PARTS)
+    residency.only(but=borrower.borrowed)
+    assert residency.bytes() == dict.fromkeys(parts, 0) | {PARAMETERS: size_of(*lent)}
+    residency.only()
+    assert residency.bytes()[PARAMETERS] == 0
+    assert cuda.copied_to_host == copied, "the host had them"
+
+
+def test_what_is_brought_for_a_moment_is_away_again_afterwards(
+    cuda: ImitationCUDA, parts: dict[str, list[Tensor]], residency: Residency
+) -> None:
+    before = copies(parts)[PARAMETERS]
+    residency.only()
+    residency.on_tensors(parts[PARAMETERS][:1])
+    with residency.brought(parts[PARAMETERS][:2]):
+        assert same(Tensors(parts[PARAMETERS][:2]), Tensors(before[:2]))
+    assert residency.bytes()[PARAMETERS] == size_of(*parts[PARAMETERS][:1])
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """What fits, what does not, and which change is proposed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rftmega.config import (
+    AlgorithmConfig,
+    KLConfig,
     LoRA,
     ModelConfig,
     OptimizerConfig,
@@ -13,10 +16,11 @@ from rftmega.config import (
     RunConfig,
     TrainerConfig,
 )
+from rftmega.options.algorithms import GAE
 from rftmega.planning.fit import Machine, changed, laid_out, misfits, nearest, push_bound, refused
-from rftmega.planning.memory import Budget, on_host
+from rftmega.planning.memory import Budget, on_host, resident
 from rftmega.planning.models import POLICY, models_of
-from rftmega.planning.states import states
+from rftmega.planning.states import frozen_bytes, states
 from rftmega.planning.times import Speeds
 
 GB = 1e9
@@ -79,6 +83,47 @@ def test_a_base_of_8_bits_takes_less_of_the_host() -> None:
     hidden, keys, inner = 8192, 1024, 28672
     linear = 20 * hidden * (2 * hidden + 2 * keys + 3 * inner) // 8
     assert found[0] - found[1] == linear * 2 - linear - linear // 64 * 4
+
+
+def with_adapters(config: RunConfig, *, kl: float = 0.0) -> RunConfig:
+    config.model.lora = LoRA(rank=16)
+    config.algorithm = AlgorithmConfig(advantage=GAE(), kl=KLConfig(coef=kl))
+    return config
+
+
+def test_the_frozen_weights_that_policy_and_critic_share_are_counted_once() -> None:
+    totals, hosts, stages = [], [], {POLICY: 1, "critic": 1}
+    for alike in (True, False):
+        for offload in (True, False):
+            config = with_adapters(config_of(FITS, offload=offload))
+            if not alike:
+                config.critic.parallel = replace(FITS, recompute="full")
+            models = models_of(config)
+            found = resident(models, config, 64, stages)
+            held = {name: states(model, 64, 1) for name, model in models.items()}
+            assert found["update_critic"] == held["critic"] or not offload
+            totals.append(sum(found["update"].values()))
+            hosts.append(on_host(models, config, 64, stages).get("offload", 0))
+    base = frozen_bytes(models["critic"], 1)
+    assert base > 4 * GB
+    (turns, together), (again, apart) = totals[:2], totals[2:]
+    assert turns == again
+    assert apart - together == hosts[2] - hosts[0] == base
+
+
+def test_the_host_keeps_no_frozen_weights_of_a_model_with_adapters_a_second_time() -> None:
+    config, stages = with_adapters(config_of(FITS), kl=0.1), {POLICY: 1, "critic": 1}
+    config.checkpoint.every = 1
+    models = models_of(config)
+    found = on_host(models, config, 64, stages)
+    assert "reference" not in found, "it is the policy without its adapters"
+    learnt = sum(
+        sum(states(model, 64, 1).values())
+        - states(model, 64, 1)["gradients"]
+        - frozen_bytes(model, 1)
+        for model in models.values()
+    )
+    assert found["checkpoint"] == learnt < GB
 
 
 def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rftmega.config import ParallelConfig
 from rftmega.converters import table
 from rftmega.model_providers.description import describe, layout_violations
-from rftmega.planning.engine_needs import needed_boxes
 from rftmega.planning.push_plan import Engines, placements
 from rftmega.shards import Box
+from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.plan import Balance
 
 P = ParallelConfig

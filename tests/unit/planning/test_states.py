@@ -22,6 +22,7 @@ from rftmega.planning.states import (
     MAIN_PARAMETERS,
     PARAMETERS,
     elements_of,
+    frozen_bytes,
     states,
 )
 
@@ -135,6 +136,19 @@ def test_of_a_model_with_adapters_they_alone_have_gradients_and_an_optimizer() -
     whole = 80 * 16 * (5 * hidden + 2 * hidden)
     shared = states(planned("llama-3-70b", P(tensor=8, sequence=True), rank=16), 8, 0)
     assert shared[ADAM] == 8 * (whole + (pairs - whole) // 8)
+
+
+def test_of_a_critic_with_adapters_they_and_its_head_alone_learn() -> None:
+    policy, critic = (
+        planned("llama-3-70b", P(), critic=critic, rank=16) for critic in (False, True)
+    )
+    ours, theirs = states(critic, 1, 0), states(policy, 1, 0)
+    head = 8192 + 1
+    assert ours[ADAM] - theirs[ADAM] == 8 * head
+    assert ours[GRADIENTS] - theirs[GRADIENTS] == 4 * head
+    assert theirs[PARAMETERS] - ours[PARAMETERS] == 2 * (128256 * 8192 - head)
+    assert frozen_bytes(critic, 0) == 2 * (elements_of(critic, 0) - head)
+    assert frozen_bytes(planned("llama-3-70b", P(), critic=True), 0) == 0
 
 
 def test_adapters_of_experts_are_where_the_experts_are() -> None:

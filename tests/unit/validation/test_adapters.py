@@ -8,8 +8,10 @@ import pytest
 from rftmega.config import LoRA, load
 from rftmega.errors import ConfigError
 from rftmega.launch.preflight import preflight
+from rftmega.options.algorithms import GAE
 from rftmega.validation.adapters import adapters
 from tests import plain_adapters
+from tests.tiny_models import save_tiny
 from tests.unit.launch.test_preflight import P, config_of
 
 PUSHED = (
@@ -60,12 +62,14 @@ def reasons(folder: Path, *options: str) -> list[str]:
             "needs model.lora.push=adapters and strategy=colocated",
         ),
         (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),
-        (["model.lora.rank=8", "algorithm.advantage=gae"], "trains a critic"),
-        (["model.lora.rank=8", "algorithm.task=reward_model"], "trains a value model"),
         (["model.lora.base_on_host=int8"], "model.lora.base_on_host=int8 needs model.lora.rank"),
         (
             ["model.lora.rank=8", "model.lora.base_on_host=int8", "trainer.offload=false"],
             "model.lora.base_on_host=int8 needs algorithm.task=rl and trainer.offload=true",
+        ),
+        (
+            ["model.lora.rank=8", "algorithm.task=reward_model", "model.lora.path=x"],
+            "set model.path to their merged folder",
         ),
         (["model.lora.rank=12", "rollout.engine=vllm"], "Choose one of: 1, 8, 16, 32, 64, 128"),
         (["model.lora.rank=8", "model.lora.targets=[lm_head]"], "lm_head is no linear layer"),
@@ -88,6 +92,8 @@ def test_what_has_no_adapters_or_can_have_none_is_refused(
     "options",
     [
         [],
+        ["model.lora.rank=8", "algorithm.advantage=gae"],
+        ["model.lora.rank=8", "algorithm.task=reward_model"],
         ["model.lora.rank=12", "rollout.engine=transformers"],
         ["model.lora.rank=12", "rollout.engine=vllm", "algorithm.task=sft"],
         ["model.lora.rank=320", "model.lora.targets=[linear_qkv,down_proj]", "rollout.engine=vllm"],
@@ -95,6 +101,20 @@ def test_what_has_no_adapters_or_can_have_none_is_refused(
 )
 def test_adapters_that_can_be_are_let_through(options: list[str], tmp_path: Path) -> None:
     assert reasons(tmp_path, *options) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("algorithm.advantage=gae", "trains a critic, which has adapters with backend=megatron"),
+        ("algorithm.task=reward_model", "has adapters with backend=megatron alone. Set it to 0"),
+    ],
+)
+def test_value_models_have_adapters_on_megatron_alone(
+    option: str, said: str, tmp_path: Path
+) -> None:
+    found = reasons(tmp_path, "model.lora.rank=8", "backend=fsdp", option)
+    assert any(said in reason for reason in found)
 
 
 def test_a_frozen_adapter_has_at_most_the_policys_rank(tmp_path: Path) -> None:
@@ -126,6 +146,17 @@ def test_layers_that_the_model_does_not_have_are_told_before_it_is_built(
     config = config_of(tmp_path, variant, P(), "scripted")
     config.model.lora = lora
     with pytest.raises(ConfigError, match=said):
+        preflight(config, 1)
+
+
+def test_layers_that_the_critic_does_not_have_are_told_before_it_is_built(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.algorithm.advantage = GAE()
+    config.critic.path = str(save_tiny(tmp_path / "critic", "phi3"))
+    config.model.lora = LoRA(rank=8, targets=["o_proj"])
+    preflight(config, 1)
+    config.model.lora = LoRA(rank=8, targets=["q_proj"])
+    with pytest.raises(ConfigError, match=r"For the critic, critic\.path=.*q_proj can't have"):
         preflight(config, 1)
 
 

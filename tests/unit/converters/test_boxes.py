@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftmega.megatron.shard_boxes import boxes_of
+from rftmega.converters.shard_boxes import boxes_of
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

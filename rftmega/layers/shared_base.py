@@ -1,0 +1,26 @@
+"""A critic whose frozen weights are the policy's, in the same memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def share_base(chunks: Sequence[Any], theirs: Sequence[Any]) -> list[Tensor]:
+    """Puts the parameters and persistent buffers of `theirs`, bare chunks of a model with adapters in
+    the same layout, in the place of those of `chunks` that have the same names. Returns them.
+
+    To be called before anything is wrapped or bound, so that nothing else holds what goes.
+    """
+    shared = []
+    for chunk, other in zip(chunks, theirs, strict=True):
+        held = other.state_dict(keep_vars=True)
+        for path, module in chunk.named_modules():
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    found = held.get(f"{path}.{name}")
+                    if tensor is not None and found is not None:
+                        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), name
+                        own[name] = found
+                        shared.append(found)
+    return shared
