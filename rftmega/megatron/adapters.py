@@ -2,21 +2,19 @@
 shard is read.
 """
 
-import math
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rftmega.config import LoRA
 from rftmega.converters import shard, shard_shape
 from rftmega.converters.adapters import AdaptedLayer
 from rftmega.converters.rules import located
+from rftmega.hf_folders.peft_folder import Whole
 from rftmega.layers.adapter import (
     AdaptedExperts,
     AdaptedLinear,
@@ -29,8 +27,6 @@ from rftmega.shards import Box, Shard
 
 # which of equal holders a process is, of a tensor's pieces: stages, tensor- and data-parallel ones
 Replicas = Sequence[tuple[int, ...]]
-WORDS = {2: torch.int16, 4: torch.int32}
-Whole = Callable[[str, tuple[int, ...]], Tensor]  # an HF tensor, by name and shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +115,6 @@ class Adapters:
             self.replicas.append(pieces if is_split else whole)
 
     @torch.no_grad()
-    def begin(self, seed: int) -> None:
-        """Makes adapters that change nothing yet, the same under every layout: `b` is zero, `a` has
-        PEFT's distribution.
-        """
-
-        def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-            random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = 1 / math.sqrt(shape[1])
-            return torch.empty(shape).uniform_(-bound, bound, generator=random)
-
-        for item in self.bound[::2]:
-            self._fill(item, drawn)
-
-    @torch.no_grad()
     def load(self, whole: Whole) -> None:
         """Fills every matrix from whole HF tensors."""
         for item in self.bound:
@@ -189,20 +171,8 @@ def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
     return found
 
 
-@torch.no_grad()
-def sum_of_base(base: Sequence[Bound], replicas: Sequence[Replicas]) -> int:
-    """Returns a checksum of a whole model's weights that depends on no layout; a collective.
-
-    A checkpoint of adapters does not hold these, and means nothing beside others.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=base[0].parameter.device)
+def counted_once(base: Sequence[Bound], replicas: Sequence[Replicas]) -> Iterator[Shard]:
+    """Yields shards of a whole model's weights, each element on one process alone."""
     for item, pieces in zip(base, replicas, strict=True):
-        if any(any(piece) for piece in pieces) or not item.rule.exported:
-            continue  # another process counts it
-        held = item.shard()
-        for number, name in enumerate(held.logical.names):
-            for _, elements in held.views(number):
-                words = elements.view(WORDS[elements.itemsize])
-                total += zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)
-    dist.all_reduce(total)
-    return int(total)
+        if item.rule.exported and not any(any(piece) for piece in pieces):
+            yield item.shard()

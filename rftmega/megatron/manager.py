@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rftmega import device
+from rftmega.checkpoint import frozen_weights
 from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
@@ -39,14 +40,14 @@ from rftmega.device.residency import Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError
 from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.peft_folder import PEFTFolder
+from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward, offload
-from rftmega.megatron.adapters import Adapters, Replicas, sum_of_base
+from rftmega.megatron.adapters import Adapters, Replicas, counted_once
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -211,7 +212,7 @@ class MegatronModelManager:
         wrapped, so that only they get gradients and an optimizer's state.
         """
         lora, frozen = self.cfg.model.lora, self.replicas
-        self.sum_of_base = sum_of_base(self.bound, frozen)
+        self.sum_of_base = frozen_weights.sum_of(counted_once(self.bound, frozen), self.where)
         self.adapters = Adapters(
             self.chunks, self.bound, frozen, self._adapted, self.topology, lora
         )
@@ -221,7 +222,7 @@ class MegatronModelManager:
             folder.check(lora, self.adapters.targets)
             self.adapters.load(folder.whole)
         else:
-            self.adapters.begin(self.cfg.trainer.seed)
+            self.adapters.load(beginning(self.cfg.trainer.seed))
 
     def _load(self, files: HFFolder, rules: Sequence[Rule], experts: int) -> None:
         tied = self.description.tied

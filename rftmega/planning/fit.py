@@ -12,11 +12,11 @@ from typing import Any
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.gathered_groups import read_groups
 from rftmega.model_providers.description import heads_violations, layout_violations
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.data_plane import on_each_host
-from rftmega.planning.groups import read_groups
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import bound_of

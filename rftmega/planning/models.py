@@ -9,9 +9,9 @@ from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.gathered_groups import Groups, read_groups
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.planning.groups import Groups, read_groups
 
 POLICY = "policy"
 BYTES = {"float32": 4, "bfloat16": 2}

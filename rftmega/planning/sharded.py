@@ -6,7 +6,7 @@ be short, its memory is not. What is gathered together is gathered one ahead of 
 
 from math import prod
 
-from rftmega.planning.groups import Groups, Shape
+from rftmega.hf_folders.gathered_groups import Groups, Shape
 from rftmega.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
 
 FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in

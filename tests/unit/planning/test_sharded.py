@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rftmega import config as configuration
 from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.gathered_groups import Groups
 from rftmega.launch import disk_space
 from rftmega.planning import backends, engine, memory, times
 from rftmega.planning.backends import Best, best_of, on_backend, recommended
 from rftmega.planning.fit import Machine, misfits, nearest, refused
-from rftmega.planning.groups import Groups
 from rftmega.planning.memory import Budget, load_of
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.sharded import elements_of, gathered, states
