@@ -14,6 +14,7 @@ from rftmega import device
 from rftmega.checkpoint import frozen_weights
 from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
+from rftmega.device.random_stream import RandomStream
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
 from rftmega.errors import CheckpointError
@@ -101,6 +102,10 @@ class FSDPModelManager:
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule_steps = 0
         self._pushed_is_old = True
+        # what adapters drop; processes that compute the same rows drop the same
+        self.dropped: RandomStream | None = None
+        if self.adapters is not None and cfg.model.lora.dropout:
+            self.dropped = RandomStream(cfg.trainer.seed + placement.data_rank)
         self.residency = Residency(self._parts, finish=self.finish_param_sync)
 
     @property
@@ -315,7 +320,7 @@ class FSDPModelManager:
         """
         for module in sharded_modules(model):
             module.set_requires_all_reduce(is_last_micro_batch)
-        return nullcontext()
+        return nullcontext() if self.dropped is None else self.dropped.drawn_from()
 
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:

@@ -20,6 +20,7 @@ from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
 from rftmega.fsdp.weight import Weight
 from rftmega.model_providers.description import ModelDescription
+from rftmega.parallel.seeds import as_bytes, as_text
 from rftmega.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.types import Metrics
 
@@ -147,7 +148,7 @@ class FSDPModel:
         said: dict[str, Any] = {
             "hf_config": self.manager.hf_config,
             "dtype": str(self.dtype),
-            "layout": asdict(cfg.parallel),
+            "layout": asdict(cfg.parallel) | {"backend": cfg.backend},
             "path": cfg.model.path,
         }
         if (adapters := self.manager.adapters) is not None:
@@ -190,8 +191,7 @@ class FSDPModel:
         else:
             manager.take_pushed()
         if merges:
-            manager.rows_changed()
-            manager.finish_param_sync()
+            manager.rows_changed()  # and gathered by whoever reads them next
         if schedule:
             manager.schedule_steps = stored.said["schedule_steps"]
 
@@ -216,7 +216,11 @@ class FSDPModel:
         return TrainingCheckpoints(Path(folder), {role: self}, self.manager.cfg)
 
     def random_state(self) -> dict[str, Any]:
-        return {}
+        """Returns the state of the stream that adapters' dropout draws from, where there is any."""
+        dropped = self.manager.dropped
+        return {} if dropped is None else {"dropped": as_text(dropped.state)}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Does nothing: nothing here draws."""
+        """Draws go on from here."""
+        if self.manager.dropped is not None and "dropped" in state:
+            self.manager.dropped.state = as_bytes(state["dropped"])
