@@ -12,7 +12,6 @@ from typing import Any
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
 from rftmega.errors import CheckpointError
-from rftmega.hf_folders.gathered_groups import read_groups
 from rftmega.model_providers.description import heads_violations, layout_violations
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
@@ -319,7 +318,7 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
             found += layout_violations(planned.model, parallel)
             continue
         try:
-            read_groups(planned.path, value=planned.value, tensor=parallel.tensor)
+            planned.groups_of(parallel.tensor)
         except CheckpointError as error:
             found.append(str(error))
     if config.algorithm.task == "rl":

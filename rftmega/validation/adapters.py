@@ -24,7 +24,7 @@ def adapters(config: RunConfig) -> list[str]:
     return (
         _unsupported(config)
         + _of_engine(config)
-        + _targets(lora)
+        + _targets(config)
         + _path(lora)
         + _evaluated(config)
     )
@@ -33,10 +33,6 @@ def adapters(config: RunConfig) -> list[str]:
 def _unsupported(config: RunConfig) -> list[str]:
     found = []
     said = f"model.lora.rank={config.model.lora.rank}"
-    if config.backend == "fsdp":
-        found.append(
-            f"{said} needs backend=megatron; backend=fsdp trains all of a model. Set it to 0."
-        )
     if config.algorithm.task == "reward_model":
         found.append(
             f"{said}: algorithm.task=reward_model trains a value model, which can't have adapters. Set it to 0."
@@ -82,8 +78,9 @@ def _of_engine(config: RunConfig) -> list[str]:
     ]
 
 
-def _targets(lora: LoRA) -> list[str]:
-    known = (*HF_TARGETS, *MEGATRON_TARGETS)
+def _targets(config: RunConfig) -> list[str]:
+    lora = config.model.lora
+    known = HF_TARGETS if config.backend == "fsdp" else (*HF_TARGETS, *MEGATRON_TARGETS)
     unknown = [name for name in lora.targets if name not in known]
     if not unknown:
         return []
