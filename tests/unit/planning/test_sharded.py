@@ -3,6 +3,7 @@ measures.
 """
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,28 @@ def test_what_a_pass_gathers_is_the_sum_of_what_torch_keeps_at_once() -> None:
     assert gathered(kept, 2, learns=True) == 4 * (4 * 40 + 40 + 40 + 2 * 4)
     # where nothing is sharded there is nothing to come
     assert gathered(planned_of(P(replicas=2), 4), 2, learns=False) == 4 * (40 + 4)
+
+
+def test_a_frozen_model_has_no_gradients_among_what_is_gathered() -> None:
+    """The same with adapters of rank 1 on the first matrix of each layer: 4 + 8 elements."""
+    plain = planned_of(P(), 2)
+    assert plain.groups is not None
+    pair = ((1, 4), (8, 1))
+    groups = plain.groups._replace(pairs=((), pair, pair, ()))
+    planned = replace(plain, groups=groups)
+    both = (
+        40 + 2 * 4 + 8
+    )  # of two processes one has the only row of A, and memory for it is had twice
+    # the buffer that comes, that of this group with its own pairs in it, the layer; no gradient
+    assert gathered(planned, 2, learns=False) == 2 * (3 * both + 16 / 2 + 4)
+    # of the last layer: one comes, the layer, and of its pairs gradients in bfloat16 and float32
+    assert gathered(planned, 2, learns=True) == 2 * (2 * both + 16 / 2 + 16 + 2 * 16 + 4)
+    assert states(planned, 2) == {
+        "parameters": 2 * (20 + 24 + 24 + 20 + 2 + 2 * 4) + 6 * 2 * (4 + 4),
+        "gradients": 4 * 2 * (4 + 4),
+        "main_parameters": 0,
+        "adam": 8 * 2 * (4 + 4),
+    }
 
 
 def test_with_cpu_offload_the_host_has_what_the_device_has_not(tmp_path: Path) -> None:
