@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rftmega.config import LoRA
 from rftmega.converters import shard, shard_shape
-from rftmega.converters.adapters import AdaptedLayer
+from rftmega.converters.adapters import UP, AdaptedLayer
 from rftmega.converters.rules import located
 from rftmega.hf_folders.peft_folder import Whole
 from rftmega.layers.adapter import (
@@ -130,6 +130,10 @@ class Adapters:
     def has_pair(self, name: str) -> bool:
         """Says whether an adapter's HF tensor is learnt; others are zeros in between."""
         return name.split(".")[-3] in self.targets
+
+    def is_filler(self, name: str) -> bool:
+        """Says whether an HF tensor is zeros between those of pairs, and no matrix of a pair."""
+        return name.endswith(UP) and not self.has_pair(name)
 
     def merged(self, item: Bound) -> Shard:
         """Returns the shard of a weight of the model, to which its adapter is added where it is

@@ -307,6 +307,7 @@ def policy_in(model: Path, case: Case, rank: int = RANK) -> Any:
     return policy_of(
         model,
         case.parallel,
+        targets=MERGED if rank else (),
         backend=case.backend,
         dtype=case.dtype,
         rank=rank,

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega import config as configuration
-from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config import LoRA, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.gathered_groups import Groups
 from rftmega.launch import disk_space
@@ -250,6 +250,16 @@ def test_a_backend_without_a_layout_that_fits_is_not_recommended(
     found = recommended(config_of(small(tmp_path), P()), machine(8))
     assert found.backend == fitting
     assert "gathered 90 GB" in found.why
+
+
+def test_adapters_that_a_backend_cannot_have_are_why_it_has_no_layout() -> None:
+    config = example("qwen3-235b-a22b")
+    config.model.lora = LoRA(rank=16)
+    best = best_of(on_backend(config, "fsdp"), machine(256))
+    assert best.changes is None
+    assert "in one tensor (model.layers.0.mlp.experts.gate_up_proj)" in best.why
+    config.model.lora = LoRA(rank=16, targets=["q_proj", "v_proj"])
+    assert best_of(on_backend(config, "fsdp"), machine(256)).changes is not None
 
 
 def test_the_other_backend_is_looked_at_without_this_ones_options() -> None:
