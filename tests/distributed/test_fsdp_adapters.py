@@ -261,14 +261,14 @@ def dropout_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConf
     found = []
     for share in (0.0, 0.5):
         actor = policy_of(folder, parallel, adapter, dropout=share)
+        usual = torch.random.get_rng_state()
+        with actor.manager.before_micro_batch(actor.manager.network, True):
+            drawn = torch.rand(4)
         scored, told = actor.log_probs(rows_of(ROWS)).logp, learn(actor, 2)
         names = [weight.name for weight in actor.manager.learnt if weight.partial]
         learnt = learnt_of(actor)
         found.append((scored, told, {name: learnt[name] for name in names}))
-    masks = torch.random.get_rng_state()
-    with actor.manager.before_micro_batch(actor.manager.network, True):
-        drawn = torch.rand(4)
-    assert torch.equal(torch.random.get_rng_state(), masks), "the usual stream was drawn from"
+    assert torch.equal(torch.random.get_rng_state(), usual), "the usual stream was drawn from"
     return found, drawn
 
 
