@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rftmega.config import RunConfig
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
-from rftmega.fsdp.adapters import Adapters
+from rftmega.fsdp.adapters import ShardedAdapters
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
@@ -28,7 +28,7 @@ class FSDPActor(FSDPModel):
         self.manager.setup_model_and_optimizer()
         self.runner = FSDPRunner(self.manager, TokenStats)
         residency, weights = self.manager.residency, self.manager.weights
-        self.reference: ReferenceWeights | Adapters | None = None
+        self.reference: ReferenceWeights | ShardedAdapters | None = None
         if cfg.algorithm.kl.coef > 0:
             # without its adapters the policy is the model that it began with: no second weights
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)

@@ -29,8 +29,8 @@ from rftmega.shards import Box, Shard
 Places = dict[str, list[Placed]]
 
 
-class AdaptedLinear(nn.Linear):
-    """AdaptedLinear is a linear layer with an adapter: W x + bias + scaling * B A x."""
+class LinearWithPair(nn.Linear):
+    """LinearWithPair is a linear layer with an adapter: W x + bias + scaling * B A x."""
 
     def __init__(self, plain: nn.Linear, options: LoRA):
         """Takes over the parameters of `plain`. The pair is on the meta device, named as in PEFT."""
@@ -79,8 +79,8 @@ class PairDelta:
         return self.scaling * (self.up[rows].float() @ self.down[:, columns].float())
 
 
-class Adapters:
-    """Adapters holds those of a model, of which this process has rows."""
+class ShardedAdapters:
+    """ShardedAdapters holds those of a model, of which this process has rows."""
 
     def __init__(self, model: PreTrainedModel, options: LoRA, placement: ShardingMesh):
         """Puts pairs beside the linear layers that the options name; model and pairs are on the meta
@@ -89,9 +89,9 @@ class Adapters:
         Raises ConfigError where it has none of them.
         """
         self.options, self.placement = options, placement
-        self.layers: dict[str, AdaptedLinear] = {}
+        self.layers: dict[str, LinearWithPair] = {}
         for name, plain in linears_of(model, options.targets).items():
-            self.layers[name] = AdaptedLinear(plain, options)
+            self.layers[name] = LinearWithPair(plain, options)
             model.set_submodule(name, self.layers[name])
         self.targets = targets_of(self.layers)
         self.weights: list[Weight] = []  # A and B of each layer, one after the other
@@ -219,5 +219,5 @@ class Adapters:
                 layer.off = False
 
 
-def _pair(layer: AdaptedLinear) -> tuple[Tensor, Tensor]:
+def _pair(layer: LinearWithPair) -> tuple[Tensor, Tensor]:
     return layer.lora_A.weight, layer.lora_B.weight

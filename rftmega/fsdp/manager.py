@@ -18,7 +18,7 @@ from rftmega.device.random_stream import RandomStream
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.adapters import Adapters
+from rftmega.fsdp.adapters import ShardedAdapters
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
@@ -75,9 +75,9 @@ class FSDPModelManager:
         self.description = describe(self.model, tower_of(path, self.model.config))
         places = self._places(files, built)
         names = built.names
-        self.adapters: Adapters | None = None
+        self.adapters: ShardedAdapters | None = None
         if cfg.model.lora.rank and not value_model:
-            self.adapters = Adapters(self.model, cfg.model.lora, placement)
+            self.adapters = ShardedAdapters(self.model, cfg.model.lora, placement)
             places |= self.adapters.places(places)
             names = names | self.adapters.named(names)
         self._splits: dict[str, Split] = {}
@@ -198,7 +198,7 @@ class FSDPModelManager:
                 "download the folder again."
             )
 
-    def _adapt(self, adapters: Adapters) -> None:
+    def _adapt(self, adapters: ShardedAdapters) -> None:
         """Gives the adapters what they begin with."""
         lora = self.cfg.model.lora
         own = [weight for weight in self.weights_held if self.placement.writes(weight.split)]

@@ -235,7 +235,7 @@ def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
 
 def zero_body(world: Any, folder: Path, parallel: ParallelConfig, cured: bool) -> str:
     if not cured:
-        adapters.AdaptedLinear.with_product = (  # type: ignore[method-assign]
+        adapters.LinearWithPair.with_product = (  # type: ignore[method-assign]
             lambda self, x, answer: answer + 0 * self.lora_B(self.lora_A(x))
         )
     actor = policy_of(folder, parallel)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from rftmega.config import LoRA
 from rftmega.errors import ConfigError
-from rftmega.fsdp.adapters import AdaptedLinear
+from rftmega.fsdp.adapters import LinearWithPair
 from rftmega.hf_folders.adapted_linears import linears_of, targets_of
 from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta
@@ -52,11 +52,10 @@ def test_experts_in_one_tensor_are_refused_with_what_can_be_had(
             linears_of(model, targets)
 
 
-def adapted(plain: nn.Linear) -> AdaptedLinear:
-    layer = AdaptedLinear(plain, OPTIONS).to_empty(device="cpu")
-    layer.load_state_dict(plain.state_dict(), strict=False)
-    for matrix in (layer.lora_A.weight, layer.lora_B.weight):
-        nn.init.normal_(matrix)
+def adapted(plain: nn.Linear) -> LinearWithPair:
+    layer = LinearWithPair(plain, OPTIONS)
+    for matrix in (layer.lora_A, layer.lora_B):
+        nn.init.normal_(matrix.to_empty(device="cpu").weight)
     return layer
 
 
