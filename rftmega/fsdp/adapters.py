@@ -121,7 +121,7 @@ class ShardedAdapters:
         """
         found: dict[str, str] = {}
         for own, name in names.items():
-            if name.removesuffix(WEIGHT) in self.layers and name.endswith(WEIGHT):
+            if name.removesuffix(WEIGHT) in self.layers:
                 found |= zip(pair_of(own), pair_of(name), strict=True)
         return found
 
@@ -197,7 +197,7 @@ class ShardedAdapters:
         read; the weight stays as it is.
         """
         delta = self._deltas.get(weight.name.removesuffix(WEIGHT))
-        if delta is None or not weight.name.endswith(WEIGHT):
+        if delta is None:
             return weight.shards()
         return [replace(shard, addend=delta) for shard in weight.shards()]
 

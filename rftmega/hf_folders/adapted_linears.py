@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rftmega.converters.adapters import DOWN, UP, refuse_unknown
 from rftmega.errors import ConfigError
-from rftmega.hf_folders.meta_decoder import layers_of
+from rftmega.hf_folders.meta_decoder import layers_of, words_of
 from rftmega.options.adapters import OF_ATTENTION, experts_targeted
 
 WEIGHT = ".weight"
@@ -20,9 +20,13 @@ def linears_of(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.L
     """Returns the linear layers of a decoder that `targets` name, all where it is empty, by their
     names in the model.
 
-    Raises ConfigError for a target that the model does not have, and for experts, which
-    transformers keeps in one tensor a layer.
+    Raises ConfigError for a target that the model does not have, for experts, which transformers
+    keeps in one tensor a layer, and for a model with a tower.
     """
+    if words_of(model) is not model.base_model:
+        raise ConfigError(
+            f"model.lora.rank: {type(model).__name__} has a tower beside its decoder, and can't have adapters yet. Set it to 0."
+        )
     layers = set(layers_of(model))
     names = [name for name, module in model.named_modules() if module in layers]
     if experts_targeted(targets) and (found := _experts(model, names)):

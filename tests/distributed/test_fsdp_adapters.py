@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
@@ -36,6 +37,7 @@ from tests.distributed.test_adapters import (
     whole,
 )
 from tests.layouts import build_policy, rows_of
+from tests.plain_loop import log_probs
 from tests.ranks import run_ranks
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
@@ -126,7 +128,8 @@ def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("variant", "targets", "name"),
     [
-        ("phi3", ("qkv_proj", "gate_up_proj"), "FSDP 2"),  # one HF tensor each
+        # one HF tensor each, whose columns are put together again
+        ("phi3", ("qkv_proj", "gate_up_proj"), "FSDP 2 x TP2, full recompute"),
         ("qwen2", ("k_proj", "o_proj"), "FSDP 1 x TP2"),  # biases
         ("qwen2-tied", (), "FSDP 2 x TP2, full recompute"),
         ("olmo2", (), "FSDP 1 x TP2"),  # norms of all heads
@@ -406,7 +409,8 @@ def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: 
 
 def merge_body(
     world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, target: Path, dtype: str
-) -> None:
+) -> torch.Tensor:
+    """Log-probs of ROWS that were exported to `target`."""
     actor = policy_of(folder, parallel, adapter, MERGED, dtype=dtype, ema_beta=0.5)
     trainer, kind = actor.manager.cfg.trainer, getattr(torch, dtype)
     frozen = [weight.rows.clone() for weight in actor.manager.weights_held]
@@ -415,6 +419,7 @@ def merge_body(
     actor.residency.on(*PARTS)
     actor.residency.finish()
     export(actor, target, trainer)
+    logp: torch.Tensor = actor.log_probs(rows_of(ROWS)).logp
     size = 2 if world.size % 2 == 0 else 1
     engine = BlockEngine(world.rank % size, size)
     pushed = EngineWeights(actor.shards(), engine, bucket_bytes=30_000)
@@ -434,6 +439,7 @@ def merge_body(
         export(actor, target, trainer)
     for before, weight in zip(frozen, actor.manager.weights_held, strict=True):
         assert torch.equal(before, weight.rows), "the frozen weights changed"
+    return logp
 
 
 def rounded(kind: torch.dtype) -> float:
@@ -456,7 +462,13 @@ def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     processes, parallel = LAYOUTS[name]
-    run_ranks(processes, merge_body, folder, adapter, parallel, target, dtype)
+    logp, *_ = run_ranks(processes, merge_body, folder, adapter, parallel, target, dtype)
+    if dtype == "float32":
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        with torch.no_grad():
+            wanted = log_probs(model, ROWS)
+        for row, said in zip(logp, wanted, strict=True):
+            torch.testing.assert_close(row[: len(said)], said, atol=1e-5, rtol=0)
     base, kind = load_file(folder / "model.safetensors"), getattr(torch, dtype)
     for out in (target, Path(f"{target}_ema")):
         (file,) = out.glob("*.safetensors")

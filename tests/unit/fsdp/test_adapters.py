@@ -15,6 +15,7 @@ from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta
 from tests.plain_adapters import ALL
 from tests.tiny_decoders import save_decoder
+from tests.tiny_vision import save_tiny_vision
 
 OPTIONS = LoRA(rank=2, alpha=6.0, dropout=0.5)
 
@@ -50,6 +51,12 @@ def test_experts_in_one_tensor_are_refused_with_what_can_be_had(
             ConfigError, match=r"keeps the experts .* in one tensor \(model.layers.0"
         ):
             linears_of(model, targets)
+
+
+def test_a_model_with_a_tower_can_have_no_adapters(tmp_path: Path) -> None:
+    model = on_meta(read_config(save_tiny_vision(tmp_path, "qwen2_vl")), "eager")
+    with pytest.raises(ConfigError, match="has a tower beside its decoder"):
+        linears_of(model, ())
 
 
 def adapted(plain: nn.Linear) -> LinearWithPair:
