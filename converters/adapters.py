@@ -5,7 +5,7 @@ Each HF tensor has a pair of its own, as in PEFT: q, k and v, which Megatron kee
 three. Megatron's `a` is theirs, one below the other; its `b` has the rows of the weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rftmega.converters.decoder import ATTENTION, MLP
@@ -55,11 +55,7 @@ def adapted_layers(
             "model.lora.rank: the model has latent attention, whose layers can't have adapters. Set it to 0."
         )
     names = {name for rule in linear for name in _names(rule)}
-    if unknown := [target for target in targets if target not in names]:
-        raise ConfigError(
-            f"model.lora.targets: {', '.join(unknown)} can't have an adapter in this model. "
-            f"Choose from: {', '.join(sorted(names))}."
-        )
+    refuse_unknown(targets, names)
     found = []
     for rule in linear:
         numbers = range(len(rule.hf))
@@ -67,6 +63,15 @@ def adapted_layers(
         if chosen:
             found.append(_adapted(rule, tuple(chosen), rank))
     return found
+
+
+def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
+    """Raises ConfigError for targets that are not among the `names` of a model's layers."""
+    if unknown := [target for target in targets if target not in names]:
+        raise ConfigError(
+            f"model.lora.targets: {', '.join(unknown)} can't have an adapter in this model. "
+            f"Choose from: {', '.join(sorted(names))}."
+        )
 
 
 def hf_target(rule: Rule, number: int) -> str:

@@ -40,6 +40,7 @@ def config_of(
     lora: LoRA | None = None,
     fp8: Literal["none", "blockwise"] = "none",
     router_replay: Literal["none", "trainer", "engine"] = "none",
+    ema_beta: float = 0.0,
 ) -> RunConfig:
     """100 optimizer steps, whatever the number of mini-batches."""
     return RunConfig(
@@ -51,7 +52,9 @@ def config_of(
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-3),
         rollout=RolloutConfig(temperature=temperature, router_replay=router_replay),
         algorithm=AlgorithmConfig(
-            updates_per_epoch=updates_per_epoch, kl=KLConfig(coef=0.1 if keep_reference else 0.0)
+            updates_per_epoch=updates_per_epoch,
+            kl=KLConfig(coef=0.1 if keep_reference else 0.0),
+            ema_beta=ema_beta,
         ),
         trainer=TrainerConfig(steps=100 // updates_per_epoch, max_tokens_per_micro_batch=token_cap),
     )

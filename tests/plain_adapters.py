@@ -221,11 +221,14 @@ def write_pairs(folder: Path, pairs: Pairs, *, alpha: float, **more: Any) -> Pat
     return folder
 
 
-def merged_by_hand(base: Path, adapter: Path) -> dict[str, Tensor]:
-    """The folder's weights plus alpha / r times B A of a PEFT folder, in float64."""
+def merged_by_hand(
+    base: Path, adapter: Path, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The folder's weights, read in `dtype`, plus alpha / r times B A of a PEFT folder, in float64."""
     said = json.loads((adapter / "adapter_config.json").read_text())
     found = {
-        name: tensor.double() for name, tensor in load_file(base / "model.safetensors").items()
+        name: tensor.to(dtype).double()
+        for name, tensor in load_file(base / "model.safetensors").items()
     }
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, a in tensors.items():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from rftmega.config import RunConfig
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.fsdp.adapters import ShardedAdapters
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
@@ -27,8 +28,10 @@ class FSDPActor(FSDPModel):
         self.manager.setup_model_and_optimizer()
         self.runner = FSDPRunner(self.manager, TokenStats)
         residency, weights = self.manager.residency, self.manager.weights
-        keep_reference = cfg.algorithm.kl.coef > 0
-        self.reference = ReferenceWeights(residency, weights) if keep_reference else None
+        self.reference: ReferenceWeights | ShardedAdapters | None = None
+        if cfg.algorithm.kl.coef > 0:
+            # without its adapters the policy is the model that it began with: no second weights
+            self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
         if cfg.algorithm.ema_beta > 0:
             self.average = AveragedWeights(residency, weights, cfg.algorithm.ema_beta)
             self.runner.after_step = self.average.update

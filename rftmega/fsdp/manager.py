@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -12,19 +11,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rftmega import device
+from rftmega.checkpoint import frozen_weights
 from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
+from rftmega.device.random_stream import RandomStream
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
 from rftmega.errors import CheckpointError
+from rftmega.fsdp.adapters import ShardedAdapters
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
-from rftmega.fsdp.names import HEAD, Placed, ShardPlan, differs_from, places_of, plans_of, read
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.fsdp.tensor_parallel import share_layers
+from rftmega.fsdp.weight import Weight
 from rftmega.hf_folders.decoder import tower_of
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.hf_folders.meta_decoder import describe
+from rftmega.hf_folders.parameter_places import (
+    HEAD,
+    Placed,
+    differs_from,
+    places_of,
+    plans_of,
+    read,
+)
+from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.json_files import read_json_object
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
@@ -35,20 +46,6 @@ from rftmega.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"
-
-
-@dataclass(slots=True)
-class Weight:
-    """Weight is this process's rows of a parameter, or of its share of one."""
-
-    name: str  # as transformers has it
-    parameter: Tensor  # sharded
-    plans: list[ShardPlan]  # which HF tensors the rows hold
-    embeds: bool  # it is the embedding
-    split: Split | None  # among the processes of a tensor-parallel group; None: each has it whole
-    partial: bool  # it is whole, and each has a share of its gradient
-    rows: Tensor  # float32; what the optimizer steps
-    pushed: Tensor  # in the dtype of the forward pass; float32: `rows` itself
 
 
 class FSDPModelManager:
@@ -77,20 +74,38 @@ class FSDPModelManager:
         path = cfg.model.path
         self.description = describe(self.model, tower_of(path, self.model.config))
         places = self._places(files, built)
+        names = built.names
+        self.adapters: ShardedAdapters | None = None
+        if cfg.model.lora.rank and not value_model:
+            self.adapters = ShardedAdapters(self.model, cfg.model.lora, placement)
+            places |= self.adapters.places(places)
+            names = names | self.adapters.named(names)
         self._splits: dict[str, Split] = {}
         self._partial: set[str] = set()
         if placement.tensor > 1:
             self._share_layers()
         if cfg.parallel.recompute == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.adapters is not None:
+            self.adapters.freeze(self.network, self.dtype)
         shard_parameters(self.network, self.model, placement, cfg.parallel, self.dtype)
         home = torch.device("cpu") if self.on_host else self.where
         materialise(self.network, self.model, home)
-        self.weights_held = self._weights(built.names, places)
+        every = self._weights(names, places)
+        # those of the model, and those that are learnt: the same, or its adapters'
+        own = set(built.names.values())
+        self.weights_held = [weight for weight in every if weight.name in own]
+        self.learnt = [weight for weight in every if weight.parameter.requires_grad]
         self._load(files)
+        if self.adapters is not None:
+            self._adapt(self.adapters)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule_steps = 0
         self._pushed_is_old = True
+        # what adapters drop; processes that compute the same rows drop the same
+        self.dropped: RandomStream | None = None
+        if self.adapters is not None and cfg.model.lora.dropout:
+            self.dropped = RandomStream(cfg.trainer.seed + placement.data_rank)
         self.residency = Residency(self._parts, finish=self.finish_param_sync)
 
     @property
@@ -133,6 +148,8 @@ class FSDPModelManager:
         styles = styles_of(self.model, size)
         self._splits = splits_of(self.model, styles, rank, size)
         self._partial = partial_of(self.model, styles)
+        if self.adapters is not None:
+            self.adapters.share(self._splits, self._partial)
         share_layers(self.network, self.model, styles, self._splits, self.placement.tensor_group)
 
     def _weights(self, names: dict[str, str], places: dict[str, list[Placed]]) -> list[Weight]:
@@ -150,7 +167,7 @@ class FSDPModelManager:
                 split=split,
                 opens=parameter is embedding,
             )
-            wide = self.dtype == torch.float32
+            wide = held.dtype == self.dtype
             pushed = held if wide else torch.empty_like(held, dtype=self.dtype)
             embeds, partial = parameter is embedding, known in self._partial
             found.append(Weight(known, parameter, plans, embeds, split, partial, held, pushed))
@@ -181,12 +198,34 @@ class FSDPModelManager:
                 "download the folder again."
             )
 
+    def _adapt(self, adapters: ShardedAdapters) -> None:
+        """Gives the adapters what they begin with."""
+        lora = self.cfg.model.lora
+        own = [weight for weight in self.weights_held if self.placement.writes(weight.split)]
+        frozen = (shard for weight in own for shard in weight.shards())
+        self.sum_of_base = frozen_weights.sum_of(frozen, self.where)
+        adapters.bind(self.learnt)
+        if lora.path:
+            folder = PEFTFolder(lora.path, option="model.lora.path")
+            folder.check(lora, adapters.targets)
+            adapters.load(folder.whole)
+        else:
+            adapters.load(beginning(self.cfg.trainer.seed))
+
     def _ties(self, weight: Weight) -> bool:
         return weight.embeds and self.description.tied and not self.value_model
 
     def shards(self) -> list[Shard]:
-        """Returns what this process holds of the model, in the dtype of the forward pass."""
-        return [plan.of(weight.pushed) for weight in self.weights_held for plan in weight.plans]
+        """Returns what this process holds of the model, in the dtype of the forward pass; adapters
+        are merged where a shard is read.
+        """
+        if self.adapters is None:
+            return self.frozen_shards()
+        return [shard for weight in self.weights_held for shard in self.adapters.merged(weight)]
+
+    def frozen_shards(self) -> list[Shard]:
+        """Returns what this process holds of the model, without what adapters add."""
+        return [shard for weight in self.weights_held for shard in weight.shards()]
 
     @property
     def adam_steps(self) -> int:
@@ -201,27 +240,28 @@ class FSDPModelManager:
         """
         assert self.optimizer is not None
         self.optimizer.state.clear()
-        for weight in self.weights_held if steps else ():
+        for weight in self.learnt if steps else ():
             moments = {name: torch.zeros_like(weight.rows) for name in MOMENTS}
             self.optimizer.state[weight.rows] = {"step": torch.tensor(float(steps))} | moments
 
     def _parts(self) -> dict[str, list[Tensor]]:
         if self.on_host:
             return {PARAMETERS: [], GRADIENTS: [], MAIN_PARAMETERS: [], ADAM: []}
-        rows = [weight.rows for weight in self.weights_held]
-        narrow = [weight.pushed for weight in self.weights_held if weight.pushed is not weight.rows]
-        gradients = [weight.parameter.grad for weight in self.weights_held]
+        frozen = [weight.rows for weight in self.weights_held if not weight.learns]
+        whole = [] if self.adapters is None else self.adapters.gathered
+        narrow = [weight.pushed for weight in self.learnt if weight.pushed is not weight.rows]
+        gradients = [weight.parameter.grad for weight in self.learnt]
         state = self.optimizer.state if self.optimizer else {}
         return {
-            PARAMETERS: rows + narrow,
+            PARAMETERS: frozen + self.weights() + narrow + whole,
             GRADIENTS: [local(gradient) for gradient in gradients if gradient is not None],
             MAIN_PARAMETERS: [],
             ADAM: [each[name] for each in state.values() for name in MOMENTS],
         }
 
     def weights(self) -> list[Tensor]:
-        """Returns this process's rows of all parameters."""
-        return [weight.rows for weight in self.weights_held]
+        """Returns this process's rows of all parameters that are learnt."""
+        return [weight.rows for weight in self.learnt]
 
     def setup_model_and_optimizer(self) -> None:
         """Builds Adam (Loshchilov and Hutter, arXiv:1711.05101) over this process's rows.
@@ -229,8 +269,8 @@ class FSDPModelManager:
         Norms and biases are exempt from weight decay.
         """
         chosen = self.cfg.optimizer
-        decays = [weight for weight in self.weights_held if _decays(weight)]
-        exempt = [weight for weight in self.weights_held if not _decays(weight)]
+        decays = [weight for weight in self.learnt if _decays(weight)]
+        exempt = [weight for weight in self.learnt if not _decays(weight)]
         groups = [
             {"params": [weight.rows for weight in decays], "weight_decay": chosen.weight_decay},
             {"params": [weight.rows for weight in exempt], "weight_decay": 0.0},
@@ -258,7 +298,7 @@ class FSDPModelManager:
         self.network.train(learning)
 
     def zero_grad(self) -> None:
-        for weight in self.weights_held:
+        for weight in self.learnt:
             weight.parameter.grad = None
 
     def gather_nothing(self) -> None:
@@ -280,7 +320,7 @@ class FSDPModelManager:
         """
         for module in sharded_modules(model):
             module.set_requires_all_reduce(is_last_micro_batch)
-        return nullcontext()
+        return nullcontext() if self.dropped is None else self.dropped.drawn_from()
 
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:
@@ -288,7 +328,7 @@ class FSDPModelManager:
 
         Where a process has a share of a gradient only, the shares are added up first.
         """
-        for weight in self.weights_held:
+        for weight in self.learnt:
             if weight.partial and weight.parameter.grad is not None:
                 gradient = local(weight.parameter.grad)
                 total = gradient.to(self.where)
@@ -298,7 +338,7 @@ class FSDPModelManager:
             gradient.div_(max(count, 1))
 
     def _gradients(self) -> list[Tensor]:
-        found = [weight.parameter.grad for weight in self.weights_held]
+        found = [weight.parameter.grad for weight in self.learnt]
         return [local(gradient) for gradient in found if gradient is not None]
 
     @torch.no_grad()
@@ -327,19 +367,19 @@ class FSDPModelManager:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        for weight in self.weights_held:
+        for weight in self.learnt:
             gradient = weight.parameter.grad
             weight.rows.grad = None if gradient is None else local(gradient)
         self.optimizer.step()
-        for weight in self.weights_held:
+        for weight in self.learnt:
             weight.rows.grad = None
 
     def _grad_norm(self) -> float:
         first = self.placement.tensor_rank == 0  # of what all have whole, its own counts
-        counted = [weight for weight in self.weights_held if first or weight.split is not None]
+        counted = [weight for weight in self.learnt if first or weight.split is not None]
         gradients = [weight.parameter.grad for weight in counted]
         squares = [local(each).float().square().sum() for each in gradients if each is not None]
-        total = torch.stack(squares).sum().to(self.where)
+        total = torch.stack(squares or [torch.zeros(())]).sum().to(self.where)
         dist.all_reduce(total, group=self.placement.replica_group)
         return float(total.sqrt())
 
@@ -373,19 +413,23 @@ class FSDPModelManager:
     @torch.no_grad()
     def take_pushed(self) -> None:
         """Takes weights in the dtype of the forward pass, which were read, as the rows."""
-        for weight in self.weights_held:
+        for weight in self.learnt:
             if weight.pushed is not weight.rows:
                 weight.rows.copy_(weight.pushed)
         self.residency.changed()
 
     @torch.no_grad()
     def finish_param_sync(self) -> None:
-        """Rounds the rows for whoever reads them in the dtype of the forward pass."""
+        """Rounds the rows for whoever reads them in the dtype of the forward pass, and gathers what
+        adapters are merged with; a collective where there are any.
+        """
         if self._pushed_is_old:
             self._pushed_is_old = False
-            for weight in self.weights_held:
+            for weight in self.learnt:
                 if weight.pushed is not weight.rows:
                     weight.pushed.copy_(weight.rows)
+            if self.adapters is not None:
+                self.adapters.gather(self.where)
 
 
 def _decays(weight: Weight) -> bool:

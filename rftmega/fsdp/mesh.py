@@ -73,6 +73,11 @@ class ShardingMesh:
         return self.data // self.replicas
 
     @property
+    def shard_group(self) -> Any:
+        """Returns the processes that the rows of a parameter are sharded over."""
+        return self.mesh.get_group(SHARD)
+
+    @property
     def shard_rank(self) -> int:
         return self.data_rank % self.shards
 
@@ -80,6 +85,13 @@ class ShardingMesh:
     def replica(self) -> int:
         """Returns which replica this process belongs to."""
         return self.data_rank // self.shards
+
+    def writes(self, split: object | None) -> bool:
+        """Returns whether of equal holders of rows this process is the first, and writes them.
+        `split`: of their parameter among tensor-parallel processes; None: all of these have it.
+        """
+        first = split is not None or self.tensor_rank == 0
+        return first and self.replica == 0
 
     def first_row(self, rows: int) -> int:
         """Returns the first of the rows that this process holds of a parameter with so many: equal

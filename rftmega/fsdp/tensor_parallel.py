@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rftmega.fsdp.adapters import LinearWithPair
 from rftmega.fsdp.exchanges import copied, joined, own_columns, summed
 from rftmega.fsdp.module import LogProbHead, Network
 from rftmega.hf_folders.tensor_plan import (
@@ -76,7 +77,10 @@ def _columns(module: Any, group: Any, *, joins: bool) -> Forward:
 def _rows(module: Any, group: Any, *, of_whole: bool) -> Forward:
     def forward(x: Tensor) -> Tensor:
         own = own_columns(x, group) if of_whole else x
-        answer = summed(functional.linear(own, module.weight), group)
+        part = functional.linear(own, module.weight)
+        if isinstance(module, LinearWithPair):
+            part = module.with_product(own, part)
+        answer = summed(part, group)
         whole: Tensor = answer if module.bias is None else answer + module.bias
         return whole
 

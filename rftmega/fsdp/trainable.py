@@ -15,11 +15,13 @@ from rftmega.checkpoint.training import StoredModel
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import PARAMETERS, Residency
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.manager import MOMENTS, FSDPModelManager, Weight
+from rftmega.fsdp.manager import MOMENTS, FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
+from rftmega.fsdp.weight import Weight
 from rftmega.model_providers.description import ModelDescription
-from rftmega.shards import Shard, ShardBox
+from rftmega.parallel.seeds import as_bytes, as_text
+from rftmega.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.types import Metrics
 
 WEIGHTS, AVERAGE, MAIN = "weights", "average", "main"
@@ -93,10 +95,14 @@ class FSDPModel:
         return self.manager.shards()
 
     def frozen_shards(self) -> list[Shard]:
-        return self.manager.shards()  # it has no adapters
+        return self.manager.frozen_shards()
 
-    def adapters(self) -> None:
-        """Returns nothing: all of the model learns here."""
+    def adapters(self) -> TrainedAdapters | None:
+        if (held := self.manager.adapters) is None:
+            return None
+        lora = self.manager.cfg.model.lora
+        shards = tuple(held.shards())
+        return TrainedAdapters(shards, lora.rank, lora.alpha, lora.dropout, lora.rslora)
 
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()
@@ -105,7 +111,7 @@ class FSDPModel:
 
     def _model_tensors(self) -> Iterator[ShardBox]:
         averages = self.average.held if self.average is not None else None
-        for number, weight in enumerate(self.manager.weights_held):
+        for number, weight in enumerate(self.manager.learnt):
             yield from self._boxes(WEIGHTS, weight, self.residency.host(weight.pushed))
             if averages is not None:
                 yield from self._boxes(AVERAGE, weight, averages[number])
@@ -115,7 +121,7 @@ class FSDPModel:
         where there are any yet.
         """
         optimizer = self.manager.optimizer
-        for weight in self.manager.weights_held if optimizer is not None else ():
+        for weight in self.manager.learnt if optimizer is not None else ():
             assert optimizer is not None
             if weight.pushed is not weight.rows:
                 yield from self._boxes(MAIN, weight, self.residency.host(weight.rows))
@@ -125,9 +131,7 @@ class FSDPModel:
                     yield from self._boxes(name, weight, self.residency.host(state[name]))
 
     def _boxes(self, kind: str, weight: Weight, tensor: Tensor) -> Iterator[ShardBox]:
-        # of equal holders the first one writes
-        first = weight.split is not None or self.placement.tensor_rank == 0
-        written = first and self.placement.replica == 0
+        written = self.placement.writes(weight.split)
         for plan in weight.plans:
             shard = plan.of(tensor)
             for number, name in enumerate(shard.logical.names):
@@ -138,15 +142,19 @@ class FSDPModel:
 
     def described(self) -> dict[str, Any]:
         """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
-        from.
+        from; of a model with adapters these, and a checksum of its "base".
         """
         cfg = self.manager.cfg
-        return {
+        said: dict[str, Any] = {
             "hf_config": self.manager.hf_config,
             "dtype": str(self.dtype),
-            "layout": asdict(cfg.parallel),
+            "layout": asdict(cfg.parallel) | {"backend": cfg.backend},
             "path": cfg.model.path,
         }
+        if (adapters := self.manager.adapters) is not None:
+            said["adapters"] = cfg.model.lora.told(adapters.targets)
+            said["base"] = self.manager.sum_of_base
+        return said
 
     def counters(self) -> dict[str, int]:
         return {
@@ -169,7 +177,10 @@ class FSDPModel:
             if box.key in stored or (strict and box.key.startswith(f"{WEIGHTS}/"))
         )
         restarts = self.average is not None and not stored.holds(AVERAGE)
-        if restarts or not optimizer:  # what copies the weights finds them on the device alone
+        merges = manager.adapters is not None
+        if (
+            restarts or not optimizer or merges
+        ):  # what copies the weights finds them on the device alone
             self.residency.on(PARAMETERS)
         if self.average is not None and restarts:
             self.average.restart()
@@ -179,6 +190,8 @@ class FSDPModel:
             self.residency.changed()
         else:
             manager.take_pushed()
+        if merges:
+            manager.rows_changed()  # and gathered by whoever reads them next
         if schedule:
             manager.schedule_steps = stored.said["schedule_steps"]
 
@@ -203,7 +216,11 @@ class FSDPModel:
         return TrainingCheckpoints(Path(folder), {role: self}, self.manager.cfg)
 
     def random_state(self) -> dict[str, Any]:
-        return {}
+        """Returns the state of the stream that adapters' dropout draws from, where there is any."""
+        dropped = self.manager.dropped
+        return {} if dropped is None else {"dropped": as_text(dropped.state)}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Does nothing: nothing here draws."""
+        """Draws go on from here."""
+        if self.manager.dropped is not None and "dropped" in state:
+            self.manager.dropped.state = as_bytes(state["dropped"])

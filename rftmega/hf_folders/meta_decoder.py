@@ -51,12 +51,10 @@ def describe(model: PreTrainedModel, tower: VisionTower | None = None) -> Transf
     return said.with_weights(counted, round(matrices))
 
 
-def gathered_apart(model: PreTrainedModel, head: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose parameters FSDP2 gathers together, one after another: the embedding,
-    each layer, and `head`, which stands for the model's own. What is in none of them is gathered
-    for a whole pass; so is a tied embedding, since it is the head, too.
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns a model's layers, those of a tower among them.
 
-    Raises CheckpointError where transformers does not name the class of the layers.
+    Raises CheckpointError where transformers does not name their class.
     """
     kinds = set(model._no_split_modules or ())
     layers = [each for each in model.base_model.modules() if type(each).__name__ in kinds]
@@ -65,6 +63,17 @@ def gathered_apart(model: PreTrainedModel, head: nn.Module) -> list[nn.Module]:
             f"transformers does not say which modules of {type(model).__name__} are its layers (_no_split_modules), so "
             "nothing could be gathered layer by layer. Take backend=megatron, or another model."
         )
+    return layers
+
+
+def gathered_apart(model: PreTrainedModel, head: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose parameters FSDP2 gathers together, one after another: the embedding,
+    each layer, and `head`, which stands for the model's own. What is in none of them is gathered
+    for a whole pass; so is a tied embedding, since it is the head, too.
+
+    Raises CheckpointError where transformers does not name the class of the layers.
+    """
+    layers = layers_of(model)
     embedding = model.get_input_embeddings()
     if any(weight is embedding.weight for weight in head.parameters()):
         return layers

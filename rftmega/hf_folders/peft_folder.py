@@ -1,10 +1,13 @@
 """A folder of adapters as PEFT writes and reads it: adapter_model.safetensors, adapter_config.json."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rftmega.converters.adapters import DOWN, UP
@@ -13,6 +16,7 @@ from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
 from rftmega.options.adapters import LoRA, scaling_of
 
+Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module of transformers' model
 # that change what an adapter is, with what they are where they change nothing
@@ -26,6 +30,21 @@ UNKNOWN: dict[str, Any] = {
 def target_of(name: str) -> str:
     """Returns the module that a tensor of an adapter is on, such as q_proj."""
     return name.removesuffix(DOWN).removesuffix(UP).rsplit(".", 1)[1]
+
+
+def beginning(seed: int) -> Whole:
+    """Returns what adapters begin with, so that they change nothing yet: B is zero, A is drawn from
+    PEFT's distribution, by its name.
+    """
+
+    def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(UP):
+            return torch.zeros(shape)
+        random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=random)
+
+    return drawn
 
 
 class PEFTFolder:

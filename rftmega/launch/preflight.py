@@ -9,6 +9,7 @@ from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
+from rftmega.hf_folders.adapted_linears import linears_of, targets_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
     describe_any,
@@ -62,7 +63,7 @@ def preflight(
         if config.backend == "fsdp":
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
-        found += _value_models(config, model) + _adapters(config)
+        found += _value_models(config, model) + _adapters(config, model)
         megatron = config.backend == "megatron"
         if (
             megatron
@@ -222,27 +223,34 @@ def _layout_violations(
     return []
 
 
-def _adapters(config: RunConfig) -> list[str]:
+def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
     """Lists why the model can't have the adapters that it is to have, or begin with those of a
     folder.
     """
     lora = config.model.lora
-    if config.backend != "megatron" or not lora.rank:
+    if not lora.rank or model.tower:
         return []
-    rules = table(read_hf_config(config.model.path))
     try:
-        layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
-        if lora.push == "adapters" and any(rule.per_expert for rule in rules):
+        targets = _adapted(config)
+        if lora.push == "adapters" and model.experts:
             return [
                 "model.lora.push=adapters: the model has experts, whose weights vLLM does not take in a push once it serves "
                 "adapters. Leave it out: engines get merged weights then."
             ]
-        targets = {target for layer in layers for target in layer.targets}
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
             PEFTFolder(lora.path, option="model.lora.path").check(lora, targets)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
     return []
+
+
+def _adapted(config: RunConfig) -> frozenset[str]:
+    """Returns the layers that have adapters, by the last parts of their names."""
+    path, lora = config.model.path, config.model.lora
+    if config.backend == "fsdp":
+        return targets_of(linears_of(on_meta(read_config(path), "eager"), lora.targets))
+    layers = adapted_layers(table(read_hf_config(path)), rank=lora.rank, targets=lora.targets)
+    return frozenset(target for layer in layers for target in layer.targets)
 
 
 def _exports(config: RunConfig) -> list[str]:

@@ -3,9 +3,7 @@ shard is read.
 """
 
 import logging
-import math
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,9 @@ from torch import Tensor
 
 from rftmega.config import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.converters import shard, shard_shape
-from rftmega.converters.adapters import AdaptedLayer
+from rftmega.converters.adapters import UP, AdaptedLayer
 from rftmega.converters.rules import located
+from rftmega.hf_folders.peft_folder import Whole
 from rftmega.kernels.packed_weights import PackedWeight, pack
 from rftmega.layers.adapter import (
     AdaptedExperts,
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 
 # which of equal holders a process is, of a tensor's pieces: stages, tensor- and data-parallel ones
 Replicas = Sequence[tuple[int, ...]]
-WORDS = {2: torch.int16, 4: torch.int32}
-Whole = Callable[[str, tuple[int, ...]], Tensor]  # an HF tensor, by name and shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +121,6 @@ class Adapters:
             self.replicas.append(pieces if is_split else whole)
 
     @torch.no_grad()
-    def begin(self, seed: int) -> None:
-        """Makes adapters that change nothing yet, the same under every layout: `b` is zero, `a` has
-        PEFT's distribution.
-        """
-
-        def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-            random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = 1 / math.sqrt(shape[1])
-            return torch.empty(shape).uniform_(-bound, bound, generator=random)
-
-        for item in self.bound[::2]:
-            self._fill(item, drawn)
-
-    @torch.no_grad()
     def load(self, whole: Whole) -> None:
         """Fills every matrix from whole HF tensors."""
         for item in self.bound:
@@ -153,6 +136,10 @@ class Adapters:
     def has_pair(self, name: str) -> bool:
         """Says whether an adapter's HF tensor is learnt; others are zeros in between."""
         return name.split(".")[-3] in self.targets
+
+    def is_filler(self, name: str) -> bool:
+        """Says whether an HF tensor is zeros between those of pairs, and no matrix of a pair."""
+        return name.endswith(UP) and not self.has_pair(name)
 
     def merged(self, item: Bound) -> Shard:
         """Returns the shard of a weight of the model, to which its adapter is added where it is
@@ -194,23 +181,11 @@ def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
     return found
 
 
-@torch.no_grad()
-def sum_of_base(base: Sequence[tuple[Bound, Replicas]]) -> int:
-    """Returns a checksum of a whole model's frozen weights that depends on no layout; a collective.
-
-    A checkpoint of adapters does not hold these, and means nothing beside others.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=base[0][0].parameter.device)
+def counted_once(base: Sequence[tuple[Bound, Replicas]]) -> Iterator[Shard]:
+    """Yields shards of a whole model's weights, each element on one process alone."""
     for item, pieces in base:
-        if any(any(piece) for piece in pieces) or not item.rule.exported:
-            continue  # another process counts it
-        held = item.shard()
-        for number, name in enumerate(held.logical.names):
-            for _, elements in held.views(number):
-                words = elements.view(WORDS[elements.itemsize])
-                total += zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)
-    dist.all_reduce(total)
-    return int(total)
+        if item.rule.exported and not any(any(piece) for piece in pieces):
+            yield item.shard()
 
 
 def pack_base(base: Sequence[Bound]) -> list[PackedWeight]:

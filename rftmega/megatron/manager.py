@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rftmega import device
+from rftmega.checkpoint import frozen_weights
 from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
@@ -38,7 +39,7 @@ from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
 from rftmega.errors import ConfigError, NothingLearnt
 from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.peft_folder import PEFTFolder
+from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.kernels.packed_weights import PackedWeight
 from rftmega.layers.shared_base import share_base
@@ -47,7 +48,7 @@ from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward
-from rftmega.megatron.adapters import Adapters, Replicas, pack_base, sum_of_base
+from rftmega.megatron.adapters import Adapters, Replicas, counted_once, pack_base
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -254,7 +255,7 @@ class MegatronModelManager:
         held = list(zip(self.bound, self.replicas, strict=True))
         base = [pair for pair in held if not is_of_value_head(pair[0].rule)]
         head = [pair for pair in held if is_of_value_head(pair[0].rule)]
-        self.sum_of_base = sum_of_base(base)
+        self.sum_of_base = frozen_weights.sum_of(counted_once(base), self.where)
         self.adapters = Adapters(self.chunks, base, self._adapted, self.topology, lora)
         self.head = [item for item, _ in head]
         for item in self.head:
@@ -266,7 +267,7 @@ class MegatronModelManager:
             folder.check(lora, self.adapters.targets)
             self.adapters.load(folder.whole)
         else:
-            self.adapters.begin(self.cfg.trainer.seed)
+            self.adapters.load(beginning(self.cfg.trainer.seed))
 
     def _load(
         self, files: HFFolder, rules: Sequence[Rule], experts: int, missing: Sequence[Bound]

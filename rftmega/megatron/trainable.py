@@ -123,13 +123,7 @@ class MegatronModel:
             "path": cfg.model.path,
         }
         if (adapters := self.manager.adapters) is not None:
-            lora = cfg.model.lora
-            targets = sorted(adapters.targets)
-            said["adapters"] = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
-            if lora.rslora:  # of which earlier checkpoints say nothing
-                said["adapters"]["rslora"] = True
-            if lora.base_on_host != "whole":  # the frozen weights are rounded
-                said["adapters"]["base_on_host"] = lora.base_on_host
+            said["adapters"] = cfg.model.lora.told(adapters.targets)
             said["base"] = self.manager.sum_of_base
         return said
 

@@ -58,7 +58,8 @@ def _parts(
     written = not any(any(replica) for replica in replicas)
     names, shapes = item.hf_names, shapes_of(item.rule)
     for part in shard_parts(item.rule, item.rank, item.ranks):
-        yield names[part.number], shapes[part.number], part, written
+        if manager.adapters is None or not manager.adapters.is_filler(names[part.number]):
+            yield names[part.number], shapes[part.number], part, written
 
 
 def optimizer_tensors(

@@ -1,8 +1,9 @@
 """Options of adapters: small matrices that learn in place of the model's own (LoRA)."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rftmega.options.bounds import BelowOne, NotNegativeInt, Positive
 
@@ -14,6 +15,8 @@ HF_TARGETS = (
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("w1", "w2", "w3"),  # of Mixtral's experts: gate, down, up
 )
+# those of attention, which no expert has
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 # with one scale, of base_on_host=int8: shards of a row have the scales of the whole one where they
@@ -72,10 +75,24 @@ class LoRA:
         """Returns what an adapter's product is multiplied by."""
         return scaling_of(self.rank, self.alpha, rslora=self.rslora)
 
+    def told(self, targets: Iterable[str]) -> dict[str, Any]:
+        """Returns what a checkpoint says of adapters on `targets`."""
+        said: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "targets": sorted(targets)}
+        if self.rslora:  # of which earlier checkpoints say nothing
+            said["rslora"] = True
+        if self.base_on_host != "whole":  # the frozen weights are rounded
+            said["base_on_host"] = self.base_on_host
+        return said
+
     @property
     def served_rank(self) -> int:
         """Returns the rank of the adapters that engines get as such; 0 where they get none."""
         return self.rank if self.push == "adapters" else 0
+
+
+def experts_targeted(targets: Sequence[str]) -> bool:
+    """Returns whether `targets` name layers that experts have; an empty one names all layers."""
+    return not targets or not set(targets) <= set(OF_ATTENTION)
 
 
 def scaling_of(rank: int, alpha: float, *, rslora: bool) -> float:

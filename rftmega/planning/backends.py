@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
-from rftmega.errors import CheckpointError
+from rftmega.errors import CheckpointError, ConfigError
 from rftmega.planning.fit import (
     Machine,
     Misfit,
@@ -85,7 +85,7 @@ def best_of(config: RunConfig, machine: Machine) -> Best:
     """Returns the quickest layout of `config.backend` that fits."""
     try:
         models = models_of(config)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         return Best(None, 0.0, str(error))
     if config.backend == "fsdp":
         return _quickest(models, config, machine, _of_fsdp(machine, config))

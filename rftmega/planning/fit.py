@@ -16,7 +16,6 @@ from rftmega.model_providers.description import heads_violations, layout_violati
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.data_plane import on_each_host
-from rftmega.planning.groups import read_groups
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import bound_of
@@ -316,7 +315,7 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
             found += layout_violations(planned.model, parallel)
             continue
         try:
-            read_groups(planned.path, value=planned.value, tensor=parallel.tensor)
+            planned.groups_of(parallel.tensor)
         except CheckpointError as error:
             found.append(str(error))
     if config.algorithm.task == "rl":

@@ -205,7 +205,7 @@ def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
     if planned.groups is None:
         return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
     shards = sharded.shards_of(planned, world)
-    return sharded.elements_of(planned.groups, shards), sharded.FLOAT
+    return sharded.learnt_of(planned.groups, shards), sharded.FLOAT
 
 
 def on_host(
@@ -221,7 +221,7 @@ def on_host(
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
     # gradients are forgotten, not moved
     moved = {name: sum(parts.values()) - parts[GRADIENTS] for name, parts in held.items()}
-    if config.algorithm.kl.coef > 0 and not policy.adapted:
+    if config.algorithm.kl.coef > 0 and not config.model.lora.rank:
         found["reference"] = elements * itemsize
     if config.algorithm.ema_beta > 0:
         # and what an optimizer step's weights are copied to
@@ -237,7 +237,7 @@ def on_host(
             if (optimizer := planned.optimizer) is not None:
                 # moments are float32 there
                 wider = held[name][ADAM] * (MOMENTS["float32"] / MOMENTS[optimizer.states] - 1)
-                frozen = frozen_bytes(planned, stages[name])
+                frozen = frozen_bytes(planned, stages[name]) + sharded.frozen_bytes(planned, world)
                 found["checkpoint"] += moved[name] - frozen + int(wider)
     if offloads:
         shared = shared_bytes(models, stages)

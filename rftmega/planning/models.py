@@ -3,15 +3,16 @@ they learn.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.decoder import TransformersModel
+from rftmega.hf_folders.gathered_groups import Groups, read_groups
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.planning.groups import Groups, read_groups
 
 POLICY = "policy"
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,6 +40,7 @@ class PlannedModel:
     frozen_tower: bool = False  # the vision tower does not learn
     groups: Groups | None = None  # of FSDP2; None: Megatron's layouts
     path: str = ""  # of the folder that its config.json is in
+    lora: LoRA = field(default_factory=LoRA)  # of FSDP2's layouts
     adapted: tuple[AdaptedLayer, ...] = ()  # whose adapters alone learn; (): all of the model
 
     def with_layout(
@@ -46,8 +48,15 @@ class PlannedModel:
     ) -> "PlannedModel":
         groups = self.groups
         if groups is not None and parallel.tensor != self.parallel.tensor:
-            _, groups = read_groups(self.path, value=self.value, tensor=parallel.tensor)
+            groups = self.groups_of(parallel.tensor)
         return replace(self, parallel=parallel, optimizer=optimizer, groups=groups)
+
+    def groups_of(self, tensor: int) -> Groups:
+        """Returns the groups of the first of `tensor` processes that share its matrices.
+
+        Raises CheckpointError where they can't.
+        """
+        return _groups(self.path, tensor, self.lora, value=self.value)[1]
 
 
 def models_of(
@@ -63,8 +72,9 @@ def models_of(
     def planned(
         path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool
     ) -> PlannedModel:
+        lora = LoRA() if value else config.model.lora
         model, rules, groups = (
-            _sharded(path, parallel.tensor, value=value)
+            _sharded(path, parallel.tensor, lora, value=value)
             if config.backend == "fsdp"
             else (*_of_a_family(path, value=value), None)
         )
@@ -79,6 +89,7 @@ def models_of(
             config.model.freeze_vision,
             groups,
             path,
+            lora,
             _adapted(config, rules) if optimizer else (),
         )
 
@@ -111,13 +122,18 @@ def _of_a_family(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[
 
 
 def _sharded(
-    path: str, tensor: int, *, value: bool
+    path: str, tensor: int, lora: LoRA, *, value: bool
 ) -> tuple[ModelDescription, Sequence[Rule], Groups]:
     """Describes a decoder of transformers: by our tables where they know it, without rules where
     they do not.
     """
-    counted, groups = read_groups(path, value=value, tensor=tensor)
+    counted, groups = _groups(path, tensor, lora, value=value)
     try:
         return *_of_a_family(path, value=value), groups
     except CheckpointError:
         return counted, (), groups
+
+
+def _groups(path: str, tensor: int, lora: LoRA, *, value: bool) -> tuple[TransformersModel, Groups]:
+    targets = tuple(lora.targets)
+    return read_groups(path, value=value, tensor=tensor, rank=lora.rank, targets=targets)

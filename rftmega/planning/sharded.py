@@ -6,7 +6,7 @@ be short, its memory is not. What is gathered together is gathered one ahead of 
 
 from math import prod
 
-from rftmega.planning.groups import Groups, Shape
+from rftmega.hf_folders.gathered_groups import Groups, Shape
 from rftmega.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
 
 FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in
@@ -18,8 +18,18 @@ def shards_of(planned: PlannedModel, world: int) -> int:
 
 
 def elements_of(groups: Groups, shards: int) -> int:
-    """Returns the elements that one process has memory for."""
+    """Returns the elements of the model that one process has memory for."""
     return sum(_rows(shapes, shards) for shapes in (*groups.apart, groups.whole_pass))
+
+
+def pairs_of(groups: Groups, shards: int) -> int:
+    """Returns the elements of adapters that one process has memory for."""
+    return sum(_rows(shapes, shards) for shapes in groups.pairs)
+
+
+def learnt_of(groups: Groups, shards: int) -> int:
+    """Returns the elements of one process that learn."""
+    return pairs_of(groups, shards) if groups.pairs else elements_of(groups, shards)
 
 
 def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
@@ -32,15 +42,27 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
     Gradients as they are before the optimizer step, Adam's moments after the first.
     """
     assert planned.groups is not None
-    held = elements_of(planned.groups, shards_of(planned, world))
+    groups, shards = planned.groups, shards_of(planned, world)
+    held = learnt_of(groups, shards)
     narrow = planned.itemsize if planned.itemsize < FLOAT else 0  # rows rounded, for pushes
     learns = planned.optimizer is not None
     return {
-        PARAMETERS: (FLOAT + narrow) * held,
+        PARAMETERS: frozen_bytes(planned, world) + (FLOAT + narrow) * held,
         GRADIENTS: FLOAT * held * learns,
         MAIN_PARAMETERS: 0,
         ADAM: 2 * FLOAT * held * learns,
     }
+
+
+def frozen_bytes(planned: PlannedModel, world: int) -> int:
+    """Returns the bytes of a frozen model, and of every A whole, which it is merged with; of a model
+    without adapters 0.
+    """
+    groups = planned.groups
+    if groups is None or not groups.pairs:
+        return 0
+    whole = sum(prod(shape) for shapes in groups.pairs for shape in shapes[::2])
+    return planned.itemsize * (elements_of(groups, shards_of(planned, world)) + whole)
 
 
 def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
@@ -54,12 +76,15 @@ def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)
     wide, cast = planned.itemsize, planned.itemsize < FLOAT
-    apart = [shards * _rows(shapes, shards) for shapes in groups.apart]
+    pairs = [shards * _rows(shapes, shards) for shapes in groups.pairs]
+    model = [shards * _rows(shapes, shards) for shapes in groups.apart]
+    apart = [sum(both) for both in zip(model, pairs, strict=True)] if pairs else model
+    gradients = pairs or apart
     always = shards * _rows(groups.whole_pass, shards)
     buffers = apart if shards > 1 else [0] * len(apart)
-    sent = [size / shards if cast else 0.0 for size in apart]
+    sent = [size / shards if cast else 0.0 for size in gradients]  # what is not narrow yet
     # a gradient of the output weight is among what log-probs take
-    grown = [*apart[:-1], apart[-1] if planned.value else 0]
+    grown = [*gradients[:-1], gradients[-1] if planned.value else 0]
     zero3 = planned.parallel.reshard_after_forward
     at_once = [0 if zero3 else sum(apart) - size for size in apart]
     last = len(apart) - 1
@@ -71,9 +96,9 @@ def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
         if not learns:
             continue
         ahead = (buffers[before] + sent[before]) * (zero3 and before != number)
-        behind = FLOAT * apart[number + 1] if number < last else 0
+        behind = FLOAT * gradients[number + 1] if number < last else 0
         computing = size + behind / wide
-        leaving = FLOAT * size / wide
+        leaving = FLOAT * gradients[number] / wide
         peaks.append(wide * (ahead + grown[number] + at_once[number] + max(computing, leaving)))
-    whole = wide * always * (2 if learns else 1)
+    whole = wide * always * (2 if learns and not pairs else 1)
     return int(max(peaks) + whole)

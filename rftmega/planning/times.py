@@ -223,15 +223,16 @@ def _exchanged(
     parallel, steps = planned.parallel, config.algorithm.steps_per_rollout
     shards = sharded.shards_of(planned, world)
     held = sharded.elements_of(planned.groups, shards)
+    learnt = sharded.learnt_of(planned.groups, shards)
     passes = load_of(config, parallel, world).micro_batches * steps
     gathers = passes * (2 if parallel.reshard_after_forward else 1)
-    reduced = sharded.FLOAT * held * (shards - 1) / speeds.link(shards * parallel.tensor)
+    reduced = sharded.FLOAT * learnt * (shards - 1) / speeds.link(shards * parallel.tensor)
     replicas = parallel.replicas
-    averaged = 2 * sharded.FLOAT * held * (replicas - 1) / replicas / speeds.link(world)
+    averaged = 2 * sharded.FLOAT * learnt * (replicas - 1) / replicas / speeds.link(world)
     whole = gathers * _gather(planned, world, speeds) + passes * reduced + steps * averaged
     found = {"gathers": max(0.0, whole - compute)}
     if parallel.cpu_offload:
-        found["host"] = sharded.FLOAT * held * (gathers + passes) / speeds.host
+        found["host"] = sharded.FLOAT * (held * gathers + learnt * passes) / speeds.host
     return found
 
 
@@ -239,7 +240,7 @@ def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
     """Returns the seconds in which a process gets what the others of its replica hold."""
     assert planned.groups is not None
     shards = sharded.shards_of(planned, world)
-    held = sharded.elements_of(planned.groups, shards)
+    held = sharded.elements_of(planned.groups, shards) + sharded.pairs_of(planned.groups, shards)
     link = speeds.link(shards * planned.parallel.tensor)
     return planned.itemsize * held * (shards - 1) / link
 

@@ -26,7 +26,7 @@ def adapters(config: RunConfig) -> list[str]:
         _unsupported(config)
         + _base_on_host(config)
         + _of_engine(config)
-        + _targets(lora)
+        + _targets(config)
         + _path(config)
         + _evaluated(config)
     )
@@ -36,9 +36,6 @@ def _unsupported(config: RunConfig) -> list[str]:
     found = []
     said = f"model.lora.rank={config.model.lora.rank}"
     if config.backend == "fsdp":
-        found.append(
-            f"{said} needs backend=megatron; backend=fsdp trains all of a model. Set it to 0."
-        )
         found += _of_values_on_fsdp(config)
     if any(_fields(config).get(tower) for tower in TOWERS):
         found.append(
@@ -104,8 +101,9 @@ def _of_engine(config: RunConfig) -> list[str]:
     ]
 
 
-def _targets(lora: LoRA) -> list[str]:
-    known = (*HF_TARGETS, *MEGATRON_TARGETS)
+def _targets(config: RunConfig) -> list[str]:
+    lora = config.model.lora
+    known = HF_TARGETS if config.backend == "fsdp" else (*HF_TARGETS, *MEGATRON_TARGETS)
     unknown = [name for name in lora.targets if name not in known]
     if not unknown:
         return []

@@ -77,7 +77,7 @@ def _fsdp(config: RunConfig, section: str, world_size: int) -> list[str]:
 
 def _models(config: RunConfig) -> list[str]:
     found = [
-        f"model.{name}={value} needs backend=megatron; backend=fsdp trains all of a model, as transformers computes it. "
+        f"model.{name}={value} needs backend=megatron; backend=fsdp trains a model as transformers computes it. "
         "Leave it out."
         for name, value in _given(config, "model", ModelConfig, ("dropout", "freeze_vision", "fp8"))
     ]

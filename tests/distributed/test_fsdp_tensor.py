@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from rftmega.fsdp.feed import feed
 from rftmega.fsdp.module import build
-from rftmega.fsdp.names import places_of, plans_of, read
 from rftmega.fsdp.sharding import materialise
 from rftmega.fsdp.tensor_parallel import share_layers
 from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.parameter_places import places_of, plans_of, read
 from rftmega.hf_folders.tensor_plan import partial_of, splits_of, styles_of
 from tests.ranks import run_ranks
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder

@@ -107,8 +107,9 @@ CONTAINED = {
         *("EP2", "EP2 x PP2", "DP2"),
         *(SHARDED_ROWS.keys() - {"FSDP 2, full recompute", "FSDP 2 x TP2, ZeRO-2"}),
     },
-    # test_adapters.py compares others with plain torch
-    ADAPTED: LAYOUTS[ADAPTED].keys() - {"TP2 x PP2, SP, selective recompute"},
+    # test_adapters.py and test_fsdp_adapters.py compare others with plain torch
+    ADAPTED: LAYOUTS[ADAPTED].keys()
+    - {"TP2 x PP2, SP, selective recompute", "FSDP 2 x TP2, ZeRO-2"},
     ADAPTED_MIXTURE: LAYOUTS[ADAPTED_MIXTURE].keys() - {"EP2 x TP4, SP", "EP2 x TP2 x ETP2"},
     # test_vision.py compares others with transformers
     **{kind: LAYOUTS[kind].keys() - QUICK_WITH_PICTURES for kind in KINDS},

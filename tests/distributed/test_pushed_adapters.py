@@ -17,7 +17,7 @@ from rftmega.experience import given
 from rftmega.shards import AdapterSource
 from rftmega.types import Prompt, Sampling
 from rftmega.weights import adapter_weights
-from tests.layouts import build_actor, rows_of
+from tests.layouts import build_policy, rows_of
 from tests.plain_adapters import PREFIX, Pairs, adapted, random_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -41,6 +41,7 @@ class Pushing:
         adapter: Path,
         parallel: ParallelConfig,
         engine_size: int,
+        backend: str = "megatron",
         **given: Any,
     ):
         from rftmega.rollout.vllm import VLLMEngine
@@ -50,8 +51,14 @@ class Pushing:
             tensor=engine_size, max_prompt_tokens=180, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
         )  # fmt: skip
         lora = LoRA(rank=8, alpha=16, path=str(adapter), push="adapters")
-        self.actor = build_actor(
-            folder, parallel, OPTIMIZER, temperature=0.7, token_cap=512, lora=lora
+        self.actor: Any = build_policy(
+            folder,
+            parallel,
+            OPTIMIZER,
+            temperature=0.7,
+            token_cap=512,
+            lora=lora,
+            backend=backend,
         )
         self.engine = VLLMEngine(
             folder, rollout, world, dtype="float32", stop_ids=[1], adapter_rank=8, **given
@@ -78,7 +85,7 @@ class Pushing:
 
     def learn(self) -> None:
         self.actor.step(given(rows_of(ROWS)), cross_entropy_loss())
-        self.actor.manager.finish_param_sync()
+        self.actor.residency.finish()
 
 
 def pushes_body(world: Any, *wanted: Any) -> Any:
@@ -103,23 +110,31 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "processes", "parallel", "engine_size"),
+    ("variant", "processes", "parallel", "engine_size", "backend"),
     [
-        ("qwen3", 1, P(), 1),
-        ("qwen3", 2, P(tensor=2), 1),
-        ("qwen2", 2, P(pipeline=2), 2),
-        pytest.param("phi3", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
-        pytest.param("llama", 4, P(tensor=2), 1, marks=pytest.mark.ranks),
+        ("qwen3", 1, P(), 1, "megatron"),
+        ("qwen3", 2, P(tensor=2), 1, "megatron"),
+        ("qwen2", 2, P(pipeline=2), 2, "megatron"),
+        ("qwen3", 2, P(), 2, "fsdp"),
+        pytest.param("phi3", 4, P(tensor=2, pipeline=2), 2, "megatron", marks=pytest.mark.ranks),
+        pytest.param("llama", 4, P(tensor=2), 1, "megatron", marks=pytest.mark.ranks),
+        pytest.param("phi3", 4, P(tensor=2), 1, "fsdp", marks=pytest.mark.ranks),
     ],
 )
 def test_vllm_with_the_adapters_of_a_push_says_what_the_trainer_says(
-    variant: str, processes: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
+    variant: str,
+    processes: int,
+    parallel: ParallelConfig,
+    engine_size: int,
+    backend: str,
+    tmp_path: Path,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant, hidden_size=128)
     targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if variant == "phi3" else None
     pairs = random_pairs(folder, rank=8, **({"targets": targets} if targets else {}))
     adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
-    results = run_ranks(processes, pushes_body, folder, adapter, parallel, engine_size, timeout=300)
+    asked = (folder, adapter, parallel, engine_size, backend)
+    results = run_ranks(processes, pushes_body, *asked, timeout=300)
     size = sum(x.nbytes for pair in pairs.values() for x in pair)
     for found, whole in results:
         assert max(gap for _, gap, _ in found) < 1e-5

@@ -24,16 +24,32 @@ OPTIONS = (
     "algorithm.ema_beta=0.5",
     "checkpoint.every=1",
 )
+OPTIONS_OF = {
+    "megatron": (),
+    "fsdp": (
+        "backend=fsdp",
+        "parallel.tensor=1",
+        "model.lora.targets=[q_proj,k_proj,v_proj,down_proj]",
+        "model.lora.dropout=0.1",
+        "trainer.offload=true",
+    ),
+}
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_run_of_adapters_learns_exports_and_goes_on_as_if_it_had_not_ended(
-    arithmetic: Path, tmp_path: Path
+    backend: str, arithmetic: Path, tmp_path: Path
 ) -> None:
     config = arithmetic / "run.yaml"
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     for output, steps in ((whole, 3), (ended, 2), (ended, 3)):
-        given = (f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS)
-        run_ranks(2, run_body, config, "megatron", *given, timeout=200)
+        given = (
+            f"trainer.output={output}",
+            f"trainer.steps={steps}",
+            *OPTIONS,
+            *OPTIONS_OF[backend],
+        )
+        run_ranks(2, run_body, config, backend, *given, timeout=200)
     wanted, seen = steps_of(whole), steps_of(ended)
     assert [line["step"] for line in seen] == [line["step"] for line in wanted]
     for line, expected in zip(seen, wanted, strict=True):

@@ -3,6 +3,7 @@ measures.
 """
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega import config as configuration
-from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config import LoRA, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.gathered_groups import Groups
 from rftmega.launch import disk_space
 from rftmega.planning import backends, engine, memory, times
 from rftmega.planning.backends import Best, best_of, on_backend, recommended
 from rftmega.planning.fit import Machine, misfits, nearest, refused
-from rftmega.planning.groups import Groups
 from rftmega.planning.memory import Budget, load_of
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.sharded import elements_of, gathered, states
@@ -143,6 +144,27 @@ def test_what_a_pass_gathers_is_the_sum_of_what_torch_keeps_at_once() -> None:
     assert gathered(planned_of(P(replicas=2), 4), 2, learns=False) == 4 * (40 + 4)
 
 
+def test_a_frozen_model_has_no_gradients_among_what_is_gathered() -> None:
+    """The same with adapters of rank 1 on the first matrix of each layer: 4 + 8 elements."""
+    plain = planned_of(P(), 2)
+    assert plain.groups is not None
+    pair = ((1, 4), (8, 1))
+    groups = plain.groups._replace(pairs=((), pair, pair, ()))
+    planned = replace(plain, groups=groups)
+    both = 40 + 2 * 4 + 8  # one process has the only row of A, and both have memory for one
+    # both buffers, the layer, and what of a process's pairs is not narrow yet
+    assert gathered(planned, 2, learns=False) == 2 * (3 * both + 16 / 2 + 4)
+    # gradients of pairs are less than the second buffer of the pass before; the norm has none
+    assert gathered(planned, 2, learns=True) == gathered(planned, 2, learns=False)
+    own = 2 * (4 + 4)  # of two pairs, a row of A and half of B
+    assert states(planned, 2) == {
+        "parameters": 2 * (4 * 20 + 2 + 2 * 4) + (4 + 2) * own,
+        "gradients": 4 * own,
+        "main_parameters": 0,
+        "adam": 8 * own,
+    }
+
+
 def test_with_cpu_offload_the_host_has_what_the_device_has_not(tmp_path: Path) -> None:
     config = config_of(small(tmp_path), P(cpu_offload=True))
     models, stages = models_of(config), {POLICY: 0}
@@ -228,6 +250,16 @@ def test_a_backend_without_a_layout_that_fits_is_not_recommended(
     found = recommended(config_of(small(tmp_path), P()), machine(8))
     assert found.backend == fitting
     assert "gathered 90 GB" in found.why
+
+
+def test_adapters_that_a_backend_cannot_have_are_why_it_has_no_layout() -> None:
+    config = example("qwen3-235b-a22b")
+    config.model.lora = LoRA(rank=16)
+    best = best_of(on_backend(config, "fsdp"), machine(256))
+    assert best.changes is None
+    assert "in one tensor (model.layers.0.mlp.experts.gate_up_proj)" in best.why
+    config.model.lora = LoRA(rank=16, targets=["q_proj", "v_proj"])
+    assert best_of(on_backend(config, "fsdp"), machine(256)).changes is not None
 
 
 def test_the_other_backend_is_looked_at_without_this_ones_options() -> None:

@@ -61,7 +61,6 @@ def reasons(folder: Path, *options: str) -> list[str]:
             ["model.lora.rank=8", "data.eval=x", "model.lora.evaluated={base: ''}"],
             "needs model.lora.push=adapters and strategy=colocated",
         ),
-        (["model.lora.rank=8", "backend=fsdp"], "model.lora.rank=8 needs backend=megatron"),
         (["model.lora.base_on_host=int8"], "model.lora.base_on_host=int8 needs model.lora.rank"),
         (
             ["model.lora.rank=8", "model.lora.base_on_host=int8", "trainer.offload=false"],
@@ -70,6 +69,18 @@ def reasons(folder: Path, *options: str) -> list[str]:
         (
             ["model.lora.rank=8", "algorithm.task=reward_model", "model.lora.path=x"],
             "set model.path to their merged folder",
+        ),
+        (
+            ["model.lora.rank=8", "model.lora.targets=[linear_qkv]", "backend=fsdp"],
+            "linear_qkv is no linear layer",
+        ),
+        (
+            ["model.lora.rank=8", "algorithm.advantage=gae", "backend=fsdp"],
+            "trains a critic, which has adapters with backend=megatron alone",
+        ),
+        (
+            ["model.lora.rank=8", "algorithm.task=reward_model", "backend=fsdp"],
+            "algorithm.task=reward_model has adapters with backend=megatron alone",
         ),
         (["model.lora.rank=12", "rollout.engine=vllm"], "Choose one of: 1, 8, 16, 32, 64, 128"),
         (["model.lora.rank=8", "model.lora.targets=[lm_head]"], "lm_head is no linear layer"),
@@ -95,6 +106,7 @@ def test_what_has_no_adapters_or_can_have_none_is_refused(
         ["model.lora.rank=8", "algorithm.advantage=gae"],
         ["model.lora.rank=8", "algorithm.task=reward_model"],
         ["model.lora.rank=12", "rollout.engine=transformers"],
+        ["model.lora.rank=8", "model.lora.targets=[q_proj]", "backend=fsdp"],
         ["model.lora.rank=12", "rollout.engine=vllm", "algorithm.task=sft"],
         ["model.lora.rank=320", "model.lora.targets=[linear_qkv,down_proj]", "rollout.engine=vllm"],
     ],
@@ -160,6 +172,43 @@ def test_layers_that_the_critic_does_not_have_are_told_before_it_is_built(tmp_pa
         preflight(config, 1)
 
 
+@pytest.mark.parametrize(
+    ("variant", "lora", "said"),
+    [
+        ("phi3", LoRA(rank=8, targets=["q_proj"]), "Choose from: down_proj, gate_up_proj, o_proj"),
+        (
+            "qwen3-moe",
+            LoRA(rank=8),
+            r"\[q_proj, k_proj, v_proj, o_proj\], or take backend=megatron",
+        ),
+        (
+            "mixtral",
+            LoRA(rank=8, targets=["q_proj", "w1"]),
+            "keeps the experts of MixtralForCausalLM",
+        ),
+        (
+            "qwen3-moe",
+            LoRA(rank=8, targets=["q_proj"], push="adapters"),
+            "push=adapters: the model has experts",
+        ),
+    ],
+)
+def test_layers_that_can_have_no_adapters_under_fsdp_are_told_before_the_model_is_built(
+    variant: str, lora: LoRA, said: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, variant, P(), "vllm")
+    config.backend, config.model.lora = "fsdp", lora
+    with pytest.raises(ConfigError, match=said):
+        preflight(config, 1)
+
+
+def test_attention_of_a_mixture_can_have_adapters_under_fsdp(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3-moe", P(), "vllm")
+    config.backend = "fsdp"
+    config.model.lora = LoRA(rank=8, targets=["q_proj", "o_proj"])
+    preflight(config, 1)
+
+
 def test_adapters_of_mixtures_are_pushed_merged_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3-moe", P(), "vllm")
     for targets in ([], ["q_proj"]):
@@ -170,10 +219,12 @@ def test_adapters_of_mixtures_are_pushed_merged_alone(tmp_path: Path) -> None:
     preflight(config, 1)
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_an_adapters_folder_of_another_rank_is_told_before_the_model_is_built(
-    tmp_path: Path,
+    backend: str, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.backend = backend
     pairs = plain_adapters.random_pairs(Path(config.model.path), rank=8)
     folder = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=32)
     config.model.lora = LoRA(rank=8, alpha=32, path=str(folder))

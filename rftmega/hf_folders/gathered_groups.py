@@ -1,4 +1,4 @@
-"""Groups: which parameters of a decoder FSDP2 gathers together."""
+"""Groups: which parameters of a decoder, and of adapters on it, FSDP2 gathers together."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rftmega.hf_folders.adapted_linears import linears_of
 from rftmega.hf_folders.decoder import TransformersModel, read_config, tower_of
 from rftmega.hf_folders.meta_decoder import describe, gathered_apart, on_meta
 from rftmega.hf_folders.tensor_plan import splits_of, styles_of
@@ -20,6 +21,8 @@ class Groups(NamedTuple):
 
     apart: tuple[tuple[Shape, ...], ...]  # one after another, in the order of the forward pass
     whole_pass: tuple[Shape, ...]  # from the beginning of a pass to its end
+    # A and B of each adapter in each group of `apart`, which alone learn; (): all of the model does
+    pairs: tuple[tuple[Shape, ...], ...] = ()
 
 
 @lru_cache(8)
@@ -30,11 +33,15 @@ def _built(path: str) -> tuple[Any, TransformersModel]:
 
 
 @lru_cache(64)
-def read_groups(path: str, *, value: bool, tensor: int) -> tuple[TransformersModel, Groups]:
+def read_groups(
+    path: str, *, value: bool, tensor: int, rank: int = 0, targets: tuple[str, ...] = ()
+) -> tuple[TransformersModel, Groups]:
     """Describes the decoder of a folder's config.json, with a number a token as its head if
-    `value`, and the groups of the first of `tensor` processes that share its matrices.
+    `value` and with adapters of a `rank` above 0 on `targets`, and the groups of the first of
+    `tensor` processes that share its matrices.
 
-    Raises CheckpointError where transformers can't build it, or they can't share it.
+    Raises CheckpointError where transformers can't build it, or they can't share it, and
+    ConfigError where it can't have these adapters.
     """
     model, said = _built(path)
     head = model.get_output_embeddings()
@@ -55,4 +62,14 @@ def read_groups(path: str, *, value: bool, tensor: int) -> tuple[TransformersMod
     taken = {id(parameter) for module in apart for parameter in module.parameters()}
     rest = [each for each in model.base_model.parameters() if id(each) not in taken]
     shapes = [tuple(shape_of(each) for each in module.parameters()) for module in apart]
-    return said, Groups(tuple(shapes), tuple(shape_of(each) for each in rest))
+    pairs: list[tuple[Shape, ...]] = []
+    if rank:
+        adapted = {id(linear.weight) for linear in linears_of(model, targets).values()}
+        for module in apart:
+            of_group: list[Shape] = []
+            for parameter in module.parameters():
+                if id(parameter) in adapted:
+                    rows, columns = shape_of(parameter)
+                    of_group += [(rank, columns), (rows, rank)]
+            pairs.append(tuple(of_group))
+    return said, Groups(tuple(shapes), tuple(shape_of(each) for each in rest), tuple(pairs))

@@ -1,0 +1,30 @@
+"""A checksum of frozen weights: a checkpoint of adapters does not hold these, and means nothing beside
+others.
+"""
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from rftmega.shards import Shard
+
+WORDS = {2: torch.int16, 4: torch.int32}
+
+
+@torch.no_grad()
+def sum_of(shards: Iterable[Shard], where: torch.device) -> int:
+    """Returns a checksum of a whole model's weights that depends on no layout; a collective over
+    processes that compute on the device `where`.
+
+    `shards` of all processes hold each element once.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=where)
+    for shard in shards:
+        for number, name in enumerate(shard.logical.names):
+            for _, elements in shard.views(number):
+                words = elements.view(WORDS[elements.itemsize])
+                total += (zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)).to(where)
+    dist.all_reduce(total)
+    return int(total)

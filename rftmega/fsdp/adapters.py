@@ -1,0 +1,223 @@
+"""Adapters on a model whose own weights are frozen: built, filled, switched off, and merged where a
+shard is read.
+
+Pairs are parameters like others: FSDP2 shards their rows, and tensor-parallel processes share them
+as they share the layer. B has the weight's rows on every process, so a process that merges lacks
+rows of A alone, which are gathered before weights are read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rftmega.config import LoRA
+from rftmega.errors import ConfigError
+from rftmega.fsdp.mesh import ShardingMesh
+from rftmega.fsdp.weight import Weight
+from rftmega.hf_folders.adapted_linears import WEIGHT, linears_of, pair_of, targets_of
+from rftmega.hf_folders.parameter_places import Placed
+from rftmega.hf_folders.peft_folder import Whole
+from rftmega.hf_folders.tensor_plan import Split
+from rftmega.shards import Box, Shard
+
+Places = dict[str, list[Placed]]
+
+
+class LinearWithPair(nn.Linear):
+    """LinearWithPair is a linear layer with an adapter: W x + bias + scaling * B A x."""
+
+    def __init__(self, plain: nn.Linear, options: LoRA):
+        """Takes over the parameters of `plain`. The pair is on the meta device, named as in PEFT."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight = plain.weight
+        self.register_parameter("bias", plain.bias)
+        with torch.device("meta"):
+            self.lora_A = nn.Linear(self.in_features, options.rank, bias=False)
+            self.lora_B = nn.Linear(options.rank, self.out_features, bias=False)
+        self.scaling, self.dropout, self.off = options.scaling, options.dropout, False
+        self.columns: slice | None = None  # those of x that this process has; None: all
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_product(x, super().forward(x))
+
+    def with_product(self, x: Tensor, answer: Tensor) -> Tensor:
+        """Adds the adapter's product [..., out] to the layer's answer to x [..., in], of which this
+        process has `columns`.
+        """
+        if self.off:
+            return answer
+        return answer + self.scaling * self.lora_B(self.lora_A(self._dropped(x)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout):
+            return x
+        if self.columns is None:
+            return functional.dropout(x, self.dropout)
+        # all columns are drawn for, so that the processes that share the layer draw alike
+        kept = functional.dropout(x.new_ones(*x.shape[:-1], self.in_features), self.dropout)
+        return x * kept[..., self.columns]
+
+
+@dataclass(frozen=True, slots=True)
+class PairDelta:
+    """PairDelta is what an adapter adds to this process's rows of a weight: a `shards.Addend`."""
+
+    down: Tensor  # A, or this process's columns of it
+    up: Tensor  # the rows of B that the weight's are
+    scaling: float
+
+    @torch.no_grad()
+    def of(self, box: Box) -> Tensor:
+        rows, columns = (slice(*ends) for ends in box)
+        return self.scaling * (self.up[rows].float() @ self.down[:, columns].float())
+
+
+class ShardedAdapters:
+    """ShardedAdapters holds those of a model, of which this process has rows."""
+
+    def __init__(self, model: PreTrainedModel, options: LoRA, placement: ShardingMesh):
+        """Puts pairs beside the linear layers that the options name; model and pairs are on the meta
+        device.
+
+        Raises ConfigError where it has none of them.
+        """
+        self.options, self.placement = options, placement
+        self.layers: dict[str, LinearWithPair] = {}
+        for name, plain in linears_of(model, options.targets).items():
+            self.layers[name] = LinearWithPair(plain, options)
+            model.set_submodule(name, self.layers[name])
+        self.targets = targets_of(self.layers)
+        self.weights: list[Weight] = []  # A and B of each layer, one after the other
+        self._deltas: dict[str, PairDelta] = {}  # by the layer
+
+    def places(self, places: Places) -> Places:
+        """Returns where the pairs' tensors lie in their parameters, by the folder's places.
+
+        Raises ConfigError for a layer that is several tensors of the folder.
+        """
+        found = {}
+        for name, layer in self.layers.items():
+            weight = name + WEIGHT
+            if (number := len(places[weight])) > 1:
+                raise ConfigError(
+                    f"model.lora.targets: {weight} is {number} tensors of the folder, and can't have an adapter under "
+                    "backend=fsdp. Leave it out of the targets, or take backend=megatron."
+                )
+            pairs = zip(pair_of(weight), pair_of(places[weight][0].name), _pair(layer), strict=True)
+            for known, hf_name, matrix in pairs:
+                found[known] = [Placed(hf_name, tuple(matrix.shape), None, (0, 0))]
+        return found
+
+    def named(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Returns the names of the pairs' parameters, the network's own -> transformers'. `names`
+        are those of the weights.
+        """
+        found: dict[str, str] = {}
+        for own, name in names.items():
+            if name.removesuffix(WEIGHT) in self.layers:
+                found |= zip(pair_of(own), pair_of(name), strict=True)
+        return found
+
+    def share(self, splits: dict[str, Split], partial: set[str]) -> None:
+        """Adds to `splits` and `partial` how tensor-parallel processes share the pairs.
+
+        The matrix on the side where the weight is split is split like it. The other one is whole,
+        and sees a share of the layer only.
+        """
+        for name, layer in self.layers.items():
+            weight = name + WEIGHT
+            down, up = pair_of(weight)
+            if weight in splits:
+                split = splits[weight]
+                own, whole = (up, down) if split.dim == 0 else (down, up)
+                splits[own] = split
+                partial.add(whole)
+                if split.dim:
+                    layer.columns = slice(*split.slices[0])
+            elif weight in partial:
+                partial |= {down, up}
+
+    def freeze(self, network: nn.Module, dtype: torch.dtype) -> None:
+        """Freezes all but the pairs. What is frozen needs no other dtype than the forward pass's."""
+        learn = {id(matrix) for layer in self.layers.values() for matrix in _pair(layer)}
+        for parameter in network.parameters():
+            if id(parameter) not in learn:
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype)
+
+    def bind(self, weights: Sequence[Weight]) -> None:
+        """Finds the pairs among the weights of a process, now that these have memory."""
+        known = {weight.name: weight for weight in weights}
+        for layer in self.layers:
+            down, up = (known[name] for name in pair_of(layer + WEIGHT))
+            self.weights += (down, up)
+            whole = down.pushed.new_zeros(self.options.rank, down.pushed.shape[1])
+            self._deltas[layer] = PairDelta(whole, up.pushed, self.options.scaling)
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """Returns A of each layer, with its columns of this process, as `gather` left it."""
+        return [delta.down for delta in self._deltas.values()]
+
+    @torch.no_grad()
+    def load(self, whole: Whole) -> None:
+        """Fills this process's rows from whole HF tensors."""
+        for weight in self.weights:
+            for plan in weight.plans:
+                shard = plan.of(weight.rows)
+                (name,), (shape,) = shard.logical.names, shard.logical.shapes
+                matrix = whole(name, shape)
+                for box, elements in shard.views(0):
+                    elements.copy_(matrix[tuple(slice(*ends) for ends in box)])
+
+    @torch.no_grad()
+    def gather(self, where: torch.device) -> None:
+        """Gathers the rows of every A, which `merged` reads; a collective of the processes of a
+        replica that compute on `where`.
+        """
+        shards, held = self.placement.shards, [weight.pushed for weight in self.weights[::2]]
+        block = -(-self.options.rank // shards)
+        padded = [functional.pad(rows, (0, 0, 0, block - len(rows))).flatten() for rows in held]
+        own = torch.cat(padded).to(where)
+        everyones = own.new_empty(shards * len(own))
+        dist.all_gather_into_tensor(everyones, own, group=self.placement.shard_group)
+        by_matrix = everyones.view(shards, -1).split([len(each) for each in padded], 1)
+        for matrix, blocks in zip(self.gathered, by_matrix, strict=True):
+            matrix.copy_(blocks.reshape(shards * block, -1)[: len(matrix)])
+
+    def merged(self, weight: Weight) -> list[Shard]:
+        """Returns the shards of a weight of the model, to which its adapter is added where they are
+        read; the weight stays as it is.
+        """
+        delta = self._deltas.get(weight.name.removesuffix(WEIGHT))
+        if delta is None:
+            return weight.shards()
+        return [replace(shard, addend=delta) for shard in weight.shards()]
+
+    def shards(self) -> list[Shard]:
+        """Returns the rows of the matrices themselves."""
+        return [shard for weight in self.weights for shard in weight.shards()]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Makes the model compute without adapters within a `with` block, as the reference of a
+        policy: `device.held_weights.ReferenceWeights`.
+        """
+        for layer in self.layers.values():
+            layer.off = True
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.off = False
+
+
+def _pair(layer: LinearWithPair) -> tuple[Tensor, Tensor]:
+    return layer.lora_A.weight, layer.lora_B.weight

@@ -1,0 +1,488 @@
+"""Adapters on FSDP2 learn as in plain torch and as on Megatron in every layout, and nothing else
+learns.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoint.training import TrainingReader
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
+from rftmega.errors import CheckpointError, NothingLearnt
+from rftmega.experience import given
+from rftmega.fsdp import adapters
+from rftmega.hf_folders.peft_folder import names_of_pairs
+from rftmega.options.adapters import OF_ATTENTION
+from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.states import states
+from rftmega.strategy.export import export
+from rftmega.weights import EngineWeights
+from tests import plain_adapters
+from tests.block_engine import BlockEngine
+from tests.distributed.test_adapters import (
+    ALPHA,
+    MERGED,
+    RANK,
+    ROWS,
+    STEPS,
+    assert_drops,
+    whole,
+)
+from tests.layouts import build_policy, rows_of
+from tests.plain_loop import log_probs
+from tests.ranks import run_ranks
+from tests.tiny_decoders import save_decoder
+from tests.tiny_models import save_tiny
+
+P = ParallelConfig
+TOLERANCE = 1e-5
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, weight_decay=0.1, clip_grad=0.5)
+LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
+    "FSDP 1": (1, P()),
+    "FSDP 2": (2, P()),
+    "FSDP 2, full recompute": (2, P(recompute="full")),
+    "FSDP 1 x TP2": (2, P(tensor=2)),
+    "2 replicas": (2, P(replicas=2)),
+    "FSDP 2, ZeRO-2": (2, P(reshard_after_forward=False)),
+    "FSDP 2, on the host": (2, P(cpu_offload=True)),
+    "FSDP 3": (3, P()),  # blocks of 2, 2 and 0 rows of A
+    "FSDP 2 x TP2, full recompute": (4, P(tensor=2, recompute="full")),
+    "2 replicas x 2": (4, P(replicas=2)),
+    "2 replicas x TP2": (4, P(replicas=2, tensor=2)),
+}
+
+
+def policy_of(
+    folder: Path,
+    parallel: ParallelConfig,
+    adapter: Path | str = "",
+    targets: tuple[str, ...] = (),
+    *,
+    backend: str = "fsdp",
+    rank: int = RANK,
+    dropout: float = 0.0,
+    **settings: Any,
+) -> Any:
+    lora = LoRA(rank=rank, alpha=ALPHA, targets=list(targets), path=str(adapter), dropout=dropout)
+    return build_policy(folder, parallel, OPTIMIZER, lora=lora, backend=backend, **settings)
+
+
+def learn(actor: Any, steps: int) -> list[tuple[float, float]]:
+    found = [actor.step(given(rows_of(ROWS)), cross_entropy_loss()) for _ in range(steps)]
+    return [(metrics["loss"], metrics["grad_norm"]) for metrics in found]
+
+
+def learn_body(
+    world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, *more: Any
+) -> Any:
+    actor = policy_of(folder, parallel, adapter, *more)
+    told = learn(actor, STEPS)
+    actor.residency.finish()
+    return told, whole(actor.adapters().shards, actor)
+
+
+def assert_learns_as_plain_torch(
+    tmp_path: Path,
+    variant: str,
+    processes: int,
+    parallel: ParallelConfig,
+    targets: tuple[str, ...] = (),
+) -> None:
+    save = save_decoder if variant == "qwen3-next" else save_tiny
+    folder = save(tmp_path / "model", variant)
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or plain_adapters.ALL)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
+    wanted = plain_adapters.learn(
+        model,
+        ROWS,
+        steps=STEPS,
+        clip=OPTIMIZER.clip_grad,
+        lr=OPTIMIZER.learning_rate,
+        eps=OPTIMIZER.epsilon,
+        weight_decay=OPTIMIZER.weight_decay,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+    )
+    assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
+    for told, found in run_ranks(processes, learn_body, folder, adapter, parallel, targets):
+        for ours, theirs in zip(told, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+        for module, pair in plain_adapters.pairs_of(model, pairs).items():
+            matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
+            torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3", *LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    ("variant", "targets", "name"),
+    [
+        # one HF tensor each, whose columns are put together again
+        ("phi3", ("qkv_proj", "gate_up_proj"), "FSDP 2 x TP2, full recompute"),
+        ("qwen2", ("k_proj", "o_proj"), "FSDP 1 x TP2"),  # biases
+        ("qwen2-tied", (), "FSDP 2 x TP2, full recompute"),
+        ("olmo2", (), "FSDP 1 x TP2"),  # norms of all heads
+        ("qwen3-moe", OF_ATTENTION[:4], "FSDP 1 x TP2"),
+        ("qwen3-next", OF_ATTENTION[:4], "FSDP 2, full recompute"),  # rows are padded
+    ],
+)
+def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
+    variant: str, targets: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name], targets)
+
+
+def fresh_body(world: Any, folder: Path, parallel: ParallelConfig, backend: str) -> Any:
+    actor = policy_of(folder, parallel, targets=MERGED, backend=backend)
+    rows = rows_of(ROWS)
+    before, matrices = actor.log_probs(rows).logp, learnt_of(actor)
+    with actor.manager.adapters.swapped_in():
+        assert torch.equal(actor.log_probs(rows).logp, before)
+    return matrices, learn(actor, STEPS), learnt_of(actor)
+
+
+def learnt_of(actor: Any) -> dict[str, torch.Tensor]:
+    """The matrices of all pairs; without those that Megatron has of layers without a pair."""
+    actor.residency.finish()
+    found = whole(actor.adapters().shards, actor)
+    return {name: found[name] for name in sorted(names_of_pairs(found))}
+
+
+@pytest.mark.parametrize("name", ["FSDP 2", "FSDP 2 x TP2, full recompute"])
+def test_adapters_begin_and_learn_as_under_megatron(name: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    (wanted,) = run_ranks(1, fresh_body, folder, P(), "megatron")
+    processes, parallel = LAYOUTS[name]
+    for matrices, told, learnt in run_ranks(processes, fresh_body, folder, parallel, "fsdp"):
+        assert matrices.keys() == wanted[0].keys()
+        assert all(torch.equal(matrices[each], wanted[0][each]) for each in matrices)
+        for ours, theirs in zip(told, wanted[1], strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+        for each, tensor in learnt.items():
+            torch.testing.assert_close(tensor, wanted[2][each], atol=2e-5, rtol=1e-4)
+            assert not torch.equal(tensor, matrices[each]), f"{each} learnt nothing"
+
+
+def reference_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConfig) -> Any:
+    actor = policy_of(folder, parallel, adapter, keep_reference=True, dropout=0.1)
+    rows = rows_of(ROWS)
+    learn(actor, 1)
+    on = actor.log_probs(rows).logp
+    off = actor.reference_log_probs(rows).logp
+    assert torch.equal(actor.log_probs(rows).logp, on), "the adapters are not on again"
+    plain = policy_of(folder, parallel, rank=0)
+    return on, off, plain.log_probs(rows).logp
+
+
+@pytest.mark.parametrize("name", ["FSDP 2, ZeRO-2", "FSDP 1 x TP2"])
+def test_the_reference_is_the_policy_with_its_adapters_off(name: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    processes, parallel = LAYOUTS[name]
+    for on, off, plain in run_ranks(processes, reference_body, folder, adapter, parallel):
+        assert torch.equal(off, plain)
+        assert (on - off).abs().max() > 0.05
+
+
+def memory_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> Any:
+    """(elements that learn here, all others, bytes by part, kinds of a checkpoint's tensors)"""
+    actor = policy_of(folder, parallel, dtype=dtype)
+    learn(actor, 2)  # in the first one B is 0, and so is the gradient of A
+    actor.residency.finish()
+    kept = {box.key for box in actor.training_tensors()}
+    assert all(".lora_" in key for key in kept), kept
+    manager = actor.manager
+    for state in manager.optimizer.state.values():
+        assert not state["exp_avg"].numel() or state["exp_avg_sq"].any(), "one had no gradient"
+    assert {weight.rows.dtype for weight in manager.learnt} == {torch.float32}
+    assert {weight.rows.dtype for weight in manager.weights_held} == {actor.dtype}
+    learnt, held = (
+        sum(weight.rows.numel() for weight in weights)
+        for weights in (manager.learnt, manager.weights_held)
+    )
+    found, planned = actor.residency.bytes(), models_of(manager.cfg)[POLICY]
+    # between two steps nothing has a gradient; the memory of short blocks is as that of others
+    assert found == states(planned, world.size, 0) | {GRADIENTS: 0}, "it was foretold otherwise"
+    return learnt, held, found, {key.split("/")[0] for key in kept}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["FSDP 2, full recompute", "FSDP 2 x TP2, full recompute"])
+def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    processes, parallel = LAYOUTS[name]
+    size, narrow = (4, 0) if dtype == "float32" else (2, 2)
+    found = run_ranks(processes, memory_body, folder, parallel, dtype)
+    for learnt, held, bytes_of, kinds in found:
+        assert 0 < learnt < held / 3
+        # those of the frozen model, of what learns, and of every A once more
+        assert 0 < bytes_of[PARAMETERS] - size * held - (4 + narrow) * learnt < size * held / 4
+        assert bytes_of[ADAM] == 8 * learnt
+        main = {"main"} if narrow else set()
+        assert kinds == {"weights", "exp_avg", "exp_avg_sq", *main}
+
+
+def zero_body(world: Any, folder: Path, parallel: ParallelConfig, cured: bool) -> str:
+    if not cured:
+        adapters.LinearWithPair.with_product = (  # type: ignore[method-assign]
+            lambda self, x, answer: answer + 0 * self.lora_B(self.lora_A(x))
+        )
+    actor = policy_of(folder, parallel)
+    try:
+        learn(actor, 1)
+    except NothingLearnt as raised:
+        return str(raised)
+    # nothing pulls: all advantages are 0
+    nothing = given(rows_of(ROWS))
+    nothing = replace(nothing, mask=torch.zeros_like(nothing.mask))
+    assert actor.step(nothing, cross_entropy_loss())["grad_norm"] == 0
+    return ""
+
+
+def test_a_gradient_that_is_lost_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3")
+    assert run_ranks(2, zero_body, folder, P(), True) == ["", ""]
+    for lost in run_ranks(2, zero_body, folder, P(recompute="full"), False):
+        assert "no gradient reaches the adapters" in lost
+
+
+def dropout_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConfig) -> Any:
+    found = []
+    for share in (0.0, 0.5):
+        actor = policy_of(folder, parallel, adapter, dropout=share)
+        usual = torch.random.get_rng_state()
+        with actor.manager.before_micro_batch(actor.manager.network, True):
+            drawn = torch.rand(4)
+        scored, told = actor.log_probs(rows_of(ROWS)).logp, learn(actor, 2)
+        names = [weight.name for weight in actor.manager.learnt if weight.partial]
+        learnt = learnt_of(actor)
+        found.append((scored, told, {name: learnt[name] for name in names}))
+    assert torch.equal(torch.random.get_rng_state(), usual), "the usual stream was drawn from"
+    return found, drawn
+
+
+def test_adapters_drop_while_learning_alone_and_the_same_where_rows_are_the_same(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    for parallel in (P(tensor=2), P(tensor=2, recompute="full")):
+        ranks = run_ranks(2, dropout_body, folder, adapter, parallel)
+        assert_drops([found for found, _ in ranks])
+        assert torch.equal(ranks[0][1], ranks[1][1])
+        if parallel.recompute == "none":
+            told = [losses for _, losses, _ in ranks[0][0]]
+    again = [losses for _, losses, _ in ranks[0][0]]
+    # what is computed again drops the same
+    assert again[1] == [pytest.approx(pair, rel=TOLERANCE) for pair in told[1]]
+    one, other = (drawn for _, drawn in run_ranks(2, dropout_body, folder, adapter, P()))
+    assert not torch.equal(one, other), "other rows drop the same"
+
+
+def kept_by(actor: Any, folder: Path) -> TrainingCheckpoints:
+    return TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg)
+
+
+class Case(NamedTuple):
+    processes: int
+    parallel: ParallelConfig = P()
+    backend: str = "fsdp"
+    dtype: str = "float32"
+    dropout: float = 0.1
+
+
+def policy_in(model: Path, case: Case, rank: int = RANK) -> Any:
+    return policy_of(
+        model,
+        case.parallel,
+        targets=MERGED if rank else (),
+        backend=case.backend,
+        dtype=case.dtype,
+        rank=rank,
+        dropout=case.dropout if rank else 0.0,
+    )
+
+
+def save_body(world: Any, model: Path, folder: Path, case: Case) -> list[tuple[float, float]]:
+    actor = policy_in(model, case)
+    learn(actor, 2)
+    checkpoints = kept_by(actor, folder)
+    checkpoints.save({}, step=2)
+    told = learn(actor, 3)
+    checkpoints.wait()
+    return told
+
+
+def resume_body(
+    world: Any, model: Path, folder: Path, case: Case, rank: int = RANK
+) -> list[tuple[float, float]] | str:
+    actor = policy_in(model, case, rank)
+    actor.residency.only()  # as a colocated run holds it when it resumes
+    try:
+        assert kept_by(actor, folder).load(folder / "step_000002") == {}
+    except CheckpointError as raised:
+        return str(raised)
+    actor.residency.finish()
+    actor.residency.on(*PARTS)
+    if rank and case.backend == "fsdp":
+        held = {weight.name: weight for weight in actor.manager.learnt}
+        for layer, gathered in zip(
+            actor.manager.adapters.layers, actor.manager.adapters.gathered, strict=True
+        ):
+            rows = held[f"{layer}.lora_A.weight"].pushed
+            first = actor.manager.placement.first_row(RANK)
+            assert torch.equal(gathered[first : first + len(rows)], rows), layer
+    return learn(actor, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_other_weights(
+    dtype: str, tmp_path: Path
+) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
+    case = Case(2, dtype=dtype)
+    expected, *_ = run_ranks(2, save_body, model, folder, case)
+    reader = TrainingReader(folder / "step_000002")
+    assert all(".lora_" in key for key in reader.stored)
+    for found in run_ranks(2, resume_body, model, folder, case):
+        assert found == expected
+
+
+def test_a_checkpoint_of_adapters_is_read_in_another_layout_and_under_the_other_backend(
+    tmp_path: Path,
+) -> None:
+    model = save_tiny(tmp_path / "model", "qwen3")
+    for saved in (Case(2, dropout=0.0), Case(1, backend="megatron", dropout=0.0)):
+        folder = tmp_path / saved.backend
+        expected, *_ = run_ranks(saved.processes, save_body, model, folder, saved)
+        for other in (
+            Case(4, P(tensor=2), dropout=0.0),
+            Case(1, backend="fsdp", dropout=0.0),
+            Case(2, P(tensor=2), backend="megatron", dropout=0.0),
+            Case(2, backend="megatron", dropout=0.0),
+        ):
+            found, *_ = run_ranks(other.processes, resume_body, model, folder, other)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+def test_random_streams_of_one_backend_are_not_taken_by_the_other(tmp_path: Path) -> None:
+    model, fsdp, megatron = (
+        save_tiny(tmp_path / "model", "qwen3"),
+        Case(1),
+        Case(1, P(), "megatron"),
+    )
+    for saved, other in ((fsdp, megatron), (megatron, fsdp)):
+        folder = tmp_path / saved.backend
+        run_ranks(1, save_body, model, folder, saved)
+        (told,) = run_ranks(1, resume_body, model, folder, other)
+        assert len(told) == 3
+
+
+def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: Path) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
+    run_ranks(2, save_body, model, folder, Case(2))
+    for other in run_ranks(2, resume_body, model, folder, Case(2), 2 * RANK):
+        assert "rank=4" in other and "rank=8" in other
+    for none in run_ranks(2, resume_body, model, folder, Case(2), 0):
+        assert "this run with no adapters" in none
+    strange = save_tiny(tmp_path / "strange", "qwen3", seed=1)
+    for case in (Case(1), Case(2, P(tensor=2)), Case(2, P(replicas=2))):
+        for text in run_ranks(case.processes, resume_body, strange, folder, case):
+            assert "belong to other weights" in text
+
+
+def merge_body(
+    world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, target: Path, dtype: str
+) -> torch.Tensor:
+    """Log-probs of ROWS that were exported to `target`."""
+    actor = policy_of(folder, parallel, adapter, MERGED, dtype=dtype, ema_beta=0.5)
+    trainer, kind = actor.manager.cfg.trainer, getattr(torch, dtype)
+    frozen = [weight.rows.clone() for weight in actor.manager.weights_held]
+    learn(actor, 2)
+    actor.residency.off(*PARTS)
+    actor.residency.on(*PARTS)
+    actor.residency.finish()
+    export(actor, target, trainer)
+    logp: torch.Tensor = actor.log_probs(rows_of(ROWS)).logp
+    size = 2 if world.size % 2 == 0 else 1
+    engine = BlockEngine(world.rank % size, size)
+    pushed = EngineWeights(actor.shards(), engine, bucket_bytes=30_000)
+    for version in range(2):
+        by_hand = plain_adapters.merged_by_hand(folder, Path(f"{target}_adapter"), dtype=kind)
+        actor.residency.finish()  # the average was exported in between
+        pushed.push(version=version)
+        for name, tensor in by_hand.items():
+            wanted = engine.block(name, tensor)
+            torch.testing.assert_close(
+                engine.loaded[name].double(), wanted, atol=1e-6, rtol=rounded(kind)
+            )
+        assert all(each.held == each.sent == each.received for each in pushed.checksums())
+        learn(actor, 1)
+        actor.residency.finish()
+        target = Path(f"{target}_{version}")
+        export(actor, target, trainer)
+    for before, weight in zip(frozen, actor.manager.weights_held, strict=True):
+        assert torch.equal(before, weight.rows), "the frozen weights changed"
+    return logp
+
+
+def rounded(kind: torch.dtype) -> float:
+    return 1e-5 if kind == torch.float32 else 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("FSDP 3", "float32"),
+        ("FSDP 2 x TP2, full recompute", "bfloat16"),
+        ("FSDP 2, on the host", "float32"),
+        ("2 replicas x TP2", "float32"),
+    ],
+)
+def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    folder, target = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "out"
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    processes, parallel = LAYOUTS[name]
+    logp, *_ = run_ranks(processes, merge_body, folder, adapter, parallel, target, dtype)
+    if dtype == "float32":
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        with torch.no_grad():
+            wanted = log_probs(model, ROWS)
+        for row, said in zip(logp, wanted, strict=True):
+            torch.testing.assert_close(row[: len(said)], said, atol=1e-5, rtol=0)
+    base, kind = load_file(folder / "model.safetensors"), getattr(torch, dtype)
+    for out in (target, Path(f"{target}_ema")):
+        (file,) = out.glob("*.safetensors")
+        merged = load_file(file)
+        by_hand = plain_adapters.merged_by_hand(folder, Path(f"{out}_adapter"), dtype=kind)
+        assert merged.keys() == by_hand.keys()
+        for each, tensor in by_hand.items():
+            torch.testing.assert_close(merged[each].double(), tensor, atol=1e-6, rtol=rounded(kind))
+            changed = each.split(".")[-2] in MERGED
+            assert torch.equal(merged[each], base[each].to(kind)) != changed, each
+        written = load_file(Path(f"{out}_adapter") / "adapter_model.safetensors")
+        of_pairs = {
+            f"{plain_adapters.PREFIX}{each}.lora_{letter}.weight"
+            for each in pairs
+            for letter in "AB"
+        }
+        assert written.keys() == of_pairs
