@@ -178,9 +178,8 @@ class FSDPModel:
         )
         restarts = self.average is not None and not stored.holds(AVERAGE)
         merges = manager.adapters is not None
-        if (
-            restarts or not optimizer or merges
-        ):  # what copies the weights finds them on the device alone
+        # what copies the weights finds them on the device alone
+        if restarts or not optimizer or merges:
             self.residency.on(PARAMETERS)
         if self.average is not None and restarts:
             self.average.restart()
