@@ -69,6 +69,12 @@ class CPU:
         """Returns whether engines can compute with numbers of 8 bits here: they need AMX."""
         return torch.cpu._is_amx_tile_supported()
 
+    def prepare_eight_bits(self) -> None:
+        """Asks the kernel for AMX's tiles, which each process has to: without them its first product
+        ends it.
+        """
+        torch.cpu._init_amx()
+
     def products_of_eight_bits(self) -> tuple[str, ...]:
         """Returns the values of model.fp8 that can be computed here: none."""
         return ()

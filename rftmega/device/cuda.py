@@ -122,6 +122,9 @@ class CUDA:
         """
         return self._cuda.get_device_capability() >= (8, 0)
 
+    def prepare_eight_bits(self) -> None:
+        """Does nothing: a CUDA device needs no permission."""
+
     def products_of_eight_bits(self) -> tuple[str, ...]:
         """Returns the values of model.fp8 that this device can compute."""
         capability = self._cuda.get_device_capability()

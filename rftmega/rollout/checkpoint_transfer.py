@@ -9,6 +9,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -16,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rftmega import device
 from rftmega.errors import EngineError
 from rftmega.rollout.eight_bits import quantised
 from rftmega.rollout.reload import forget_expert_kernels, pack_output_heads
@@ -54,6 +56,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         self._missing -= {name for name, _ in tensors}
         model: Any = self.model
         if getattr(self.model_config.hf_config, "quantization_config", None):
+            device.current().prepare_eight_bits()
             tensors = list(quantised(tensors))
         model.load_weights(tensors)
 
@@ -74,7 +77,9 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
                 and not info.load_numel
                 and any(True for _ in module.parameters(recurse=False))
             )
-            if waits and not (tied and isinstance(module, ParallelLMHead)):
+            # scales of its cache, which an engine of 8 bits has places for, and no push brings
+            caches = isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+            if waits and not caches and not (tied and isinstance(module, ParallelLMHead)):
                 raise EngineError(
                     f"{name} took nothing of the push; it would keep its old weights."
                 )

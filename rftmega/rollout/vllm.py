@@ -336,6 +336,7 @@ class VLLMEngine(Engine):
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
         if self._quantised:
+            device.current().prepare_eight_bits()
             named_tensors = quantised(named_tensors)
         try:
             self._llm.collective_rpc(

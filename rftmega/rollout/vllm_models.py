@@ -53,6 +53,8 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}
     if not on_cuda:
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        # on a CPU with AMX it would take kernels that refuse float32
+        arguments["attention_config"] = {"backend": "CPU_MLA"}
     return arguments
 
 

@@ -32,10 +32,11 @@ def test_what_can_not_compute_with_8_bits_is_refused_by_name(arithmetic: Path) -
         FP8,
         "strategy=separate",
         "rollout.engine=sglang",
+        "rollout.transport=checkpoint",
         "--processes",
         "1",
     )
     assert said.returncode == 2
     assert "needs rollout.engine=vllm or transformers, not sglang" in said.stderr
-    assert "needs strategy=colocated" in said.stderr
+    assert "for servers without this package, which quantise nothing" in said.stderr
     assert "Correct that by algorithm.importance_sampling=token" in said.stderr

@@ -1,77 +1,19 @@
-"""vLLM with weights of 8 bits, which it multiplies on CUDA; what a push gives it is tested on a CPU
-(tests/distributed/test_eight_bits.py).
-"""
+"""vLLM with weights of 8 bits on CUDA: the body of tests/distributed/test_eight_bits_in_vllm.py."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from rftmega import device
-from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.strategy.engines import modules_kept
-from rftmega.types import Prompt, Sampling
-from rftmega.weights import EngineWeights
-from tests.block_scales import PLAIN, meant, quantised
-from tests.layouts import build_manager
-from tests.ranks import run_ranks
-from tests.tiny_models import save_tiny
+from tests.distributed import test_eight_bits_in_vllm as body
 
 pytestmark = pytest.mark.gpu
-WHOLE = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "intermediate_size": 256}
-PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(tuple(range(2, 90)))]
-
-
-def body(world: Any, folder: Path) -> Any:
-    from rftmega.rollout.vllm import VLLMEngine
-
-    config = RolloutConfig(
-        max_prompt_tokens=100, max_response_tokens=16, max_batch=4, memory_fraction=0.1, quantization="fp8",
-    )  # fmt: skip
-    engine = VLLMEngine(
-        folder, config, world, dtype="bfloat16", stop_ids=[1], unquantised=modules_kept(str(folder))
-    )
-    manager = build_manager(folder, ParallelConfig(), dtype="bfloat16")
-    weights = EngineWeights(manager.shards(), engine, bucket_bytes=2**20)
-    found = []
-    try:
-        for version in range(2):
-            weights.push(version=version)
-            answers = engine.generate(PROMPTS, seeds=range(3), sampling=Sampling(1.0))
-            found.append([(list(each.token_ids), list(each.logprobs)) for each in answers])
-            engine.sleep()
-    finally:
-        engine.close()
-    return found
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
-def test_log_probs_are_those_of_the_rounded_model_as_far_as_8_bits_of_activations_go(
-    variant: str, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_log_probs_are_those_of_the_rounded_model(variant: str, tmp_path: Path) -> None:
     if device.current().type != "cuda":
         pytest.skip("this process computes on a CPU")
-    more = {"moe_intermediate_size": 128} if variant == "qwen3-moe" else {}
-    folder = save_tiny(tmp_path / "model", variant, **WHOLE, **more)
-    (found,) = run_ranks(1, body, folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2 and not any(part in name for part in PLAIN):
-            rounded = tensor.bfloat16().float()
-            tensors[name] = meant(*quantised(rounded, (128, 128)), (128, 128))
-    save_file(tensors, file, {"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    gaps = []
-    for answers in found:
-        for prompt, (ids, logprobs) in zip(PROMPTS, answers, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt.token_ids, *ids][:-1]])).logits[0]
-            wanted = logits[-len(ids) :].log_softmax(-1)
-            wanted = wanted.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            gaps += (wanted - torch.tensor(logprobs)).abs().tolist()
-    assert sum(gaps) / len(gaps) < 0.05
+    body.test_log_probs_are_those_of_the_rounded_model_as_far_as_8_bits_of_activations_go(
+        variant, tmp_path
+    )

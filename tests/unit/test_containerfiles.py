@@ -8,7 +8,7 @@ import pytest
 from tests.chroot import steps_of
 
 ROOT = Path(__file__).parents[2]
-DEVELOPMENT = {"docs"}  # what an image to run in has no need of
+DEVELOPMENT = {"docs", "torchao"}  # what an image to run in has no need of
 
 
 def installed(text: str) -> set[str]:

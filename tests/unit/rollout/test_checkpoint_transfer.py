@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
+from rftmega.device import CPU
 from rftmega.fleet.server_options import arguments_of
 from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
 from rftmega.rollout.eight_bits import described
@@ -37,7 +38,11 @@ class Worker(CheckpointTransferEngine[Any, Any]):
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["whole tensors", "slices on demand"])
-def test_a_worker_of_8_bits_quantises_what_a_push_brings(lazy: bool) -> None:
+def test_a_worker_of_8_bits_quantises_what_a_push_brings(
+    lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[CPU] = []
+    monkeypatch.setattr(CPU, "prepare_eight_bits", lambda self: prepared.append(self))
     weight = torch.randn(160, 130)
     asked: list[Box] = []
 
@@ -57,6 +62,7 @@ def test_a_worker_of_8_bits_quantises_what_a_push_brings(lazy: bool) -> None:
     assert worker.got[HEAD] is weight
     assert worker._missing == set()
     assert asked == ([((0, 160), (0, 130))] if lazy else [])
+    assert len(prepared) == 1, "its first product would end a process"
 
 
 def test_another_worker_gets_them_as_they_are() -> None:

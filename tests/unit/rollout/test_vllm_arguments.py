@@ -13,6 +13,7 @@ import torch
 
 from rftmega.config import RolloutConfig
 from rftmega.parallel.process_group import World
+from rftmega.rollout.vllm_models import model_arguments
 from tests.imitation_cuda import imitated
 
 
@@ -71,6 +72,14 @@ def test_its_arguments_on_cuda_are_known_to_the_engine_and_mean_what_was_configu
         "external_launcher",
     )
     assert given["seed"] == 3, "engines draw differently"
+
+
+def test_latent_attention_on_a_cpu_has_kernels_that_take_float32(tmp_path: Path) -> None:
+    """With AMX vLLM would choose others."""
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    given = model_arguments(tmp_path, on_cuda=False)
+    assert given["attention_config"] == {"backend": "CPU_MLA"}
+    assert "attention_config" not in model_arguments(tmp_path, on_cuda=True)
 
 
 def test_the_host_keeps_its_threads(

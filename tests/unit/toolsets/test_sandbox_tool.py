@@ -241,8 +241,9 @@ for descriptor in range(3, 64):
         os.write(descriptor, (word + " well\\n").encode())
     except OSError:
         pass
+import time
+time.sleep(0.5)  # so that the forged end is likely to be heard by itself
 raise ValueError
 """
-    early, _, *after = said(stolen, "1", "x = 5", "x")
-    assert not early.failed
+    _, _, *after = said(stolen, "1", "x = 5", "x")
     assert [reply.text for reply in after] == ["", "5\n"]
