@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rftmega.converters.adapters import DOWN, UP
 from rftmega.errors import CheckpointError
+from rftmega.hf_folders.adapter_card import write_card
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
 from rftmega.options.adapters import LoRA, scaling_of
@@ -187,7 +188,9 @@ def write_config(
     rslora: bool = False,
     whole: Sequence[str] = (),
 ) -> None:
-    """Writes adapter_config.json. `whole`: the names of a value head's tensors, `learnt_whole`."""
+    """Writes adapter_config.json, and a card. `whole`: the names of a value head's tensors,
+    `learnt_whole`.
+    """
     modules = sorted({name.rpartition(".")[0] for name in whole})
     said = {
         **described(rank=rank, alpha=alpha, targets=targets, rslora=rslora),
@@ -199,6 +202,16 @@ def write_config(
         "modules_to_save": modules or None,
     }
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+    write_card(
+        folder,
+        base=base,
+        task=said["task_type"],
+        rank=rank,
+        alpha=alpha,
+        rslora=rslora,
+        targets=sorted(targets),
+        whole=modules,
+    )
 
 
 def _task_of(whole: Sequence[str]) -> str:

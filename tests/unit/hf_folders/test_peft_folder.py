@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from rftmega.config import LoRA
@@ -82,3 +83,35 @@ def test_what_is_written_is_what_peft_reads_and_so_do_we(tmp_path: Path) -> None
     assert opened(tmp_path).scaling == 1.5
     write_config(tmp_path, base="base", rank=2, alpha=3.0, targets={"q_proj"}, rslora=True)
     assert opened(tmp_path, rslora=True).scaling == pytest.approx(3 / 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("whole", "task", "says", "never"),
+    [
+        ((), "text-generation", "--max-lora-rank 2", "num_labels"),
+        (("score.weight",), "text-classification", "num_labels=1", "vllm"),
+        (("score.weight", "score.bias"), "token-classification", "score learnt whole", "vllm"),
+    ],
+)
+def test_a_card_says_to_the_hub_and_to_people_what_the_folder_is(
+    whole: tuple[str, ...], task: str, says: str, never: str, tmp_path: Path
+) -> None:
+    given: Any = {"rank": 2, "alpha": 3.0, "targets": {"v_proj", "q_proj"}, "whole": whole}
+    write_config(tmp_path, base="org/name", **given)
+    _, front, text = (tmp_path / "README.md").read_text().split("---\n")
+    said = yaml.safe_load(front)
+    assert said == {
+        "library_name": "peft",
+        "pipeline_tag": task,
+        "tags": ["lora", "rftmega"],
+        "base_model": "org/name",
+    }
+    assert "rank 2, alpha 3, on q_proj, v_proj" in text
+    assert says in text and never not in text
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "README.md", "exec")
+    write_config(tmp_path, base=str(tmp_path), **given)
+    _, front, _ = (tmp_path / "README.md").read_text().split("---\n")
+    assert "base_model" not in yaml.safe_load(front), (
+        "a folder of this machine is no model of the hub"
+    )
