@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
+from rftmega.config import OptimizerConfig
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # what it calls them
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -137,11 +139,18 @@ def pairs_of(model: Any, names: Pairs) -> Pairs:
 
 
 def learn(
-    model: Any, rows: Sequence[list[int]], *, steps: int, clip: float, **adam: Any
+    model: Any, rows: Sequence[list[int]], chosen: OptimizerConfig, *, steps: int
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step: the mean over all rows' answers, whose prompts are a token."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, foreach=False, **adam)
+    optimizer = torch.optim.AdamW(
+        parameters,
+        foreach=False,
+        lr=chosen.learning_rate,
+        eps=chosen.epsilon,
+        weight_decay=chosen.weight_decay,
+        betas=(chosen.beta1, chosen.beta2),
+    )
     count = sum(len(row) - 1 for row in rows)
     told = []
     for _ in range(steps):
@@ -153,7 +162,7 @@ def learn(
                 loss = F.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum") / count
                 loss.backward()
                 total += loss.item()
-        norm = nn.utils.clip_grad_norm_(parameters, clip)
+        norm = nn.utils.clip_grad_norm_(parameters, chosen.clip_grad)
         optimizer.step()
         told.append((total, norm.item()))
     return told
@@ -201,6 +210,13 @@ def values(model: Any, row: list[int]) -> Tensor:
     """[n - 1]: what a token classifier says of a row's tokens before the last."""
     found: Tensor = model(torch.tensor([row])).logits[0, :-1, 0]
     return found
+
+
+def assert_pairs(found: dict[str, Tensor], model: Any, pairs: Pairs) -> None:
+    """Compares matrices by PEFT's names with those that the model has learnt."""
+    for module, pair in pairs_of(model, pairs).items():
+        matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
+        torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
 
 
 def write_pairs(folder: Path, pairs: Pairs, *, alpha: float, **more: Any) -> Path:

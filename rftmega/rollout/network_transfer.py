@@ -32,7 +32,7 @@ from rftmega.weights.needs import needs_of
 
 @dataclass
 class NetworkInit(WeightTransferInitInfo):
-    """Where the trainer's processes are met, and what a push brings.
+    """NetworkInit says where the trainer's processes are met, and what a push brings.
 
     `trainers`: how many there are. `host`: the address of this server that they reach. `tensors`:
     name, dtype and shape of each. `seconds`: that one message may take.

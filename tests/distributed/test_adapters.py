@@ -125,25 +125,14 @@ def assert_learns_as_plain_torch(
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
-    wanted = plain_adapters.learn(
-        model,
-        ROWS,
-        steps=STEPS,
-        clip=PLAIN.clip_grad,
-        lr=PLAIN.learning_rate,
-        eps=PLAIN.epsilon,
-        weight_decay=PLAIN.weight_decay,
-        betas=(PLAIN.beta1, PLAIN.beta2),
-    )
+    wanted = plain_adapters.learn(model, ROWS, PLAIN, steps=STEPS)
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
     (told, found), *_ = run_ranks(
         case[0], learn_body, folder, adapter, case, targets, preloaded=preloaded
     )
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
-    for module, pair in plain_adapters.pairs_of(model, pairs).items():
-        matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
-        torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
+    plain_adapters.assert_pairs(found, model, pairs)
 
 
 @pytest.mark.parametrize("name", QUICK)

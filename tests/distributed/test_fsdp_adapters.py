@@ -101,23 +101,12 @@ def assert_learns_as_plain_torch(
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or plain_adapters.ALL)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
-    wanted = plain_adapters.learn(
-        model,
-        ROWS,
-        steps=STEPS,
-        clip=OPTIMIZER.clip_grad,
-        lr=OPTIMIZER.learning_rate,
-        eps=OPTIMIZER.epsilon,
-        weight_decay=OPTIMIZER.weight_decay,
-        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
-    )
+    wanted = plain_adapters.learn(model, ROWS, OPTIMIZER, steps=STEPS)
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
     for told, found in run_ranks(processes, learn_body, folder, adapter, parallel, targets):
         for ours, theirs in zip(told, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=TOLERANCE)
-        for module, pair in plain_adapters.pairs_of(model, pairs).items():
-            matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
-            torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
+        plain_adapters.assert_pairs(found, model, pairs)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
