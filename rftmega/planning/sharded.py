@@ -75,27 +75,26 @@ def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
     """
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)
-    wide, cast = planned.itemsize, planned.itemsize < FLOAT
+    wide = planned.itemsize
     pairs = [shards * _rows(shapes, shards) for shapes in groups.pairs]
     model = [shards * _rows(shapes, shards) for shapes in groups.apart]
     apart = [sum(both) for both in zip(model, pairs, strict=True)] if pairs else model
     gradients = pairs or apart
     always = shards * _rows(groups.whole_pass, shards)
     buffers = apart if shards > 1 else [0] * len(apart)
-    sent = [size / shards if cast else 0.0 for size in gradients]  # what is not narrow yet
     # a gradient of the output weight is among what log-probs take
     grown = [*gradients[:-1], gradients[-1] if planned.value else 0]
     zero3 = planned.parallel.reshard_after_forward
     at_once = [0 if zero3 else sum(apart) - size for size in apart]
     last = len(apart) - 1
-    peaks = []
+    peaks: list[float] = []
     for number, size in enumerate(apart):
         before = max(0, number - 1)
-        arriving = buffers[before] * (before != number) + buffers[number] + sent[number]
+        arriving = buffers[before] * (before != number) + buffers[number]
         peaks.append(wide * (arriving + size + at_once[number]))
         if not learns:
             continue
-        ahead = (buffers[before] + sent[before]) * (zero3 and before != number)
+        ahead = buffers[before] * (zero3 and before != number)
         behind = FLOAT * gradients[number + 1] if number < last else 0
         computing = size + behind / wide
         leaving = FLOAT * gradients[number] / wide

@@ -132,10 +132,10 @@ def test_what_a_pass_gathers_is_the_sum_of_what_torch_keeps_at_once() -> None:
     wide, narrow = planned_of(P(), 4), planned_of(P(), 2)
     # the buffer of the one before, that of this one, and the parameters
     assert gathered(wide, 2, learns=False) == 4 * (40 + 40 + 40 + 4)
-    assert gathered(narrow, 2, learns=False) == 2 * (3 * 40 + 40 / 2 + 4)
+    assert gathered(narrow, 2, learns=False) == 2 * (40 + 40 + 40 + 4)
     # one that comes, parameters, their gradients, gradients of the one behind in float32
     assert gathered(wide, 2, learns=True) == 4 * (40 + 40 + 40 + 40 + 2 * 4)
-    assert gathered(narrow, 2, learns=True) == 2 * (3 * 40 + 20 + 2 * 4) + 4 * 40
+    assert gathered(narrow, 2, learns=True) == 2 * (40 + 40 + 40 + 2 * 4) + 4 * 40
     # with ZeRO-2 all are there, and none comes in the backward pass
     kept = planned_of(P(reshard_after_forward=False), 4)
     assert gathered(kept, 2, learns=False) == 4 * (4 * 40 + 2 * 40 + 4)
@@ -152,8 +152,8 @@ def test_a_frozen_model_has_no_gradients_among_what_is_gathered() -> None:
     groups = plain.groups._replace(pairs=((), pair, pair, ()))
     planned = replace(plain, groups=groups)
     both = 40 + 2 * 4 + 8  # one process has the only row of A, and both have memory for one
-    # both buffers, the layer, and what of a process's pairs is not narrow yet
-    assert gathered(planned, 2, learns=False) == 2 * (3 * both + 16 / 2 + 4)
+    # both buffers and the layer
+    assert gathered(planned, 2, learns=False) == 2 * (3 * both + 4)
     # gradients of pairs are less than the second buffer of the pass before; the norm has none
     assert gathered(planned, 2, learns=True) == gathered(planned, 2, learns=False)
     own = 2 * (4 + 4)  # of two pairs, a row of A and half of B
