@@ -31,6 +31,7 @@ from benchmarks import (
     real_servers,
     replayed_routes,
     rollouts,
+    server_requests,
     sharded,
     steps,
     turns,
@@ -87,6 +88,11 @@ BENCHMARKS = {
         turns.tools_against_a_plain_loop,
         "100 tokens: environment_over_plain",
         "at least 0.95",
+    ),
+    "requests to a server": (
+        server_requests.against_in_process,
+        "server_over_in_process",
+        "at most 2",
     ),
     "asynchronous steps on a real server": (
         real_servers.against_synchronous,

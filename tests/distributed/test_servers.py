@@ -92,6 +92,10 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
         for prompts in asked
     ]
     if world.rank == 0:
+        within = psutil.Process(engine.servers[0]._process.pid).children(recursive=True)
+        found["names"] = [
+            name for each in within for name in each.cmdline()[:1] if "VLLM::" in name
+        ]
         found["from outside"] = from_outside(engine, logs)
         (member,) = engine.fleet.members
         member.health.failed()
@@ -186,6 +190,7 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
     told, elsewhere = results
     together, *alone = told["longer"]
     assert [answer.token_ids for answer in together] == [own.token_ids for (own,) in alone]
+    assert told["names"] == ["VLLM::EngineCore"]  # and no worker that it would spin for
     outside = told["from outside"]
     assert outside["statuses"] == {False: {401}, True: {404}}  # with the run's key, or without
     assert all("A push names memory that it may not" in said for said in outside["refused"]), (

@@ -288,3 +288,12 @@ def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: 
     assert [part["uuid"] for part in body["content_parts"]] == [picture.digest]
     with pytest.raises(EngineError, match="vLLM made 7 tokens of a prompt with 1 picture"):
         asked(Expanding(5))
+
+
+def test_threads_of_a_server_on_a_cpu_sleep_while_they_wait_unless_they_are_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert server_options.environment_of("key")["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert server_options.environment_of("key")["OMP_WAIT_POLICY"] == "ACTIVE"
