@@ -58,6 +58,9 @@ LAYOUTS: dict[str, Case] = {
     "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
     "EP2": (2, P(expert=2), SHARDED),
 }  # fmt: skip
+# of embedding and head, beside some layers, and by themselves
+OF_WORDS = ("embed_tokens", "lm_head")
+WITH_WORDS = ("q_proj", "down_proj", *OF_WORDS)
 MIXED: dict[str, Case] = {
     "one process": (1, P(), PLAIN),
     "EP2": (2, P(expert=2), PLAIN),
@@ -121,7 +124,11 @@ def assert_learns_as_plain_torch(
     preloaded: str = LOCAL,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
-    chosen = targets or (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
+    called = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}
+    chosen = [called.get(target, target) for target in targets] or (
+        *plain_adapters.ALL,
+        *plain_adapters.MIXTRAL.values(),
+    )
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
@@ -190,6 +197,33 @@ def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_r
         )
         found += run_ranks(1, scaled_body, folder, adapter, alpha, rslora)
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("TP2, SP", WITH_WORDS),
+        ("PP2, full recompute", OF_WORDS),
+        ("TP2, distributed optimizer", OF_WORDS),  # of whose padding there are no states
+        pytest.param("TP1", OF_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("CP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("DP2, distributed optimizer", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("full recompute", ("embed_tokens",), marks=pytest.mark.ranks),
+        pytest.param("DP2, overlapped", ("lm_head",), marks=pytest.mark.ranks),
+        pytest.param("TP4 (2 key-value heads)", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2", ("word_embeddings", "output_layer"), marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2, SP, full recompute", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2 x CP2, SP, selective recompute", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_WORDS, marks=pytest.mark.ranks),
+    ],
+)
+def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], targets)
 
 
 @pytest.mark.parametrize("name", FEW)
