@@ -24,8 +24,9 @@ from rftmega.converters.rules import (
 )
 from rftmega.converters.vision import HEARS, MODULE
 from rftmega.errors import ConfigError
-from rftmega.options.adapters import EMBEDDING, HEAD, MEGATRON_HEAD, OF_WORDS
 
+EMBEDDING = "embed_tokens"
+HEADS = ("lm_head", "output_layer")  # Hugging Face's and Megatron's name
 WEIGHT = ".weight"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # behind the name of a module of Hugging Face's
 EMBEDDING_DOWN, EMBEDDING_UP = ".lora_embedding_A", ".lora_embedding_B"
@@ -84,7 +85,7 @@ def adapted_layers(
     _refuse_tied(of_words, targets)
     if any(map(is_of_value_head, rules)):
         targets = _without_head(targets)
-    adaptable = [*linear, *(rule for rule in of_words if targets and rule.exported)]
+    adaptable = linear + (of_words if targets and not _are_tied(of_words) else [])
     refuse_unknown(targets, {name for rule in adaptable for name in _names(rule)})
     found = []
     for rule in adaptable:
@@ -97,13 +98,18 @@ def adapted_layers(
 
 def _refuse_tied(of_words: Sequence[Rule], targets: Sequence[str]) -> None:
     """Raises ConfigError where `targets` name a matrix that is embedding and head at once."""
-    named = [target for target in targets if target in OF_WORDS]
-    if named and any(not rule.exported for rule in of_words):
+    known = {*HEADS, *(name for rule in of_words for name in _names(rule))}
+    named = [target for target in targets if target in known]
+    if named and _are_tied(of_words):
         raise ConfigError(
             f"model.lora.targets: {', '.join(named)}: the model's output head is its embedding (tie_word_embeddings=true), and "
-            "an adapter on one of them alone would make them two. Leave it out, or untie the folder first: write the embedding as "
-            "lm_head.weight as well, and set tie_word_embeddings to false."
+            "an adapter on one of them alone would make them two. Leave it out, or untie the folder first: write the embedding "
+            "as lm_head.weight as well, and set tie_word_embeddings to false."
         )
+
+
+def _are_tied(of_words: Sequence[Rule]) -> bool:
+    return any(not rule.exported for rule in of_words)
 
 
 def _without_head(targets: Sequence[str]) -> list[str]:
@@ -111,7 +117,7 @@ def _without_head(targets: Sequence[str]) -> list[str]:
 
     Raises ConfigError where it would have none.
     """
-    kept = [target for target in targets if target not in (HEAD, MEGATRON_HEAD)]
+    kept = [target for target in targets if target not in HEADS]
     if targets and not kept:
         raise ConfigError(
             f"model.lora.targets: {', '.join(targets)} is all that is named, and a value model has no output head. Name layers "

@@ -77,7 +77,7 @@ class Adapters:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 let_gradients_begin(chunk.embedding)
-        places: dict[int, Any] = {
+        places: dict[int, tuple[Any, int]] = {
             id(weight): (module, number)
             for chunk in chunks
             for module in chunk.modules()
