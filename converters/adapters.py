@@ -24,9 +24,9 @@ from rftmega.converters.rules import (
 )
 from rftmega.converters.vision import HEARS, MODULE
 from rftmega.errors import ConfigError
+from rftmega.shards import EMBEDDING, HEAD
 
-EMBEDDING = "embed_tokens"
-HEADS = ("lm_head", "output_layer")  # Hugging Face's and Megatron's name
+HEADS = (HEAD, "output_layer")  # Hugging Face's and Megatron's name
 WEIGHT = ".weight"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # behind the name of a module of Hugging Face's
 EMBEDDING_DOWN, EMBEDDING_UP = ".lora_embedding_A", ".lora_embedding_B"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rftmega.converters.adapters import (
     DOWNS,
-    EMBEDDING,
     EMBEDDING_DOWN,
     EMBEDDING_UP,
     UP,
@@ -27,13 +26,14 @@ from rftmega.hf_folders.adapter_card import write_card
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
 from rftmega.options.adapters import LoRA, scaling_of
+from rftmega.shards import OF_WORDS
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module of transformers' model
 # that change what an adapter is, with what they are where they change nothing
 # copies of frozen weights, which PEFT writes beside the pairs of embedding and head
-COPIES = tuple(f"{name}.base_layer{WEIGHT}" for name in (EMBEDDING, "lm_head"))
+COPIES = tuple(f"{name}.base_layer{WEIGHT}" for name in OF_WORDS)
 UNKNOWN: dict[str, Any] = {
     **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
     **{"bias": "none", "modules_to_save": None, "layers_to_transform": None},

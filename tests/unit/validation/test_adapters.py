@@ -161,6 +161,11 @@ def test_a_model_with_a_tower_can_have_no_adapters_yet(tmp_path: Path) -> None:
         ("qwen3-tied", LoRA(rank=8, targets=["q_proj", "lm_head"]), "lm_head: .* is its embedding"),
         ("qwen3-tied", LoRA(rank=8, targets=["embed_tokens"]), "embed_tokens: .* untie the folder"),
         ("qwen3-tied", LoRA(rank=8, targets=["x_proj"]), "Choose from: down_proj, gate_proj"),
+        (
+            "qwen2",
+            LoRA(rank=8, targets=["q_proj", "word_embeddings"], push="adapters"),
+            "vLLM leaves adapters on embed_tokens out of models of qwen2; .*push=merged",
+        ),
         ("deepseek-v3", LoRA(rank=8), "latent attention"),
     ],
 )
