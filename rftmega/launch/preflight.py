@@ -244,7 +244,8 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
         if lora.push == "adapters" and of_words and kind not in SERVED_WORDS:
             return [
                 f"model.lora.push=adapters: vLLM leaves adapters on {', '.join(of_words)} out of models of {kind}; it serves "
-                f"them in those of {', '.join(SERVED_WORDS)}. Set model.lora.push=merged, or leave them out of model.lora.targets."
+                f"them in those of {', '.join(SERVED_WORDS)}. Set model.lora.push=merged, "
+                f"or leave them out of model.lora.targets."
             ]
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
             PEFTFolder(lora.path, option="model.lora.path").check(lora, targets)
