@@ -23,7 +23,7 @@ from rftmega.strategy.export import export
 from rftmega.weights import EngineWeights, Exporter
 from tests import plain_adapters
 from tests.block_engine import BlockEngine
-from tests.layouts import config_of, rows_of
+from tests.layouts import config_of, packed_logits, rows_of
 from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
 from tests.unit.kernels.test_packed_weights import rounded
@@ -150,6 +150,26 @@ def assert_learns_as_plain_torch(
 @pytest.mark.parametrize("name", QUICK)
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
+
+
+def logits_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
+    actor = actor_of(folder, adapter, case, OF_WORDS)
+    with actor.manager.adapters.switched_off():
+        off = packed_logits(actor.manager, ROWS)
+    return packed_logits(actor.manager, ROWS), off
+
+
+def test_whole_logits_have_what_the_adapters_of_embedding_and_head_add(tmp_path: Path) -> None:
+    """A loss of one's own may ask for them; ours does without."""
+    folder, case = save_tiny(tmp_path / "model", "qwen3"), LAYOUTS["TP2, SP"]
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=OF_WORDS)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    found, *_ = run_ranks(case[0], logits_body, folder, adapter, case)
+    for logits, beside in zip(found, (pairs, {}), strict=True):
+        model = plain_adapters.adapted(folder, beside, alpha=ALPHA)
+        with torch.no_grad():
+            wanted = [model(torch.tensor([row[:-1]])).logits[0] for row in ROWS if len(row) > 1]
+        torch.testing.assert_close(logits, torch.cat(wanted), atol=TOLERANCE, rtol=0)
 
 
 def kept_body(world: Any, folder: Path, adapter: Path, case: Case, kept: str) -> Any:
