@@ -204,6 +204,7 @@ def unserved_body(world: Any, *wanted: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks
 def test_an_engine_without_a_place_beside_the_embedding_takes_no_adapter_on_it(
     tmp_path: Path,
 ) -> None:
