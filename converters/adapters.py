@@ -3,18 +3,34 @@ product b a beside a weight (LoRA, arXiv:2106.09685).
 
 Each HF tensor has a pair of its own, as in PEFT: q, k and v, which Megatron keeps in one tensor, have
 three. Megatron's `a` is theirs, one below the other; its `b` has the rows of the weight.
+
+An embedding has a pair of the transposed weight: `a` [rank, words] is looked up, and has the columns of
+the words that a process holds; `b` [hidden, rank] is whole everywhere.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from rftmega.converters.decoder import ATTENTION, MLP
-from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule
+from rftmega.converters.decoder import ATTENTION, MLP, is_of_value_head
+from rftmega.converters.rules import (
+    QKV,
+    Column,
+    HFTensor,
+    Replicated,
+    Row,
+    Rule,
+    Vocabulary,
+    VocabularyColumns,
+)
 from rftmega.converters.vision import HEARS, MODULE
 from rftmega.errors import ConfigError
+from rftmega.shards import EMBEDDING, HEAD
 
+HEADS = (HEAD, "output_layer")  # Hugging Face's and Megatron's name
 WEIGHT = ".weight"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # behind the name of a module of Hugging Face's
+EMBEDDING_DOWN, EMBEDDING_UP = ".lora_embedding_A", ".lora_embedding_B"
+DOWNS, UPS = (DOWN, EMBEDDING_DOWN), (UP, EMBEDDING_UP)
 LOCAL_DOWN, LOCAL_UP = ".lora.a", ".lora.b"  # behind that of a module of Megatron's
 
 
@@ -28,8 +44,17 @@ class AdaptedLayer:
     up: Rule  # of `b`, whose rows of other HF tensors are zeros
 
     @property
+    def of_embedding(self) -> bool:
+        return isinstance(self.down, VocabularyColumns)
+
+    @property
+    def of_head(self) -> bool:
+        return isinstance(self.base, Vocabulary) and not self.of_embedding
+
+    @property
     def row_parallel(self) -> bool:
-        return isinstance(self.base, Row)
+        """Returns whether a process has its own columns of `a`, and all of `b`."""
+        return isinstance(self.base, Row) or self.of_embedding
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -40,10 +65,12 @@ class AdaptedLayer:
 def adapted_layers(
     rules: Sequence[Rule], *, rank: int, targets: Sequence[str]
 ) -> list[AdaptedLayer]:
-    """Returns the layers of a decoder that `targets` name, all linear ones where it is empty.
+    """Returns the layers of a decoder that `targets` name; where it is empty all linear ones of
+    attention, MLP and experts. A value model has no output head: where targets name one as well as
+    other layers, it is left out.
 
-    Raises ConfigError for a target that the model does not have, and for a model that can have no
-    adapters.
+    Raises ConfigError for a target that the model does not have, for the embedding or the head of a
+    model where both are one matrix, and for a model that can have no adapters.
     """
     if any(rule.megatron[0].startswith((MODULE, HEARS)) for rule in rules):
         raise ConfigError(
@@ -54,15 +81,49 @@ def adapted_layers(
         raise ConfigError(
             "model.lora.rank: the model has latent attention, whose layers can't have adapters. Set it to 0."
         )
-    names = {name for rule in linear for name in _names(rule)}
-    refuse_unknown(targets, names)
+    of_words = [rule for rule in rules if isinstance(rule, Vocabulary)]
+    _refuse_tied(of_words, targets)
+    if any(map(is_of_value_head, rules)):
+        targets = _without_head(targets)
+    adaptable = linear + (of_words if targets and not _are_tied(of_words) else [])
+    refuse_unknown(targets, {name for rule in adaptable for name in _names(rule)})
     found = []
-    for rule in linear:
+    for rule in adaptable:
         numbers = range(len(rule.hf))
         chosen = [number for number in numbers if _is_chosen(rule, number, targets)]
         if chosen:
             found.append(_adapted(rule, tuple(chosen), rank))
     return found
+
+
+def _refuse_tied(of_words: Sequence[Rule], targets: Sequence[str]) -> None:
+    """Raises ConfigError where `targets` name a matrix that is embedding and head at once."""
+    known = {*HEADS, *(name for rule in of_words for name in _names(rule))}
+    named = [target for target in targets if target in known]
+    if named and _are_tied(of_words):
+        raise ConfigError(
+            f"model.lora.targets: {', '.join(named)}: the model's output head is its embedding (tie_word_embeddings=true), and "
+            "an adapter on one of them alone would make them two. Leave it out, or untie the folder first: write the embedding "
+            "as lm_head.weight as well, and set tie_word_embeddings to false."
+        )
+
+
+def _are_tied(of_words: Sequence[Rule]) -> bool:
+    return any(not rule.exported for rule in of_words)
+
+
+def _without_head(targets: Sequence[str]) -> list[str]:
+    """Returns the targets of a value model beside a policy with those.
+
+    Raises ConfigError where it would have none.
+    """
+    kept = [target for target in targets if target not in HEADS]
+    if targets and not kept:
+        raise ConfigError(
+            f"model.lora.targets: {', '.join(targets)} is all that is named, and a value model has no output head. Name layers "
+            "of attention or MLP as well."
+        )
+    return kept
 
 
 def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
@@ -76,11 +137,34 @@ def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
 
 def hf_target(rule: Rule, number: int) -> str:
     """Returns the name of one of a weight's HF modules, such as q_proj."""
-    return rule.hf[number].name.removesuffix(WEIGHT).rsplit(".", 1)[1]
+    return _leaf(rule.hf[number].name.removesuffix(WEIGHT))
+
+
+def module_of(name: str) -> str:
+    """Returns the name of the module whose adapter has a tensor of this name."""
+    for ending in (*DOWNS, *UPS):
+        name = name.removesuffix(ending)
+    return name
+
+
+def target_of(name: str) -> str:
+    """Returns the module that a tensor of an adapter is on, such as q_proj."""
+    return _leaf(module_of(name))
+
+
+def pair_names(module: str) -> tuple[str, str]:
+    """Returns the names of A and B of a module, as PEFT has them."""
+    if _leaf(module) == EMBEDDING:
+        return module + EMBEDDING_DOWN, module + EMBEDDING_UP
+    return module + DOWN, module + UP
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _megatron_target(rule: Rule) -> str:
-    return rule.megatron[0].removesuffix(WEIGHT).rsplit(".", 1)[1]
+    return _leaf(rule.megatron[0].removesuffix(WEIGHT))
 
 
 def _names(rule: Rule) -> set[str]:
@@ -109,6 +193,15 @@ def _adapted(rule: Rule, parts: tuple[int, ...], rank: int) -> AdaptedLayer:
     of_a, of_b = (
         (rule.megatron[0].removesuffix(WEIGHT) + name,) for name in (LOCAL_DOWN, LOCAL_UP)
     )
+    if _is_embedding(rule):
+        (table,) = rule.hf
+        words, hidden = table.shape
+        return AdaptedLayer(
+            rule,
+            parts,
+            VocabularyColumns(of_a, (_beside(table, EMBEDDING_DOWN, (rank, words)),)),
+            Replicated(of_b, (_beside(table, EMBEDDING_UP, (hidden, rank)),)),
+        )
     if isinstance(rule, Row):  # columns of a row-parallel weight are split, and with them a's
         return AdaptedLayer(
             rule,
@@ -122,6 +215,10 @@ def _adapted(rule: Rule, parts: tuple[int, ...], rank: int) -> AdaptedLayer:
         Column(of_a, tuple(down), layers=rule.layers),  # whole on every rank
         replace(rule, megatron=of_b, hf=tuple(up)),
     )
+
+
+def _is_embedding(rule: Rule) -> bool:
+    return isinstance(rule, Vocabulary) and rule.opens
 
 
 def _beside(tensor: HFTensor, name: str, shape: tuple[int, ...]) -> HFTensor:

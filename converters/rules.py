@@ -168,6 +168,13 @@ class Vocabulary(Rule):
 
 
 @dataclass(frozen=True)
+class VocabularyColumns(Vocabulary):
+    """The same of columns: an adapter's matrix that is looked up by words."""
+
+    axis = 1
+
+
+@dataclass(frozen=True)
 class QKV(Rule):
     """Megatron interleaves by query group: [q.. k v | q.. k v | ...]; weight and bias alike.
 
@@ -227,7 +234,9 @@ def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tens
             )
     if padding:
         like = pieces[0] if pieces else parts[0][0:1]
-        pieces.append(like.new_zeros(padding, *like.shape[1:]))
+        shape = list(rule.hf[0].shape)
+        shape[rule.axis] = padding
+        pieces.append(like.new_zeros(shape))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, rule.axis)
 
 

@@ -183,6 +183,10 @@ LAYOUTS |= LATER
 ADAPTED = "qwen3 with adapters"
 LORA = LoRA(rank=4, alpha=6.0)
 LAYOUTS[ADAPTED] = dict(LAYOUTS["qwen3"])
+# The same with adapters on the embedding and the output head alone, on Megatron alone.
+ADAPTED_WORDS = "qwen3 with adapters on words"
+WORDS = ("embed_tokens", "lm_head")
+LAYOUTS[ADAPTED_WORDS] = dict(LAYOUTS["qwen3"])
 # Tokens of a mixture that are sent to given experts, of which a router would choose few; some that
 # nobody told of.
 ROUTED = "qwen3-moe with given routes"
@@ -324,7 +328,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         keep_reference=True,
         token_cap=caps[setting.micro_batches],
         temperature=0.8,
-        lora=replace(LORA, path=str(pairs)) if pairs.exists() else None,
+        lora=adapters_of(pairs) if pairs.exists() else None,
         router_replay="engine" if routes.exists() else "none",
     )
     rows = whole.select(order)
@@ -416,14 +420,21 @@ def differences(found: list[dict[str, Any]], wanted: dict[str, Any]) -> dict[str
     return {name: worst[name] for name in QUANTITIES}
 
 
+def adapters_of(pairs: Path) -> LoRA:
+    """Options that ask for the adapters of a PEFT folder."""
+    named = json.loads((pairs / "adapter_config.json").read_text())["target_modules"]
+    return replace(LORA, path=str(pairs), targets=named if set(named) == set(WORDS) else [])
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
 def saved(folder: Path, variant: str) -> Path:
-    if variant in (ADAPTED, ADAPTED_MIXTURE):
-        model = save_tiny(folder, variant.removesuffix(" with adapters"))
-        pairs = plain_adapters.random_pairs(model, rank=LORA.rank, spread=0.1)
+    if variant in (ADAPTED, ADAPTED_WORDS, ADAPTED_MIXTURE):
+        model = save_tiny(folder, variant.split(" with ")[0])
+        targets = WORDS if variant == ADAPTED_WORDS else plain_adapters.ALL
+        pairs = plain_adapters.random_pairs(model, rank=LORA.rank, targets=targets, spread=0.1)
         plain_adapters.write_pairs(model / "adapter", pairs, alpha=LORA.alpha)
         return model
     if variant == ROUTED:

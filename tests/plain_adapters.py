@@ -18,21 +18,30 @@ from rftmega.config import OptimizerConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # what it calls them
+EMBEDDING = "embed_tokens"
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 PREFIX = "base_model.model."
-Pairs = dict[str, tuple[Tensor, Tensor]]  # by the module's name: A [r, in], B [out, r]
+# by the module's name: A [r, in], B [out, r]; of an embedding A [r, words], B [hidden, r]
+Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
 class WithPair(nn.Module):
     """A linear layer and alpha / r times B A beside it."""
 
-    def __init__(self, base: nn.Linear, a: Tensor, b: Tensor, scaling: float):
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, scaling: float):
         super().__init__()
         self.base, self.scaling = base, scaling
         self.a, self.b = nn.Parameter(a.clone()), nn.Parameter(b.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.scaling * F.linear(F.linear(x, self.a), self.b)
+
+
+class EmbeddingWithPair(WithPair):
+    """An embedding and alpha / r times B A[x] beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.scaling * F.linear(F.embedding(x, self.a.T), self.b)
 
 
 class StackWithPairs(nn.Module):
@@ -65,6 +74,11 @@ def random_pairs(
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
+    shapes |= {
+        name: (module.embedding_dim, module.num_embeddings)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
     for file in sorted(folder.glob("*.safetensors")):  # which have each expert by itself
         for name, tensor in load_file(file).items():
             if ".experts." in name:
@@ -75,6 +89,8 @@ def random_pairs(
             a = torch.randn(rank, into, generator=random)
             b = torch.randn(out, rank, generator=random)
             found[name] = a / into**0.5, spread * b
+            if name.endswith(EMBEDDING):  # one column is looked up, not the sum of all
+                found[name] = spread * a, b
     return found
 
 
@@ -98,9 +114,10 @@ def adapted(
     for name, (a, b) in pairs.items():
         if ".experts." in name:
             continue
-        above, leaf = name.rsplit(".", 1)
+        above, _, leaf = name.rpartition(".")
         parent = model.get_submodule(above)
-        setattr(parent, leaf, WithPair(getattr(parent, leaf), a, b, alpha / len(a)))
+        kind_of_pair = EmbeddingWithPair if leaf == EMBEDDING else WithPair
+        setattr(parent, leaf, kind_of_pair(getattr(parent, leaf), a, b, alpha / len(a)))
     return model
 
 
@@ -215,17 +232,24 @@ def values(model: Any, row: list[int]) -> Tensor:
 def assert_pairs(found: dict[str, Tensor], model: Any, pairs: Pairs) -> None:
     """Compares matrices by PEFT's names with those that the model has learnt."""
     for module, pair in pairs_of(model, pairs).items():
-        matrices = [found[f"{module}.lora_{letter}.weight"] for letter in "AB"]
+        matrices = [found[name] for name in names_of(module)]
         torch.testing.assert_close(matrices, list(pair), atol=2e-5, rtol=1e-4)
+
+
+def names_of(module: str) -> tuple[str, str]:
+    """PEFT's names of a pair."""
+    if module.endswith(EMBEDDING):
+        return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def write_pairs(folder: Path, pairs: Pairs, *, alpha: float, **more: Any) -> Path:
     """Writes a PEFT folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, (a, b) in pairs.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.contiguous()
+    for module, pair in pairs.items():
+        for name, matrix in zip(names_of(module), pair, strict=True):
+            tensors[PREFIX + name] = matrix.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors")
     said = {
         "peft_type": "LORA",
@@ -252,4 +276,8 @@ def merged_by_hand(
             b = tensors[name.replace("lora_A", "lora_B")]
             weight = name.removeprefix(PREFIX).replace(".lora_A", "")
             found[weight] += said["lora_alpha"] / said["r"] * (b.double() @ a.double())
+        if ".lora_embedding_A" in name:
+            b = tensors[name.replace("embedding_A", "embedding_B")]
+            weight = name.removeprefix(PREFIX).replace("lora_embedding_A", "weight")
+            found[weight] += said["lora_alpha"] / said["r"] * (b.double() @ a.double()).T
     return found

@@ -3,7 +3,7 @@ differ by. A model is read one tensor at a time.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from rftmega.conversion.target import (
     note,
     written_alone,
 )
-from rftmega.converters.adapters import DOWN, UP, WEIGHT
+from rftmega.converters.adapters import EMBEDDING_DOWN, WEIGHT, pair_names
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
@@ -32,7 +32,8 @@ from rftmega.hf_folders.hf_folder import (
     write_shard,
 )
 from rftmega.hf_folders.peft_folder import PEFTFolder, write_config, write_pairs
-from rftmega.options.adapters import HF_TARGETS
+from rftmega.json_files import read_json_object
+from rftmega.options.adapters import EMBEDDING, HEAD, HF_TARGETS
 
 EXACT = 1024  # rows or columns up to which all singular values are computed
 SPARE, ROUNDS = 16, 6  # of the randomised method (Halko et al., arXiv:0909.4061) for larger ones
@@ -70,7 +71,8 @@ def merge(
     """Writes the model of `source` with the pairs of a PEFT folder added to its weights: in
     float32, rounded once to the dtype of the weight. Resumes what was broken off.
 
-    Raises CheckpointError for an adapter of another kind, or on a module that the model lacks.
+    Raises CheckpointError for an adapter of another kind, on a module that the model lacks, or on an
+    embedding that is the output head as well.
     """
     files, pairs = HFFolder(source), PEFTFolder(adapter)
     modules = set(pairs.modules)
@@ -78,6 +80,11 @@ def merge(
     if strangers:
         raise CheckpointError(
             f"{adapter} has adapters for {strangers[0]!r} ({len(strangers)} such), which {source} does not hold."
+        )
+    if found := _tied_embedding(files, modules):
+        raise CheckpointError(
+            f"{adapter} has an adapter for {found!r}, which is the output head of {source} as well: PEFT adds it to the "
+            "embedding alone, and a merged folder can't. Untie the folder first."
         )
     planned = [
         PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names
@@ -140,16 +147,23 @@ def extract(
     differ by (Eckart and Young, doi:10.1007/BF02288367), for linear layers that `targets` name.
 
     Raises CheckpointError for folders of different models, ConfigError for a rank that a layer
-    can't have, for a target that the model lacks, or where no such layer differs.
+    can't have, for a target that the model lacks, for an embedding that is the output head as well,
+    or where no such layer differs.
     """
     if rank < 1:
         raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
     one, other = HFFolder(base), HFFolder(trained)
     _refuse_another_model(one, other)
-    has = {name.removesuffix(WEIGHT).rsplit(".", 1)[-1] for name in one.names}
+    has = {_target(name) for name in one.names}
     if targets is not HF_TARGETS and (unknown := sorted(set(targets) - has)):
         raise ConfigError(
             f"--targets: {base} has no {', '.join(unknown)}. Choose from: {', '.join(n for n in HF_TARGETS if n in has)}."
+        )
+    named = {name.removesuffix(WEIGHT) for name in one.names if _target(name) in targets}
+    if found := _tied_embedding(one, named):
+        raise ConfigError(
+            f"--targets: {found} is the output head of {base} as well, which a pair beside the embedding does not change. "
+            f"Leave {EMBEDDING} out."
         )
     pairs: dict[str, Tensor] = {}
     beside: list[str] = []
@@ -159,7 +173,7 @@ def extract(
         difference = other.whole(name, shape).float() - one.whole(name, shape).float()
         progress(math.prod(shape) * one.dtype_of(name).itemsize)
         module = name.removesuffix(WEIGHT)
-        if module == name or len(shape) != 2 or module.rsplit(".", 1)[-1] not in targets:
+        if module not in named or module == name or len(shape) != 2:
             beside += [name] if difference.any() else []
             continue
         if rank > min(shape):
@@ -167,7 +181,9 @@ def extract(
                 f"--rank {rank} is above the {min(shape)} that {name} of {shape} has."
             )
         up, down = nearest(difference, rank)
-        pairs |= {module + DOWN: down, module + UP: up}
+        a, b = pair_names(module)
+        turned = a.endswith(EMBEDDING_DOWN)  # PEFT's A looks up the rows of the weight
+        pairs |= {a: up.T.contiguous(), b: down.T.contiguous()} if turned else {a: down, b: up}
         added += _square(difference)
         lost += _square(difference - up @ down)
     if not added:
@@ -196,6 +212,19 @@ def nearest(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         right = columns.T
     roots = values[:rank].sqrt()
     return left[:, :rank] * roots, roots[:, None] * right[:rank]
+
+
+def _target(name: str) -> str:
+    """Returns the module that a tensor is the weight of, such as q_proj."""
+    return name.removesuffix(WEIGHT).rpartition(".")[2]
+
+
+def _tied_embedding(files: HFFolder, modules: Iterable[str]) -> str:
+    """Returns the embedding among the modules where it is the output head as well; "" otherwise."""
+    found = next((name for name in modules if name.rpartition(".")[2] == EMBEDDING), "")
+    config = read_json_object(files.folder / "config.json") if found else {}
+    untied = HEAD + WEIGHT in files and not config.get("tie_word_embeddings")
+    return "" if untied else found
 
 
 def _refuse_another_model(one: HFFolder, other: HFFolder) -> None:

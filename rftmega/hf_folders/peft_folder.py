@@ -10,17 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.converters.adapters import DOWN, UP
+from rftmega.converters.adapters import (
+    DOWNS,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    UP,
+    UPS,
+    WEIGHT,
+    module_of,
+    pair_names,
+    target_of,
+)
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.adapter_card import write_card
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
 from rftmega.options.adapters import LoRA, scaling_of
+from rftmega.shards import OF_WORDS
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module of transformers' model
 # that change what an adapter is, with what they are where they change nothing
+# copies of frozen weights, which PEFT writes beside the pairs of embedding and head
+COPIES = tuple(f"{name}.base_layer{WEIGHT}" for name in OF_WORDS)
 UNKNOWN: dict[str, Any] = {
     **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
     **{"bias": "none", "modules_to_save": None, "layers_to_transform": None},
@@ -28,20 +41,17 @@ UNKNOWN: dict[str, Any] = {
 }
 
 
-def target_of(name: str) -> str:
-    """Returns the module that a tensor of an adapter is on, such as q_proj."""
-    return name.removesuffix(DOWN).removesuffix(UP).rsplit(".", 1)[1]
-
-
 def beginning(seed: int) -> Whole:
     """Returns what adapters begin with, so that they change nothing yet: B is zero, A is drawn from
-    PEFT's distribution, by its name.
+    PEFT's distribution, by its name. Of an embedding A is zero, and B drawn.
     """
 
     def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith(UP):
+        if name.endswith((UP, EMBEDDING_DOWN)):
             return torch.zeros(shape)
         random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if name.endswith(EMBEDDING_UP):
+            return torch.randn(shape, generator=random)
         bound = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-bound, bound, generator=random)
 
@@ -79,7 +89,9 @@ class PEFTFolder:
         self.rslora = bool(said.get("use_rslora"))
         self.targets = {name.rsplit(".", 1)[-1] for name in modules}
         self.files = HFFolder(self.folder)
-        if odd := sorted(name for name in self.files.names if not name.endswith((DOWN, UP))):
+        if odd := sorted(
+            name for name in self.files.names if not name.endswith((*DOWNS, *UPS, *COPIES))
+        ):
             self._refuse([f"{odd[0]!r} is no matrix of a pair"])
 
     def _refuse(self, reasons: Sequence[str]) -> None:
@@ -111,18 +123,23 @@ class PEFTFolder:
     def modules(self) -> list[str]:
         """Returns the names of the modules that have a pair, without PEFT's prefix."""
         return [
-            name.removeprefix(PREFIX).removesuffix(DOWN)
+            module_of(name.removeprefix(PREFIX))
             for name in self.files.names
-            if name.endswith(DOWN)
+            if name.endswith(DOWNS)
         ]
 
     def pair(self, module: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Reads (A [rank, columns], B [rows, rank]) of a module.
+        """Reads (A [rank, columns], B [rows, rank]) of a module, whose weight is [rows, columns]. An
+        embedding's pair is turned around: PEFT's A looks up its rows.
 
         Raises CheckpointError where one is missing or of another shape.
         """
-        a = self.whole(module + DOWN, (self.rank, columns))
-        return a, self.whole(module + UP, (rows, self.rank))
+        down, up = pair_names(module)
+        if down.endswith(EMBEDDING_DOWN):
+            a = self.whole(up, (columns, self.rank)).T
+            return a, self.whole(down, (self.rank, rows)).T
+        a = self.whole(down, (self.rank, columns))
+        return a, self.whole(up, (rows, self.rank))
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads a tensor, by its name without PEFT's prefix.
@@ -141,12 +158,12 @@ def names_of_pairs(names: Iterable[str]) -> set[str]:
     has no adapter, and zeros.
     """
     known = set(names)
-    return {name for name in known if name.endswith(DOWN) or name.removesuffix(UP) + DOWN in known}
+    return {name for name in known if pair_names(module_of(name))[0] in known}
 
 
 def learnt_whole(names: Iterable[str]) -> list[str]:
     """Returns those of the names that are no matrix of a pair: of a value head."""
-    return [name for name in names if not name.endswith((DOWN, UP))]
+    return [name for name in names if not name.endswith((*DOWNS, *UPS))]
 
 
 def write_pairs(

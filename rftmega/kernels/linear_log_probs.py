@@ -40,19 +40,23 @@ def linear_stats(
     temperature: float | Tensor,
     shard: VocabularyShard,
     *,
+    pair: tuple[Tensor, Tensor] | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T /
     temperature); differentiable.
 
+    Of a `pair` of low rank, inner [N, r] and up [V, r], inner @ up.T is added to hidden @ weight.T;
+    inner's gradient is this rank's share as well.
     `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero
     gradient. The gradient of `hidden` is this rank's share: a sum over the tensor-parallel ranks is
     the caller's (Megatron's mappings do it).
     """
     if not isinstance(temperature, Tensor):
         temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
+    inner, up = pair or (None, None)
     return _LinearStats.apply(
-        hidden_NH, weight_VH, targets_N, temperature.expand(len(hidden_NH)), shard, chunk
+        hidden_NH, weight_VH, inner, up, targets_N, temperature.expand(len(hidden_NH)), shard, chunk
     )
 
 
@@ -66,13 +70,16 @@ class _LinearStats(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        inner: Tensor | None,
+        up: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
         shard: VocabularyShard,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        largest, sums, last = _local_sums(hidden, weight, targets, temperature, shard, chunk)
+        logits = _Logits(hidden, weight, inner, up)
+        largest, sums, last = _local_sums(logits, targets, temperature, shard, chunk)
         top = largest.clone()
         _reduce(top, shard.group, dist.ReduceOp.MAX)
         shift = largest - top  # from this rank's largest logit to the largest of all
@@ -91,46 +98,78 @@ class _LinearStats(torch.autograd.Function):
         log_normaliser = normaliser.log() + top
         logp = target - log_normaliser
         entropy = normaliser.log() - weighted / normaliser
-        saved = hidden, weight, targets, temperature, largest, log_normaliser, entropy, last
-        ctx.save_for_backward(*saved)
+        saved = targets, temperature, largest, log_normaliser, entropy, last
+        ctx.save_for_backward(*logits, *saved)
         ctx.shard, ctx.chunk = shard, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, largest, log_normaliser, entropy, last = (
-            ctx.saved_tensors
-        )
+        logits = _Logits(*ctx.saved_tensors[:4])
+        targets, temperature, largest, log_normaliser, entropy, last = ctx.saved_tensors[4:]
         shard: VocabularyShard = ctx.shard
         grad_logp, grad_entropy = grads
-        grad_hidden = torch.empty_like(hidden)
-        learns = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        grad_hidden = torch.empty_like(logits.hidden)
+        grad_inner = None if logits.inner is None else torch.empty_like(logits.inner)
+        # of those that are not frozen
+        grad_weight = _zeros_for(logits.weight, ctx.needs_input_grad[1])
+        grad_up = _zeros_for(logits.up, ctx.needs_input_grad[3])
         pull = torch.zeros_like(log_normaliser) if grad_logp is None else grad_logp / temperature
         spread = None if grad_entropy is None else grad_entropy / temperature
-        parts = _parts(len(hidden), ctx.chunk)
+        parts = _parts(len(grad_hidden), ctx.chunk)
         for part in parts:
+            given = logits.of(part)
             known = last if part is parts[-1] else None
             normaliser = log_normaliser[part] if known is None else (log_normaliser - largest)[part]
             column, held = _columns(targets[part], shard)
             pulled = _Pulled(pull[part], None if spread is None else spread[part], entropy[part])
             grad, of_targets = _fused(_gradient)(
-                hidden[part], weight, known, temperature[part], normaliser, column, pulled, shard.real
+                given, known, temperature[part], normaliser, column, pulled, shard.real
             )  # fmt: skip
             # what a target is pulled by is added before rounding: beside it, 1 - p may be little
             of_targets = (of_targets + pull[part, None]).to(grad.dtype)
             grad.scatter_(-1, column, torch.where(held, of_targets, grad.gather(-1, column)))
-            grad_hidden[part] = grad @ weight
-            if grad_weight is not None:  # it is not frozen
-                _add_product(grad_weight, grad.T, hidden[part])
+            grad_hidden[part] = grad @ logits.weight
+            if grad_inner is not None:
+                grad_inner[part] = grad @ logits.up
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, given.hidden)
+            if grad_up is not None:
+                _add_product(grad_up, grad.T, given.inner)
             del grad  # before the next one is made
-        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, of_weight, None, None, None, None
+        of_weight = None if grad_weight is None else grad_weight.to(logits.weight.dtype)
+        of_up = None if grad_up is None else grad_up.to(logits.up.dtype)
+        return grad_hidden, of_weight, grad_inner, of_up, None, None, None, None
+
+
+class _Logits(NamedTuple):
+    """_Logits is what logits [N, V] are made of."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    inner: Any = None  # [N, r], or None
+    up: Any = None  # [V, r], or None
+
+    def of(self, part: slice) -> "_Logits":
+        """Returns the same of some tokens."""
+        inner = None if self.inner is None else self.inner[part]
+        return self._replace(hidden=self.hidden[part], inner=inner)
+
+    def made(self, temperature: Tensor) -> Tensor:
+        """Returns the logits, in float32, divided by each token's temperature."""
+        made = (self.hidden @ self.weight.T).float()
+        if self.inner is not None:
+            made += self.inner @ self.up.T
+        return made.div_(temperature[:, None])
+
+
+def _zeros_for(weight: Tensor | None, learns: bool) -> Tensor | None:
+    """Returns what the gradient of a weight that learns is added up in."""
+    return torch.zeros_like(weight, dtype=torch.float32) if weight is not None and learns else None
 
 
 def _local_sums(
-    hidden: Tensor,
-    weight: Tensor,
+    logits: _Logits,
     targets: Tensor,
     temperature: Tensor,
     shard: VocabularyShard,
@@ -143,13 +182,14 @@ def _local_sums(
     need not compute it again.
     """
     last = None
+    hidden = logits.hidden
     largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     sums = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
     parts = _parts(len(hidden), chunk) if shard.real else []  # there are ranks of padding only
     for part in parts:
         column, held = _columns(targets[part], shard)
         largest[part], sums[0, part], sums[1, part], target, last = _fused(_row_sums)(
-            hidden[part], weight, temperature[part], column, shard.real, part is parts[-1]
+            logits.of(part), temperature[part], column, shard.real, part is parts[-1]
         )
         sums[2, part] = torch.where(held, target, 0.0)[:, 0]
     return largest, sums, last
@@ -164,12 +204,12 @@ class _Pulled(NamedTuple):
 
 
 def _row_sums(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, column: Tensor, real: int, keep: bool
+    given: _Logits, temperature: Tensor, column: Tensor, real: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Returns each token's largest logit x of the first `real` columns, m [c], sum of exp(x - m), sum of
     exp(x - m) (x - m), the logit at `column` [c, 1], and with `keep` x - m itself [c, V].
     """
-    logits = (hidden @ weight.T).float().div_(temperature[:, None])
+    logits = given.made(temperature)
     target = logits.gather(-1, column)
     words = logits[:, :real]
     largest = words.max(-1).values
@@ -180,8 +220,7 @@ def _row_sums(
 
 
 def _gradient(
-    hidden: Tensor,
-    weight: Tensor,
+    given: _Logits,
     known: Tensor | None,
     temperature: Tensor,
     normaliser: Tensor,
@@ -196,12 +235,12 @@ def _gradient(
     subtracted from them.
     """
     if known is None:
-        known = (hidden @ weight.T).float().div_(temperature[:, None])
+        known = given.made(temperature)
     log_p = known.sub_(normaliser[:, None])
     of_targets = _pulled_by(log_p.gather(-1, column), pulled)
     grad = _pulled_by(log_p, pulled)
     grad[:, real:] = 0.0
-    return grad.to(hidden.dtype), of_targets
+    return grad.to(given.hidden.dtype), of_targets
 
 
 def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:

@@ -34,11 +34,13 @@ from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK
-from rftmega.shards import LINEAR
+from rftmega.shards import LINEAR, OF_WORDS
 from rftmega.validation import violations
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
 HEAD = "score.weight"  # of a value model
+# models beside whose embedding and head vLLM 0.32 has a place for adapters
+SERVED_WORDS = ("llama", "phi3", "qwen3")
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -236,6 +238,14 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
             return [
                 "model.lora.push=adapters: the model has experts, whose weights vLLM does not take in a push once it serves "
                 "adapters. Leave it out: engines get merged weights then."
+            ]
+        of_words = sorted(targets & set(OF_WORDS))
+        kind = read_json_object(Path(config.model.path) / "config.json").get("model_type")
+        if lora.push == "adapters" and of_words and kind not in SERVED_WORDS:
+            return [
+                f"model.lora.push=adapters: vLLM leaves adapters on {', '.join(of_words)} out of models of {kind}; it serves "
+                f"them in those of {', '.join(SERVED_WORDS)}. Set model.lora.push=merged, "
+                f"or leave them out of model.lora.targets."
             ]
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
             PEFTFolder(lora.path, option="model.lora.path").check(lora, targets)

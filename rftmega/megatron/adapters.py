@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rftmega.config import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.converters import shard, shard_shape
-from rftmega.converters.adapters import UP, AdaptedLayer
+from rftmega.converters.adapters import UP, AdaptedLayer, target_of
 from rftmega.converters.rules import located
 from rftmega.hf_folders.peft_folder import Whole
 from rftmega.kernels.packed_weights import PackedWeight, pack
@@ -23,6 +23,12 @@ from rftmega.layers.adapter import (
     AdaptedLinear,
     LowRankAdapter,
     let_gradients_begin,
+)
+from rftmega.layers.word_adapters import (
+    EmbeddingAdapter,
+    HeadAdapter,
+    adapt_embedding,
+    adapt_head,
 )
 from rftmega.megatron.binding import Bound
 from rftmega.parallel.topology import Topology
@@ -71,13 +77,20 @@ class Adapters:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 let_gradients_begin(chunk.embedding)
-        places = {
+        places: dict[int, tuple[Any, int]] = {
             id(weight): (module, number)
             for chunk in chunks
             for module in chunk.modules()
             if isinstance(module, AdaptedLinear | AdaptedExperts)
             for number, weight in enumerate(module.adaptable())
         }
+        self._sequence_parallel: bool = chunks[0].config.sequence_parallel
+        for chunk in chunks:
+            if chunk.pre_process:
+                embedding = chunk.embedding.word_embeddings
+                places[id(embedding.weight)] = embedding, 0
+            if chunk.post_process and hasattr(chunk, "output_layer"):
+                places[id(chunk.output_layer.weight)] = chunk.output_layer, 0
         adapted = {id(layer.base): layer for layer in layers}
         for item, pieces in base:
             if layer := adapted.get(id(item.rule)):
@@ -88,19 +101,27 @@ class Adapters:
         """Puts an adapter beside a weight of a module."""
         options, topology = self.options, self.topology
         of_expert = item.expert is not None
-        adapter = LowRankAdapter(
+        if layer.of_embedding:
+            looked_up = EmbeddingAdapter(module, rank=options.rank, scaling=options.scaling)
+            adapt_embedding(module, looked_up)
+            self._on[id(item.parameter)] = looked_up
+            return looked_up
+        adapter = (HeadAdapter if layer.of_head else LowRankAdapter)(
             item.parameter,
             _members(layer, item),
             rank=options.rank,
             scaling=options.scaling,
             dropout=options.dropout,
             row_parallel=layer.row_parallel,
-            sequence_parallel=module.config.sequence_parallel,
+            sequence_parallel=self._sequence_parallel,
             of_expert=of_expert,
             group=topology.expert_tensor_group if of_expert else topology.tensor_group,
         )
         adapter.train(module.training)
-        module.adapt(number, adapter)
+        if isinstance(adapter, HeadAdapter):
+            adapt_head(module, adapter)
+        else:
+            module.adapt(number, adapter)
         self._on[id(item.parameter)] = adapter
         return adapter
 
@@ -135,7 +156,7 @@ class Adapters:
 
     def has_pair(self, name: str) -> bool:
         """Says whether an adapter's HF tensor is learnt; others are zeros in between."""
-        return name.split(".")[-3] in self.targets
+        return target_of(name) in self.targets
 
     def is_filler(self, name: str) -> bool:
         """Says whether an HF tensor is zeros between those of pairs, and no matrix of a pair."""

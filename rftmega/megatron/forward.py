@@ -25,6 +25,7 @@ from torch import Tensor
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.layers.router_replay import FedRoutes
+from rftmega.layers.word_adapters import pair_of_head
 from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.media.fed_waveforms import FedWaveforms
 from rftmega.parallel.topology import tensor_and_context
@@ -43,10 +44,11 @@ class HiddenProcessor(Protocol):
         *,
         temperature: float | Tensor,
         tensor_group: Any,
+        pair: tuple[Tensor, Tensor] | None,
         **arguments: Any,
     ) -> dict[str, Tensor]:
         """`hidden` [N, H], `weight` [V, H] this process's rows of the output layer; each result is
-        [N].
+        [N]. `pair`: of an adapter on that layer, as `linear_stats` takes it.
         """
 
 
@@ -65,6 +67,7 @@ class LogProbs:
         *,
         temperature: float | Tensor,
         tensor_group: Any,
+        pair: tuple[Tensor, Tensor] | None,
         **arguments: Any,
     ) -> dict[str, Tensor]:
         targets = arguments["targets"]
@@ -72,7 +75,7 @@ class LogProbs:
         shard = VocabularyShard.of_rank(
             len(weight), vocabulary=self.vocabulary, rank=rank, group=tensor_group
         )
-        logp, entropy = linear_stats(hidden, weight, targets, temperature, shard)
+        logp, entropy = linear_stats(hidden, weight, targets, temperature, shard, pair=pair)
         return {"logp": logp, "entropy": entropy}
 
 
@@ -317,12 +320,13 @@ def custom_forward(
     if isinstance(temperature, Tensor):
         temperature = packing.take(temperature)
     if isinstance(logits_processor, HiddenProcessor):
-        hidden, weight = (
+        processed = logits_processor.from_hidden(
             _for_output_layer(output, chunk, tensor_group),
             _output_weight(model, chunk),
-        )
-        processed = logits_processor.from_hidden(
-            hidden, weight, temperature=temperature, tensor_group=tensor_group, **arguments
+            temperature=temperature,
+            tensor_group=tensor_group,
+            pair=pair_of_head(chunk, output),
+            **arguments,
         )
         return {name: packing.put(value) for name, value in processed.items()}
     logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)

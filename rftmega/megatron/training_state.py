@@ -148,16 +148,26 @@ def _range(
     elements `begin` ... of the flattened parameter.
     """
     local = shape_of(part.box)
-    assert local[1:] == tuple(parameter.shape[1:]), f"{part} is no range of its parameter"
-    first = part.offset[0] * math.prod(local[1:])  # of the part, in the flattened parameter
-    low, high = max(begin, first), min(begin + tensor.numel(), first + math.prod(local))
+    rows = (local[0], *parameter.shape[1:])  # in memory
+    assert local == rows or _ends_in_padding(part, parameter), f"{part} is no range of {rows}"
+    first = part.offset[0] * math.prod(rows[1:])  # of the part, in the flattened parameter
+    low, high = max(begin, first), min(begin + tensor.numel(), first + math.prod(rows))
     at = low - begin
-    for offset, shape in boxes_of(local, low - first, high - first):
+    for offset, shape in boxes_of(rows, low - first, high - first):
         number = math.prod(shape)
         elements = tensor.as_strided((number,), (1,), tensor.storage_offset() + at).view(shape)
         at += number
+        if local != rows:
+            if offset[1] >= local[1]:
+                continue  # padding alone
+            elements = elements[:, : local[1] - offset[1]]
         ends = zip(part.box, offset, strict=True)
         yield tuple(start + inside for (start, _), inside in ends), elements
+
+
+def _ends_in_padding(part: ShardPart, parameter: Tensor) -> bool:
+    """Returns whether a part is all rows of a matrix, and its first columns: others are of no word."""
+    return part.offset == (0, 0) and shape_of(part.box)[0] == len(parameter)
 
 
 def adam_steps(manager: MegatronModelManager) -> int:

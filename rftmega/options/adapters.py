@@ -17,6 +17,10 @@ HF_TARGETS = (
 )
 # those of attention, which no expert has
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+# what turns words into vectors, and these into logits: have an adapter where they are named alone
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+MEGATRON_EMBEDDING, MEGATRON_HEAD = "word_embeddings", "output_layer"
+OF_WORDS = (EMBEDDING, HEAD, MEGATRON_EMBEDDING, MEGATRON_HEAD)
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 # with one scale, of base_on_host=int8: shards of a row have the scales of the whole one where they
@@ -42,7 +46,8 @@ class LoRA:
 
     targets: list[str] = field(default_factory=list)
     """Layers with an adapter, by their names in Hugging Face's folder (q_proj, down_proj) or in
-    Megatron (linear_qkv); empty: all linear layers of attention, MLP and experts.
+    Megatron (linear_qkv); empty: all linear layers of attention, MLP and experts. Embedding and
+    output head, embed_tokens and lm_head, have one where they are named (backend=megatron).
     """
 
     push: Literal["merged", "adapters"] = "merged"
@@ -57,7 +62,9 @@ class LoRA:
     """
 
     dropout: BelowOne = 0.0
-    """Dropout of what an adapter is given, while learning; scoring never drops."""
+    """Dropout of what an adapter is given, while learning; scoring never drops, nor does an
+    embedding's.
+    """
 
     path: str = ""
     """PEFT folder that the policy starts from, of the same rank, alpha and targets; empty: adapters
@@ -92,7 +99,7 @@ class LoRA:
 
 def experts_targeted(targets: Sequence[str]) -> bool:
     """Returns whether `targets` name layers that experts have; an empty one names all layers."""
-    return not targets or not set(targets) <= set(OF_ATTENTION)
+    return not targets or not set(targets) <= {*OF_ATTENTION, *OF_WORDS}
 
 
 def scaling_of(rank: int, alpha: float, *, rslora: bool) -> float:

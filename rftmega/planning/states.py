@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rftmega.converters import Rule, shard_shape
 from rftmega.converters.adapters import LOCAL_DOWN
 from rftmega.converters.decoder import is_of_value_head
-from rftmega.converters.rules import Column, Row
+from rftmega.converters.rules import Column, Row, VocabularyColumns
 from rftmega.converters.vision import is_of_tower
 from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning import sharded
@@ -80,7 +80,7 @@ def _chunk(planned: PlannedModel, layers: range, *, opens: bool, closes: bool) -
         ranks = parallel.expert_tensor if rule.per_expert else parallel.tensor
         if rule.per_expert:
             number *= _experts(planned.model) // parallel.expert
-        if rule.megatron[0].endswith(LOCAL_DOWN) and not isinstance(rule, Row):
+        if rule.megatron[0].endswith(LOCAL_DOWN) and not isinstance(rule, Row | VocabularyColumns):
             ranks = 1  # an adapter's first matrix on a column-parallel layer
         if planned.narrow_whole and isinstance(rule, Column) and rule.narrow:
             ranks = 1

@@ -8,6 +8,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
+from rftmega.errors import EngineError
+from rftmega.shards import OF_WORDS
 from rftmega.transport.adapter_parcel import POLICY, opened
 
 
@@ -38,6 +40,9 @@ def set_adapter(
     `said` are what PEFT's two files hold.
 
     vLLM multiplies the second matrices by their scaling in place: they must be nobody else's.
+
+    Raises EngineError for an embedding or a head that vLLM's model has no place beside: it would leave
+    their pairs out without a word.
     """
     lora = worker.model_runner.lora_manager
     manager = lora._adapter_manager
@@ -53,6 +58,11 @@ def set_adapter(
         model_vocab_size=lora.vocab_size,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
+    of_words = [name for name in made.loras if name.endswith(OF_WORDS)]
+    if unserved := [name for name in of_words if name not in manager.modules]:
+        raise EngineError(
+            f"vLLM serves no adapter on {', '.join(unserved)} of {type(manager.model).__name__}. Set model.lora.push=merged."
+        )
     manager.remove_adapter(number)
     manager.add_adapter(made)
     manager.activate_adapter(number)

@@ -6,7 +6,16 @@ from pathlib import Path
 from rftmega.config.schema import RunConfig
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
-from rftmega.options.adapters import HF_TARGETS, MEGATRON_TARGETS, RANKS, LoRA
+from rftmega.options.adapters import (
+    EMBEDDING,
+    HEAD,
+    HF_TARGETS,
+    MEGATRON_HEAD,
+    MEGATRON_TARGETS,
+    OF_WORDS,
+    RANKS,
+    LoRA,
+)
 
 NAMES = ("alpha", "rslora", "targets", "push", "base_on_host", "dropout", "path", "evaluated")
 TOWERS = ("vision_config", "audio_config")
@@ -103,13 +112,28 @@ def _of_engine(config: RunConfig) -> list[str]:
 
 def _targets(config: RunConfig) -> list[str]:
     lora = config.model.lora
-    known = HF_TARGETS if config.backend == "fsdp" else (*HF_TARGETS, *MEGATRON_TARGETS)
-    unknown = [name for name in lora.targets if name not in known]
-    if not unknown:
-        return []
-    return [
-        f"model.lora.targets: {', '.join(unknown)} is no linear layer of attention or MLP. Choose from: {', '.join(known)}."
-    ]
+    of_words = [name for name in lora.targets if name in OF_WORDS]
+    found = []
+    if config.backend == "fsdp":
+        known: tuple[str, ...] = HF_TARGETS
+        if of_words:
+            found.append(
+                f"model.lora.targets: {', '.join(of_words)}: embedding and output head have adapters with backend=megatron "
+                "alone. Leave it out, or set backend=megatron."
+            )
+    else:
+        known = (*HF_TARGETS, *MEGATRON_TARGETS, EMBEDDING, HEAD)
+    heads = [name for name in of_words if name in (HEAD, MEGATRON_HEAD)]
+    if heads and config.algorithm.task == "reward_model":
+        found.append(
+            f"model.lora.targets: {', '.join(heads)}: a reward model has no output head; its value head learns whole. "
+            "Leave it out."
+        )
+    if unknown := [name for name in lora.targets if name not in (*known, *OF_WORDS)]:
+        found.append(
+            f"model.lora.targets: {', '.join(unknown)} is no linear layer of attention or MLP. Choose from: {', '.join(known)}."
+        )
+    return found
 
 
 def _evaluated(config: RunConfig) -> list[str]:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rftmega.converters.adapters import target_of
 from rftmega.errors import EngineError, EngineFault
-from rftmega.hf_folders.peft_folder import PREFIX, described, names_of_pairs, target_of
+from rftmega.hf_folders.peft_folder import PREFIX, described, names_of_pairs
 from rftmega.interfaces import WeightSync
 from rftmega.shards import AdapterSource
 from rftmega.types import Metrics, SliceChecksums

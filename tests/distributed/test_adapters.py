@@ -23,7 +23,7 @@ from rftmega.strategy.export import export
 from rftmega.weights import EngineWeights, Exporter
 from tests import plain_adapters
 from tests.block_engine import BlockEngine
-from tests.layouts import config_of, rows_of
+from tests.layouts import config_of, packed_logits, rows_of
 from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
 from tests.unit.kernels.test_packed_weights import rounded
@@ -58,6 +58,15 @@ LAYOUTS: dict[str, Case] = {
     "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
     "EP2": (2, P(expert=2), SHARDED),
 }  # fmt: skip
+# of embedding and head, beside some layers, and by themselves: then a difference in one step is ten
+# times as large in the next
+OF_WORDS = ("embed_tokens", "lm_head")
+WITH_WORDS = ("q_proj", "down_proj", *OF_WORDS)
+IN_MEGATRON_S_NAMES = {
+    "linear_proj": "o_proj",
+    "word_embeddings": "embed_tokens",
+    "output_layer": "lm_head",
+}
 MIXED: dict[str, Case] = {
     "one process": (1, P(), PLAIN),
     "EP2": (2, P(expert=2), PLAIN),
@@ -121,7 +130,10 @@ def assert_learns_as_plain_torch(
     preloaded: str = LOCAL,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
-    chosen = targets or (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
+    chosen = [IN_MEGATRON_S_NAMES.get(target, target) for target in targets] or (
+        *plain_adapters.ALL,
+        *plain_adapters.MIXTRAL.values(),
+    )
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
@@ -138,6 +150,26 @@ def assert_learns_as_plain_torch(
 @pytest.mark.parametrize("name", QUICK)
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
+
+
+def logits_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
+    actor = actor_of(folder, adapter, case, OF_WORDS)
+    with actor.manager.adapters.switched_off():
+        off = packed_logits(actor.manager, ROWS)
+    return packed_logits(actor.manager, ROWS), off
+
+
+def test_whole_logits_have_what_the_adapters_of_embedding_and_head_add(tmp_path: Path) -> None:
+    """A loss of one's own may ask for them; ours does without."""
+    folder, case = save_tiny(tmp_path / "model", "qwen3"), LAYOUTS["TP2, SP"]
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=OF_WORDS)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    found, *_ = run_ranks(case[0], logits_body, folder, adapter, case)
+    for logits, beside in zip(found, (pairs, {}), strict=True):
+        model = plain_adapters.adapted(folder, beside, alpha=ALPHA)
+        with torch.no_grad():
+            wanted = [model(torch.tensor([row[:-1]])).logits[0] for row in ROWS if len(row) > 1]
+        torch.testing.assert_close(logits, torch.cat(wanted), atol=TOLERANCE, rtol=0)
 
 
 def kept_body(world: Any, folder: Path, adapter: Path, case: Case, kept: str) -> Any:
@@ -192,6 +224,33 @@ def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_r
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("TP2, SP", WITH_WORDS),
+        ("PP2, full recompute", OF_WORDS),
+        ("TP2, distributed optimizer", WITH_WORDS),
+        pytest.param("TP1", OF_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("CP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("DP2, distributed optimizer", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("full recompute", ("v_proj", "embed_tokens"), marks=pytest.mark.ranks),
+        pytest.param("DP2, overlapped", ("lm_head",), marks=pytest.mark.ranks),
+        pytest.param("TP4 (2 key-value heads)", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2", tuple(IN_MEGATRON_S_NAMES), marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2, SP, full recompute", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2 x CP2, SP, selective recompute", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_WORDS, marks=pytest.mark.ranks),
+    ],
+)
+def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], targets)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_three_steps_of_adapters_on_experts_are_those_of_plain_torch(
     name: str, tmp_path: Path
@@ -232,27 +291,46 @@ def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
     assert_learns_as_plain_torch(tmp_path, variant, LAYOUTS[name], targets)
 
 
-def memory_body(world: Any, folder: Path, case: Case) -> tuple[int, int, dict[str, int], set[str]]:
+def memory_body(
+    world: Any, folder: Path, case: Case, targets: tuple[str, ...] = ()
+) -> tuple[int, int, dict[str, int], set[str]]:
     """(elements of the adapters here, all elements, bytes by part, kinds of a checkpoint's tensors)"""
-    actor = actor_of(folder, "", case)
+    actor = actor_of(folder, "", case, targets)
     learn(actor, 1)
-    kept = {box.key for box in actor.training_tensors()}
+    kept = set()
+    for box in actor.training_tensors():
+        ends = zip(box.offset, box.tensor.shape, box.shape, strict=True)
+        assert all(start + size <= whole for start, size, whole in ends), f"{box.key} has padding"
+        kept.add(box.key)
     assert all(".lora_" in key for key in kept), kept
     learnt = sum(item.parameter.numel() for item in actor.manager.learnt)
     held = sum(p.numel() for chunk in actor.manager.chunks for p in chunk.parameters())
     planned = models_of(actor.manager.cfg, auto="float32", narrow_whole=False)[POLICY]
-    assert actor.residency.bytes() == states(planned, world.size, 0), "it was foretold otherwise"
+    stage = actor.topology.pipeline_rank
+    foretold = states(planned, world.size, stage)
+    assert actor.residency.bytes() == foretold, (foretold, actor.residency.bytes())
     return learnt, held, actor.residency.bytes(), {key.split("/")[0] for key in kept}
 
 
-@pytest.mark.parametrize("name", ["TP1", "TP2, distributed optimizer"])
-def test_only_adapters_have_gradients_and_an_optimizers_state(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("TP1", ()),
+        ("TP2, distributed optimizer", ()),
+        ("TP2, distributed optimizer", WITH_WORDS),
+        pytest.param("PP2", OF_WORDS, marks=pytest.mark.ranks),
+    ],
+)
+def test_only_adapters_have_gradients_and_an_optimizers_state(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     folder, case = save_tiny(tmp_path, "qwen3"), LAYOUTS[name]
-    for learnt, held, bytes_of, kinds in run_ranks(case[0], memory_body, folder, case):
+    for learnt, held, bytes_of, kinds in run_ranks(case[0], memory_body, folder, case, targets):
         assert 0 < learnt < held / 4
-        assert bytes_of[PARAMETERS] == 4 * held
+        # buffers are padded
+        assert 4 * held <= bytes_of[PARAMETERS] < 4 * held + 2048
         assert bytes_of[ADAM] == 8 * learnt
-        assert 4 * learnt <= bytes_of[GRADIENTS] < 4 * learnt + 2048  # buffers are padded
+        assert 4 * learnt <= bytes_of[GRADIENTS] < 4 * learnt + 2048
         assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
 
 
@@ -264,8 +342,10 @@ def test_memory_of_adapters_on_experts_is_as_foretold(tmp_path: Path) -> None:
             assert learnt > 0
 
 
-def reference_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
-    actor = actor_of(folder, adapter, case, keep_reference=True, dropout=0.1)
+def reference_body(
+    world: Any, folder: Path, adapter: Path, case: Case, targets: tuple[str, ...]
+) -> Any:
+    actor = actor_of(folder, adapter, case, targets, keep_reference=True, dropout=0.1)
     rows = rows_of(ROWS)
     learn(actor, 1)
     on = actor.log_probs(rows).logp
@@ -275,18 +355,21 @@ def reference_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
     return on, off, plain.log_probs(rows).logp
 
 
-@pytest.mark.parametrize("name", ["TP2, SP", "PP2"])
-def test_the_reference_is_the_policy_with_its_adapters_off(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "targets"), [("TP2, SP", WITH_WORDS), ("PP2", ())])
+def test_the_reference_is_the_policy_with_its_adapters_off(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     folder, case = save_tiny(tmp_path / "model", "qwen3"), LAYOUTS[name]
-    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    chosen = targets or plain_adapters.ALL
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
-    for on, off, plain in run_ranks(case[0], reference_body, folder, adapter, case):
+    for on, off, plain in run_ranks(case[0], reference_body, folder, adapter, case, targets):
         assert torch.equal(off, plain)
         assert (on - off).abs().max() > 0.05
 
 
-def fresh_body(world: Any, folder: Path, case: Case) -> Any:
-    actor = actor_of(folder, "", case)
+def fresh_body(world: Any, folder: Path, case: Case, targets: tuple[str, ...]) -> Any:
+    actor = actor_of(folder, "", case, targets)
     rows = rows_of(ROWS)
     held = actor.adapters()
     assert held is not None
@@ -297,22 +380,25 @@ def fresh_body(world: Any, folder: Path, case: Case) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "case"),
+    ("variant", "case", "targets"),
     [
-        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN)),
-        ("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED)),  # a shared expert
+        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN), WITH_WORDS),
+        ("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED), ()),  # a shared expert
     ],
 )
 def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
-    variant: str, case: Case, tmp_path: Path
+    variant: str, case: Case, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path, variant)
     cases: list[Case] = [(1, P(), PLAIN), case]
-    found = [run_ranks(case[0], fresh_body, folder, case)[0] for case in cases]
+    found = [run_ranks(case[0], fresh_body, folder, case, targets)[0] for case in cases]
     for before, off, matrices, _ in found:
         assert torch.equal(before, off)
         for name, matrix in matrices.items():
-            if ".lora_A." in name:
+            if name.endswith(".lora_embedding_B"):  # drawn from a normal distribution
+                assert matrix.std() == pytest.approx(1, abs=0.2)
+                assert matrix.abs().max() > 2
+            elif ".lora_A." in name:
                 bound = matrix.shape[1] ** -0.5
                 assert 0.9 * bound < matrix.abs().max() <= bound
             else:
@@ -400,17 +486,19 @@ def kept_by(actor: MegatronActor, folder: Path) -> TrainingCheckpoints:
     return TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg)
 
 
-def save_body(world: Any, model: Path, folder: Path, case: Case) -> list[tuple[float, float]]:
-    actor = actor_of(model, "", case)
+def save_body(
+    world: Any, model: Path, folder: Path, case: Case, targets: tuple[str, ...] = ()
+) -> list[tuple[float, float]]:
+    actor = actor_of(model, "", case, targets)
     learn(actor, 2)
     kept_by(actor, folder).save({}, step=2)
     return learn(actor, 3)
 
 
 def resume_body(
-    world: Any, model: Path, folder: Path, case: Case, rank: int
+    world: Any, model: Path, folder: Path, case: Case, rank: int, targets: tuple[str, ...] = ()
 ) -> list[tuple[float, float]] | str:
-    lora = LoRA(rank=rank, alpha=ALPHA)
+    lora = LoRA(rank=rank, alpha=ALPHA, targets=list(targets))
     config = config_of(model, case[1], case[2], lora=lora)
     actor = MegatronActor(config, Topology.create(case[1], seed=1))
     actor.topology.set_random_state(actor.random_state())
@@ -421,18 +509,19 @@ def resume_body(
     return learn(actor, 3)
 
 
+@pytest.mark.parametrize("targets", [(), WITH_WORDS])
 def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_other_weights(
-    tmp_path: Path,
+    targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
     case = (2, P(tensor=2), SHARDED)
-    expected, *_ = run_ranks(2, save_body, model, folder, case)
+    expected, *_ = run_ranks(2, save_body, model, folder, case, targets)
     reader = TrainingReader(folder / "step_000002")
     assert {key.split("/")[1] for key in reader.stored} == {"weights", "exp_avg", "exp_avg_sq"}
     assert all(".lora_" in key for key in reader.stored)
-    assert run_ranks(2, resume_body, model, folder, case, RANK)[0] == expected
+    assert run_ranks(2, resume_body, model, folder, case, RANK, targets)[0] == expected
     elsewhere = (2, P(pipeline=2, virtual_pipeline=2), PLAIN)
-    found = run_ranks(2, resume_body, model, folder, elsewhere, RANK)[0]
+    found = run_ranks(2, resume_body, model, folder, elsewhere, RANK, targets)[0]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
@@ -466,8 +555,10 @@ def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: 
 MERGED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
-def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path) -> None:
-    actor = actor_of(folder, adapter, case, MERGED)
+def merge_body(
+    world: Any, folder: Path, adapter: Path, case: Case, target: Path, targets: tuple[str, ...]
+) -> None:
+    actor = actor_of(folder, adapter, case, targets)
     frozen = [item.parameter.clone() for item in actor.manager.bound]
     learn(actor, 2)
     actor.manager.finish_param_sync()
@@ -491,17 +582,18 @@ def merge_body(world: Any, folder: Path, adapter: Path, case: Case, target: Path
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "targets"),
     [
-        "TP2, distributed optimizer",
-        pytest.param("TP2 x PP2", marks=pytest.mark.ranks),
-        pytest.param("PP2 x VPP2 x DP2, overlapped", marks=pytest.mark.ranks),
+        ("TP2, distributed optimizer", (*MERGED, *OF_WORDS)),
+        pytest.param("TP2 x PP2", MERGED, marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2, SP, full recompute", OF_WORDS, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_WORDS, marks=pytest.mark.ranks),
     ],
 )
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
-    name: str, tmp_path: Path
+    name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert_exports_and_pushes_products(tmp_path, "qwen3", LAYOUTS[name])
+    assert_exports_and_pushes_products(tmp_path, "qwen3", LAYOUTS[name], targets)
 
 
 @pytest.mark.parametrize("name", ["EP2 x TP2 (one process an expert)", "TP2, split experts"])
@@ -511,11 +603,13 @@ def test_what_is_exported_and_pushed_of_experts_is_the_base_and_the_product_of_i
     assert_exports_and_pushes_products(tmp_path, "qwen3-moe", MIXED[name])
 
 
-def assert_exports_and_pushes_products(tmp_path: Path, variant: str, case: Case) -> None:
+def assert_exports_and_pushes_products(
+    tmp_path: Path, variant: str, case: Case, targets: tuple[str, ...] = MERGED
+) -> None:
     folder, target = save_tiny(tmp_path / "model", variant), tmp_path / "out"
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
-    run_ranks(case[0], merge_body, folder, adapter, case, target)
+    run_ranks(case[0], merge_body, folder, adapter, case, target, targets)
     (file,) = target.glob("*.safetensors")
     merged = load_file(file)
     by_hand = plain_adapters.merged_by_hand(folder, tmp_path / "out_adapter")
@@ -523,11 +617,11 @@ def assert_exports_and_pushes_products(tmp_path: Path, variant: str, case: Case)
     assert merged.keys() == by_hand.keys()
     for name, tensor in by_hand.items():
         torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
-        changed = name.split(".")[-2] in MERGED
+        changed = name.split(".")[-2] in targets
         assert torch.equal(merged[name], base[name]) != changed, name
     written = load_file(tmp_path / "out_adapter" / "adapter_model.safetensors")
-    assert {name.split(".")[-3] for name in written} == set(MERGED)
+    assert {name.split(".lora_")[0].split(".")[-1] for name in written} == set(targets)
     of_pairs = {
-        f"{plain_adapters.PREFIX}{name}.lora_{each}.weight" for name in pairs for each in "AB"
+        plain_adapters.PREFIX + name for module in pairs for name in plain_adapters.names_of(module)
     }
     assert written.keys() == of_pairs

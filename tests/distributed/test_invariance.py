@@ -15,6 +15,7 @@ from rftmega.megatron import manager
 from tests.invariance import (
     ADAPTED,
     ADAPTED_MIXTURE,
+    ADAPTED_WORDS,
     ALONE,
     LATER,
     LAYOUTS,
@@ -44,9 +45,10 @@ from tests.tiny_vision import KINDS
 TOLERANCE = 1e-5
 
 
-# The whole of a later family takes a minute; below is a quick one.
+# The whole of a later family takes a minute; below is a quick one. test_adapters.py compares adapters
+# on words with plain torch.
 MODELS = [
-    pytest.param(variant, marks=pytest.mark.ranks if variant in LATER else ())
+    pytest.param(variant, marks=pytest.mark.ranks if variant in {*LATER, ADAPTED_WORDS} else ())
     for variant in LAYOUTS
 ]
 

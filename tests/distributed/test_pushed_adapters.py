@@ -18,11 +18,13 @@ from rftmega.shards import AdapterSource
 from rftmega.types import Prompt, Sampling
 from rftmega.weights import adapter_weights
 from tests.layouts import build_policy, rows_of
-from tests.plain_adapters import PREFIX, Pairs, adapted, random_pairs, write_pairs
+from tests.plain_adapters import ALL, PREFIX, Pairs, adapted, random_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
+OF_WORDS = ("embed_tokens", "lm_head")
+WITH_WORDS = (*ALL, *OF_WORDS)
 # the last fills a block of the prefix cache, which is then found again
 LONG = tuple((37 * i) % 129 + 2 for i in range(150))
 PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(LONG)]
@@ -42,6 +44,7 @@ class Pushing:
         parallel: ParallelConfig,
         engine_size: int,
         backend: str = "megatron",
+        targets: tuple[str, ...] = (),
         **given: Any,
     ):
         from rftmega.rollout.vllm import VLLMEngine
@@ -50,7 +53,7 @@ class Pushing:
         rollout = RolloutConfig(
             tensor=engine_size, max_prompt_tokens=180, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
         )  # fmt: skip
-        lora = LoRA(rank=8, alpha=16, path=str(adapter), push="adapters")
+        lora = LoRA(rank=8, alpha=16, targets=list(targets), path=str(adapter), push="adapters")
         self.actor: Any = build_policy(
             folder,
             parallel,
@@ -110,15 +113,19 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "processes", "parallel", "engine_size", "backend"),
+    ("variant", "processes", "parallel", "engine_size", "backend", "targets"),
     [
-        ("qwen3", 1, P(), 1, "megatron"),
-        ("qwen3", 2, P(tensor=2), 1, "megatron"),
-        ("qwen2", 2, P(pipeline=2), 2, "megatron"),
-        ("qwen3", 2, P(), 2, "fsdp"),
-        pytest.param("phi3", 4, P(tensor=2, pipeline=2), 2, "megatron", marks=pytest.mark.ranks),
-        pytest.param("llama", 4, P(tensor=2), 1, "megatron", marks=pytest.mark.ranks),
-        pytest.param("phi3", 4, P(tensor=2), 1, "fsdp", marks=pytest.mark.ranks),
+        ("qwen3", 1, P(), 1, "megatron", ()),
+        ("qwen3", 2, P(tensor=2), 1, "megatron", WITH_WORDS),
+        ("qwen2", 2, P(pipeline=2), 2, "megatron", ()),
+        ("qwen3", 2, P(), 2, "fsdp", ()),
+        pytest.param("llama", 2, P(pipeline=2), 2, "megatron", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("phi3", 1, P(), 1, "megatron", OF_WORDS, marks=pytest.mark.ranks),
+        pytest.param(
+            "phi3", 4, P(tensor=2, pipeline=2), 2, "megatron", (), marks=pytest.mark.ranks
+        ),
+        pytest.param("llama", 4, P(tensor=2), 1, "megatron", (), marks=pytest.mark.ranks),
+        pytest.param("phi3", 4, P(tensor=2), 1, "fsdp", (), marks=pytest.mark.ranks),
     ],
 )
 def test_vllm_with_the_adapters_of_a_push_says_what_the_trainer_says(
@@ -127,13 +134,14 @@ def test_vllm_with_the_adapters_of_a_push_says_what_the_trainer_says(
     parallel: ParallelConfig,
     engine_size: int,
     backend: str,
+    targets: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant, hidden_size=128)
-    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if variant == "phi3" else None
-    pairs = random_pairs(folder, rank=8, **({"targets": targets} if targets else {}))
+    all_of_them = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if variant == "phi3" else ALL
+    pairs = random_pairs(folder, rank=8, targets=targets or all_of_them)
     adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
-    asked = (folder, adapter, parallel, engine_size, backend)
+    asked = (folder, adapter, parallel, engine_size, backend, targets)
     results = run_ranks(processes, pushes_body, *asked, timeout=300)
     size = sum(x.nbytes for pair in pairs.values() for x in pair)
     for found, whole in results:
@@ -186,6 +194,27 @@ def test_an_engine_without_the_adapters_of_a_push_does_not_answer(tmp_path: Path
     ):
         assert gap < 1e-5 and intact
         assert changed == {f"{name}.lora_{which}.weight" for name in pairs for which in "AB"}
+
+
+def unserved_body(world: Any, *wanted: Any) -> str:
+    pushing = Pushing(world, *wanted)
+    with pytest.raises(EngineError) as caught:
+        pushing.weights.push(version=1)
+    pushing.engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_an_engine_without_a_place_beside_the_embedding_takes_no_adapter_on_it(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen2", hidden_size=128)
+    targets = ("q_proj", "embed_tokens")
+    pairs = random_pairs(folder, rank=8, targets=targets)
+    adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
+    asked = (folder, adapter, P(), 1, "megatron", targets)
+    (said,) = run_ranks(1, unserved_body, *asked, timeout=300)
+    assert "no adapter on model.embed_tokens of Qwen2ForCausalLM" in said
 
 
 def transformers_says(folder: Path, pairs: Pairs, row: list[int]) -> list[float]:

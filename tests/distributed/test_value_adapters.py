@@ -61,8 +61,10 @@ QUICK = list(LAYOUTS)[:10]
 EXHAUSTIVE = list(LAYOUTS)[10:]
 
 
-def critic_of(folder: Path, adapter: Path | str, case: Case, **settings: Any) -> MegatronCritic:
-    lora = LoRA(rank=RANK, alpha=ALPHA, path=str(adapter))
+def critic_of(
+    folder: Path, adapter: Path | str, case: Case, targets: tuple[str, ...] = (), **settings: Any
+) -> MegatronCritic:
+    lora = LoRA(rank=RANK, alpha=ALPHA, targets=list(targets), path=str(adapter))
     return build_critic(folder, case[1], case[2], lora=lora, **settings)
 
 
@@ -75,9 +77,9 @@ def learn(critic: MegatronCritic, steps: int) -> list[tuple[float, float]]:
 
 
 def learn_body(
-    world: Any, folder: Path, adapter: Path, case: Case
+    world: Any, folder: Path, adapter: Path, case: Case, targets: tuple[str, ...]
 ) -> tuple[Tensor, list[tuple[float, float]], Tensor]:
-    critic = critic_of(folder, adapter, case)
+    critic = critic_of(folder, adapter, case, targets)
     rows = rows_of(ROWS, PROMPTS)
     frozen = [item.parameter.clone() for item in critic.manager.bound]
     before, told = critic.values(rows), learn(critic, STEPS)
@@ -98,10 +100,16 @@ def in_columns(model: Any) -> Tensor:
 
 
 def assert_learns_as_plain_torch(
-    tmp_path: Path, variant: str, case: Case, *, preloaded: str = LOCAL
+    tmp_path: Path,
+    variant: str,
+    case: Case,
+    targets: tuple[str, ...] = (),
+    *,
+    preloaded: str = LOCAL,
 ) -> None:
     folder = save_reward_model(tmp_path, variant, bias=True)
-    pairs = plain_adapters.random_pairs(tmp_path / "policy", rank=RANK)
+    chosen = [name for name in targets if name != "lm_head"] or plain_adapters.ALL
+    pairs = plain_adapters.random_pairs(tmp_path / "policy", rank=RANK, targets=chosen)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(
         folder, pairs, alpha=ALPHA, kind=AutoModelForTokenClassification, num_labels=1
@@ -121,7 +129,7 @@ def assert_learns_as_plain_torch(
     )
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
     after = in_columns(model)
-    ranks = run_ranks(case[0], learn_body, folder, adapter, case, preloaded=preloaded)
+    ranks = run_ranks(case[0], learn_body, folder, adapter, case, targets, preloaded=preloaded)
     for values, told, learnt in ranks:
         torch.testing.assert_close(values, before, atol=TOLERANCE, rtol=TOLERANCE)
         for ours, theirs in zip(told, wanted, strict=True):
@@ -142,6 +150,16 @@ def test_a_value_model_with_adapters_learns_as_in_plain_torch_in_larger_layouts(
     name: str, tmp_path: Path
 ) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["TP2, SP", pytest.param("PP2, full recompute", marks=pytest.mark.ranks)]
+)
+def test_a_value_model_has_adapters_on_its_embedding_and_none_on_the_policys_head(
+    name: str, tmp_path: Path
+) -> None:
+    targets = ("q_proj", "embed_tokens", "lm_head")
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], targets)
 
 
 @pytest.mark.parametrize(("variant", "name"), [("qwen2-tied", "PP2"), ("qwen3-moe", "CP2")])

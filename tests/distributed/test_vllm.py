@@ -27,7 +27,7 @@ from rftmega.types import Completion, Experience, Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_actor, build_manager, rows_of
-from tests.plain_adapters import random_pairs, write_pairs
+from tests.plain_adapters import ALL, random_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.rollouts import completion_of, pool_of, response_of
 from tests.tiny_models import save_tiny
@@ -224,23 +224,28 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout", "sizes"),
+    ("variant", "layout", "sizes", "targets"),
     [
-        ("qwen3", ParallelConfig(tensor=2), {}),
+        ("qwen3", ParallelConfig(tensor=2), {}, (*ALL, "embed_tokens", "lm_head")),
         (
             "qwen3-moe",
             ParallelConfig(tensor=2, sequence=True, expert=2),
             {"moe_intermediate_size": 64},
+            (),
         ),
     ],
 )
 def test_vllm_says_what_a_policy_with_adapters_says(
-    variant: str, layout: ParallelConfig, sizes: dict[str, int], tmp_path: Path
+    variant: str,
+    layout: ParallelConfig,
+    sizes: dict[str, int],
+    targets: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant, hidden_size=128, **sizes)
-    pairs = random_pairs(folder, rank=8)
+    pairs = random_pairs(folder, rank=8, targets=targets or ALL)
     adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
-    lora = LoRA(rank=8, alpha=16, path=str(adapter))
+    lora = LoRA(rank=8, alpha=16, targets=list(targets), path=str(adapter))
     assert_agree(run_ranks(2, agreement_body, folder, layout, 1, lora, timeout=300))
 
 

@@ -58,6 +58,43 @@ def test_adapters_of_experts_are_merged_and_extracted(tmp_path: Path) -> None:
         torch.testing.assert_close(again[name], wanted, atol=1e-5, rtol=1e-4)
 
 
+WORDS = ("q_proj", "embed_tokens", "lm_head")
+
+
+def test_adapters_of_embedding_and_head_are_merged_and_extracted(
+    folder: Path, tmp_path: Path
+) -> None:
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=WORDS)
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    adapters.merge(folder, adapter, tmp_path / "merged")
+    after, by_hand = weights(tmp_path / "merged"), plain_adapters.merged_by_hand(folder, adapter)
+    for name, wanted in by_hand.items():
+        torch.testing.assert_close(after[name].double(), wanted, atol=1e-6, rtol=1e-6)
+    given: Any = {"rank": RANK, "targets": WORDS}
+    found = adapters.extract(folder, tmp_path / "merged", tmp_path / "again", **given)
+    assert (found.pairs, found.beside) == (len(pairs), [])
+    assert found.lost < 1e-4
+    written = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    table = plain_adapters.PREFIX + "model.embed_tokens.lora_embedding_"
+    assert [tuple(written[table + letter].shape) for letter in "AB"] == [(RANK, 131), (64, RANK)]
+    again = plain_adapters.merged_by_hand(folder, tmp_path / "again")
+    for name, wanted in by_hand.items():
+        torch.testing.assert_close(again[name], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_an_embedding_that_is_the_head_as_well_is_neither_merged_nor_extracted(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3-tied")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=WORDS[:2])
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    with pytest.raises(CheckpointError, match=r"'model\.embed_tokens', which is the output head"):
+        adapters.merge(folder, adapter, tmp_path / "merged")
+    other = save_tiny(tmp_path / "other", "qwen3-tied", seed=1)
+    with pytest.raises(ConfigError, match="Leave embed_tokens out"):
+        adapters.extract(folder, other, tmp_path / "found", rank=RANK, targets=WORDS[:2])
+
+
 @pytest.mark.parametrize(("rslora", "scaling"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
 def test_a_merged_model_is_the_model_and_its_adapters(
     rslora: bool, scaling: float, folder: Path, tmp_path: Path

@@ -3,10 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from rftmega.converters import FAMILIES, table
 from rftmega.converters.adapters import adapted_layers
-from rftmega.converters.rules import QKV, Replicated, Row, shard_shape
+from rftmega.converters.decoder import value_head
+from rftmega.converters.rules import QKV, Replicated, Row, shard, shard_shape
 from rftmega.options.adapters import HF_TARGETS, MEGATRON_TARGETS
 from tests.tiny_models import VARIANTS
 
@@ -38,6 +41,28 @@ def test_the_names_that_options_know_are_those_of_the_tables() -> None:
     assert hf == set(HF_TARGETS)
     assert megatron == set(MEGATRON_TARGETS)
     assert {"llama", "phi3"} <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_pairs_of_embedding_and_head_are_cut_by_words(ranks: int) -> None:
+    embedding, head = adapted_layers(rules_of("qwen3"), rank=8, targets=["lm_head", "embed_tokens"])
+    assert (embedding.targets, head.targets) == (("embed_tokens",), ("lm_head",))
+    (down,), (up,) = embedding.down.hf, embedding.up.hf
+    assert down == ("model.embed_tokens.lora_embedding_A", (8, 131))
+    assert up == ("model.embed_tokens.lora_embedding_B", (64, 8))
+    each = -(-131 // ranks)  # padded
+    for rank in range(ranks):
+        assert shard_shape(embedding.down, rank, ranks) == (8, each)
+        assert shard_shape(head.up, rank, ranks) == (each, 8)
+    part = torch.arange(8 * 131.0).view(8, 131)
+    joined = torch.cat([shard(embedding.down, [part], rank, ranks) for rank in range(ranks)], 1)
+    assert torch.equal(joined, F.pad(part, (0, each * ranks - 131)))
+
+
+def test_a_value_model_has_an_adapter_on_its_embedding_and_none_on_a_head() -> None:
+    rules = [*rules_of("qwen3")[:-1], *value_head({"hidden_size": 64})]
+    layers = adapted_layers(rules, rank=8, targets=["q_proj", "embed_tokens", "lm_head"])
+    assert [layer.targets for layer in layers] == [("q_proj",), ("embed_tokens",)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -69,6 +69,24 @@ def test_a_tensor_that_is_of_no_pair_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_copies_of_frozen_weights_that_peft_writes_beside_pairs_of_words_are_left_out(
+    tmp_path: Path,
+) -> None:
+    pairs = {
+        "lm_head": (torch.ones(2, 6), torch.ones(5, 2)),
+        "model.embed_tokens": (torch.ones(2, 5), torch.full((6, 2), 3.0)),
+    }
+    write_pairs(tmp_path, pairs, alpha=3)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    for module in pairs:
+        held[f"base_model.model.{module}.base_layer.weight"] = torch.ones(5, 6)
+    save_file(held, tmp_path / "adapter_model.safetensors")
+    folder = PEFTFolder(tmp_path)
+    assert sorted(folder.modules) == sorted(pairs)
+    a, b = folder.pair("model.embed_tokens", 5, 6)  # of the weight, whose rows A looks up
+    assert (a.shape, b.shape, float(a.mean())) == ((2, 6), (5, 2), 3.0)
+
+
 def test_what_is_written_is_what_peft_reads_and_so_do_we(tmp_path: Path) -> None:
     write_pairs(tmp_path, PAIRS, alpha=3)
     write_config(tmp_path, base="base", rank=2, alpha=3.0, dropout=0.1, targets={"q_proj"})

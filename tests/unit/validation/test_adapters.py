@@ -83,7 +83,15 @@ def reasons(folder: Path, *options: str) -> list[str]:
             "algorithm.task=reward_model has adapters with backend=megatron alone",
         ),
         (["model.lora.rank=12", "rollout.engine=vllm"], "Choose one of: 1, 8, 16, 32, 64, 128"),
-        (["model.lora.rank=8", "model.lora.targets=[lm_head]"], "lm_head is no linear layer"),
+        (["model.lora.rank=8", "model.lora.targets=[score]"], "score is no linear layer"),
+        (
+            ["model.lora.rank=8", "model.lora.targets=[q_proj, lm_head]", "backend=fsdp"],
+            "lm_head: embedding and output head have adapters with backend=megatron alone",
+        ),
+        (
+            ["model.lora.rank=8", "model.lora.targets=[lm_head]", "algorithm.task=reward_model"],
+            "a reward model has no output head",
+        ),
         (
             ["model.lora.rank=8", "model.lora.path=x"],
             "model.lora.path=x has no adapter_config.json",
@@ -108,6 +116,7 @@ def test_what_has_no_adapters_or_can_have_none_is_refused(
         ["model.lora.rank=12", "rollout.engine=transformers"],
         ["model.lora.rank=8", "model.lora.targets=[q_proj]", "backend=fsdp"],
         ["model.lora.rank=12", "rollout.engine=vllm", "algorithm.task=sft"],
+        ["model.lora.rank=8", "model.lora.targets=[embed_tokens, lm_head, word_embeddings]"],
         ["model.lora.rank=320", "model.lora.targets=[linear_qkv,down_proj]", "rollout.engine=vllm"],
     ],
 )
@@ -148,7 +157,15 @@ def test_a_model_with_a_tower_can_have_no_adapters_yet(tmp_path: Path) -> None:
     ("variant", "lora", "said"),
     [
         ("phi3", LoRA(rank=8, targets=["q_proj"]), "q_proj can't have an adapter in this model"),
-        ("qwen3-moe", LoRA(rank=8, targets=["w1"]), "Choose from: down_proj, gate_proj, k_proj"),
+        ("qwen3-moe", LoRA(rank=8, targets=["w1"]), "Choose from: down_proj, embed_tokens, gate_"),
+        ("qwen3-tied", LoRA(rank=8, targets=["q_proj", "lm_head"]), "lm_head: .* is its embedding"),
+        ("qwen3-tied", LoRA(rank=8, targets=["embed_tokens"]), "embed_tokens: .* untie the folder"),
+        ("qwen3-tied", LoRA(rank=8, targets=["x_proj"]), "Choose from: down_proj, gate_proj"),
+        (
+            "qwen2",
+            LoRA(rank=8, targets=["q_proj", "word_embeddings"], push="adapters"),
+            "vLLM leaves adapters on embed_tokens out of models of qwen2; .*push=merged",
+        ),
         ("deepseek-v3", LoRA(rank=8), "latent attention"),
     ],
 )
@@ -165,8 +182,12 @@ def test_layers_that_the_critic_does_not_have_are_told_before_it_is_built(tmp_pa
     config = config_of(tmp_path, "qwen3", P(), "scripted")
     config.algorithm.advantage = GAE()
     config.critic.path = str(save_tiny(tmp_path / "critic", "phi3"))
-    config.model.lora = LoRA(rank=8, targets=["o_proj"])
-    preflight(config, 1)
+    for beside in ("embed_tokens", "lm_head"):
+        config.model.lora = LoRA(rank=8, targets=["o_proj", beside])
+        preflight(config, 1)
+    config.model.lora = LoRA(rank=8, targets=["lm_head"])
+    with pytest.raises(ConfigError, match=r"For the critic.*lm_head is all that is named"):
+        preflight(config, 1)
     config.model.lora = LoRA(rank=8, targets=["q_proj"])
     with pytest.raises(ConfigError, match=r"For the critic, critic\.path=.*q_proj can't have"):
         preflight(config, 1)

@@ -1,0 +1,100 @@
+"""Adapters on the embedding and on the output head, whose words are split over tensor-parallel ranks
+(LoRA, arXiv:2106.09685).
+
+The embedding is a row-parallel layer of what it looks up, the head a column-parallel one.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rftmega.layers.adapter import LowRankAdapter
+
+
+class EmbeddingAdapter(LowRankAdapter):
+    """EmbeddingAdapter holds `a` [rank, words of this process] and `b` [hidden, rank]. It drops
+    nothing, as PEFT's.
+    """
+
+    def __init__(self, embedding: VocabParallelEmbedding, *, rank: int, scaling: float):
+        """`embedding`: the layer that it is beside."""
+        weight = embedding.weight
+        super().__init__(
+            weight.T,
+            torch.ones(weight.shape[1], 1),
+            rank=rank,
+            scaling=scaling,
+            dropout=0.0,
+            row_parallel=True,
+            sequence_parallel=embedding.reduce_scatter_embeddings,
+            of_expert=False,
+            group=embedding.tp_group,
+        )
+        self.words = embedding.vocab_start_index, embedding.vocab_end_index
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns what is added to the embedding's output, in its layout. `ids`: [b, s]."""
+        first, stop = self.words
+        here = (ids >= first) & (ids < stop)
+        # torch's embedding adds up its gradient in any order on a GPU
+        found = self.a.T[torch.where(here, ids - first, 0)]
+        found = found.masked_fill(~here[..., None], 0.0)
+        if self.sequence_parallel:
+            found = found.transpose(0, 1).contiguous()
+        return self.scaling * F.linear(self._summed(found), self.b)
+
+    def delta(self, rows: slice, columns: slice) -> Tensor:
+        """Returns what is added to rows and columns of the weight [words, hidden], in float32."""
+        return super().delta(columns, rows).T
+
+
+class HeadAdapter(LowRankAdapter):
+    """HeadAdapter holds `a` [rank, hidden] and `b` [words of this process, rank]."""
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Returns (scaling a x [s, b, rank] of all tokens, b), whose product is added to the logits:
+        `linear_stats` never holds these.
+        """
+        inner = self._for_shards(F.linear(self._dropped(given), self.a))
+        return self.scaling * inner, self.by_pair()
+
+
+def adapt_embedding(embedding: VocabParallelEmbedding, adapter: EmbeddingAdapter) -> None:
+    """Adds what an adapter gives to the output of an embedding."""
+    embedding.lora = adapter
+    embedding.register_forward_hook(_with_embedding_s)
+
+
+def adapt_head(head: nn.Module, adapter: HeadAdapter) -> None:
+    """Adds what an adapter gives to the logits of an output head [s, b, words]."""
+    head.lora = adapter
+    head.register_forward_hook(_with_head_s)
+
+
+def pair_of_head(chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns ([N, rank], [words, rank]) of the adapter on a chunk's output head, given what that
+    would be given [s, b, hidden]: their product is added to the logits. None without one that is on.
+    """
+    adapter = getattr(chunk.output_layer, "lora", None)
+    if adapter is None or adapter.off:
+        return None
+    inner, b = adapter(hidden)
+    return inner[:, 0], b
+
+
+def _with_embedding_s(embedding: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    if embedding.lora.off:
+        return output
+    added: Tensor = embedding.lora(given[0])
+    return output + added
+
+
+def _with_head_s(head: Any, given: tuple[Tensor, ...], output: Any) -> Any:
+    if head.lora.off:
+        return output
+    logits, bias = output
+    inner, b = head.lora(given[0])
+    return logits + F.linear(inner, b), bias
