@@ -6,7 +6,7 @@ as they share the layer. B has the weight's rows on every process, so a process 
 rows of A alone, which are gathered before weights are read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -144,9 +144,12 @@ class ShardedAdapters:
             elif weight in partial:
                 partial |= {down, up}
 
-    def freeze(self, network: nn.Module, dtype: torch.dtype) -> None:
-        """Freezes all but the pairs. What is frozen needs no other dtype than the forward pass's."""
+    def freeze(self, network: nn.Module, dtype: torch.dtype, *, beside: Iterable[Tensor]) -> None:
+        """Freezes all but the pairs and what learns `beside` them. What is frozen needs no other
+        dtype than the forward pass's.
+        """
         learn = {id(matrix) for layer in self.layers.values() for matrix in _pair(layer)}
+        learn |= set(map(id, beside))
         for parameter in network.parameters():
             if id(parameter) not in learn:
                 parameter.requires_grad_(False)

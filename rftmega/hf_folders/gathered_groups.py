@@ -23,6 +23,7 @@ class Groups(NamedTuple):
     whole_pass: tuple[Shape, ...]  # from the beginning of a pass to its end
     # A and B of each adapter in each group of `apart`, which alone learn; (): all of the model does
     pairs: tuple[tuple[Shape, ...], ...] = ()
+    beside: tuple[Shape, ...] = ()  # of a value head, the last of `apart`: it learns whole beside pairs
 
 
 @lru_cache(8)
@@ -72,4 +73,6 @@ def read_groups(
                     rows, columns = shape_of(parameter)
                     of_group += [(rank, columns), (rows, rank)]
             pairs.append(tuple(of_group))
-    return said, Groups(tuple(shapes), tuple(shape_of(each) for each in rest), tuple(pairs))
+    beside = shapes[-1] if rank and value else ()
+    always = tuple(shape_of(each) for each in rest)
+    return said, Groups(tuple(shapes), always, tuple(pairs), beside)

@@ -29,7 +29,9 @@ def pairs_of(groups: Groups, shards: int) -> int:
 
 def learnt_of(groups: Groups, shards: int) -> int:
     """Returns the elements of one process that learn."""
-    return pairs_of(groups, shards) if groups.pairs else elements_of(groups, shards)
+    if not groups.pairs:
+        return elements_of(groups, shards)
+    return pairs_of(groups, shards) + _rows(groups.beside, shards)
 
 
 def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
@@ -61,8 +63,10 @@ def frozen_bytes(planned: PlannedModel, world: int) -> int:
     groups = planned.groups
     if groups is None or not groups.pairs:
         return 0
+    shards = shards_of(planned, world)
+    frozen = elements_of(groups, shards) - _rows(groups.beside, shards)
     whole = sum(prod(shape) for shapes in groups.pairs for shape in shapes[::2])
-    return planned.itemsize * (elements_of(groups, shards_of(planned, world)) + whole)
+    return planned.itemsize * (frozen + whole)
 
 
 def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
@@ -79,7 +83,7 @@ def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
     pairs = [shards * _rows(shapes, shards) for shapes in groups.pairs]
     model = [shards * _rows(shapes, shards) for shapes in groups.apart]
     apart = [sum(both) for both in zip(model, pairs, strict=True)] if pairs else model
-    gradients = pairs or apart
+    gradients = [*pairs[:-1], pairs[-1] + shards * _rows(groups.beside, shards)] if pairs else apart
     always = shards * _rows(groups.whole_pass, shards)
     buffers = apart if shards > 1 else [0] * len(apart)
     # a gradient of the output weight is among what log-probs take
