@@ -9,7 +9,7 @@ from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
-from rftmega.hf_folders.adapted_linears import linears_of, targets_of
+from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
     describe_any,
@@ -248,7 +248,7 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
     """Returns the layers of a folder's model that have adapters, by the last parts of their names."""
     lora = config.model.lora
     if config.backend == "fsdp":
-        return targets_of(linears_of(on_meta(read_config(path), "eager"), lora.targets))
+        return adapted_of(on_meta(read_config(path), "eager"), lora.targets).targets
     rules = table(read_hf_config(path), value_head=value)
     layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
     return frozenset(target for layer in layers for target in layer.targets)

@@ -9,6 +9,7 @@ from math import prod
 from rftmega.hf_folders.gathered_groups import Groups, Shape
 from rftmega.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
 
+OF_A_LINEAR = 2  # dimensions of a pair's matrices; of experts' pairs one more
 FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in
 
 
@@ -57,15 +58,16 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, world: int) -> int:
-    """Returns the bytes of a frozen model, and of every A whole, which it is merged with; of a model
-    without adapters 0.
+    """Returns the bytes of a frozen model, and of every A whole, which it is merged with (experts are
+    sharded as their pairs are, and merged with what is there); of a model without adapters 0.
     """
     groups = planned.groups
     if groups is None or not groups.pairs:
         return 0
     shards = shards_of(planned, world)
     frozen = elements_of(groups, shards) - _rows(groups.beside, shards)
-    whole = sum(prod(shape) for shapes in groups.pairs for shape in shapes[::2])
+    matrices = [shape for shapes in groups.pairs for shape in shapes[::2]]
+    whole = sum(prod(shape) for shape in matrices if len(shape) == OF_A_LINEAR)
     return planned.itemsize * (frozen + whole)
 
 

@@ -98,7 +98,8 @@ def assert_learns_as_plain_torch(
 ) -> None:
     save = save_decoder if variant == "qwen3-next" else save_tiny
     folder = save(tmp_path / "model", variant)
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or plain_adapters.ALL)
+    every = (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or every)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
     wanted = plain_adapters.learn(model, ROWS, OPTIMIZER, steps=STEPS)
@@ -130,6 +131,37 @@ def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
     variant: str, targets: tuple[str, ...], name: str, tmp_path: Path
 ) -> None:
     assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name], targets)
+
+
+MIXED = (  # variant and layout
+    ("qwen3-moe", "FSDP 2, full recompute"),
+    ("qwen3-moe", "FSDP 1 x TP2"),
+)
+MANY_MIXED = (
+    ("qwen3-moe", "FSDP 1"),
+    ("qwen3-moe", "FSDP 2, ZeRO-2"),
+    ("qwen3-moe", "FSDP 3"),  # blocks of 2, 2 and 0 experts
+    ("qwen3-moe", "2 replicas x TP2"),
+    ("qwen3-moe", "FSDP 2, on the host"),
+    ("qwen3-moe", "FSDP 2 x TP2, full recompute"),
+    ("mixtral", "FSDP 2 x TP2, full recompute"),  # w1, w3, w2
+    ("qwen2-moe", "FSDP 1 x TP2"),  # a shared expert
+)
+
+
+@pytest.mark.parametrize(("variant", "name"), MIXED)
+def test_three_steps_of_adapters_on_experts_are_those_of_plain_torch(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("variant", "name"), MANY_MIXED)
+def test_adapters_on_experts_learn_as_in_plain_torch_in_other_layouts(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name])
 
 
 def fresh_body(world: Any, folder: Path, parallel: ParallelConfig, backend: str) -> Any:
