@@ -80,7 +80,7 @@ def test_a_value_model_with_adapters_learns_as_in_plain_torch_in_other_layouts(
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variant", "name"),
-    [("qwen2-tied", "FSDP 1 x TP2")],
+    [("qwen2-tied", "FSDP 1 x TP2"), ("qwen3-moe", "FSDP 2, full recompute")],
 )
 def test_value_models_of_other_families_learn_as_in_plain_torch(
     variant: str, name: str, tmp_path: Path
