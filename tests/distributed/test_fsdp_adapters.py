@@ -18,8 +18,8 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.experience import given
-from rftmega.fsdp import adapters
 from rftmega.hf_folders.peft_folder import names_of_pairs
+from rftmega.low_rank import linear
 from rftmega.options.adapters import OF_ATTENTION
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
@@ -290,7 +290,7 @@ def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
 
 def zero_body(world: Any, folder: Path, parallel: ParallelConfig, cured: bool) -> str:
     if not cured:
-        adapters.LinearWithPair.with_product = (  # type: ignore[method-assign]
+        linear.LinearWithPair.with_product = (  # type: ignore[method-assign]
             lambda self, x, answer: answer + 0 * self.lora_B(self.lora_A(x))
         )
     actor = policy_of(folder, parallel)
@@ -329,9 +329,7 @@ def dropout_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConf
     return found, drawn
 
 
-@pytest.mark.parametrize(
-    "variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)]
-)
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)])
 def test_adapters_drop_while_learning_alone_and_the_same_where_rows_are_the_same(
     variant: str, tmp_path: Path
 ) -> None:
@@ -420,9 +418,7 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert found == expected
 
 
-@pytest.mark.parametrize(
-    "variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)]
-)
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)])
 def test_a_checkpoint_of_adapters_is_read_in_another_layout_and_under_the_other_backend(
     variant: str, tmp_path: Path
 ) -> None:
