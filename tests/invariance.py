@@ -261,7 +261,10 @@ SHARDED_ROWS = {
     ),
 }
 # transformers transposes the experts of qwen3_vl_moe, which is refused by name
-for variant in ("qwen3", ADAPTED, "qwen2-tied", "qwen3-moe", "qwen2_vl", "qwen2_5_vl"):
+for variant in (
+    *("qwen3", ADAPTED, "qwen2-tied", "qwen3-moe", ADAPTED_MIXTURE),
+    *("qwen2_vl", "qwen2_5_vl"),
+):
     LAYOUTS[variant] |= SHARDED_ROWS
 LAYOUTS["qwen3_vl"] |= {  # transformers has no tensor-parallel plan of it
     name: layout for name, layout in SHARDED_ROWS.items() if layout.parallel.tensor == 1

@@ -56,7 +56,9 @@ MAY_IMPORT = {
     "optimizers": "config device",
     "megatron": "columns config types media shards errors json_files device parallel passes kernels layers checkpoint "
     "optimizers model_providers converters hf_folders",
-    "fsdp": "config types media shards errors json_files device parallel passes kernels checkpoint model_providers hf_folders",
+    "low_rank": "config shards",
+    "fsdp": "config types media shards errors json_files device parallel passes kernels low_rank checkpoint model_providers "
+    "hf_folders",
     "checkpoint": "config shards errors json_files device parallel converters hf_folders",
     "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "columns media types",

@@ -1,14 +1,14 @@
 """Adapters on a model whose own weights are frozen: built, filled, switched off, and merged where a
-shard is read.
+shard is read. `adapted_experts`: those on experts.
 
 Pairs are parameters like others: FSDP2 shards their rows, and tensor-parallel processes share them
 as they share the layer. B has the weight's rows on every process, so a process that merges lacks
 rows of A alone, which are gathered before weights are read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,91 +18,50 @@ from transformers import PreTrainedModel
 
 from rftmega.config import LoRA
 from rftmega.errors import ConfigError
+from rftmega.fsdp.adapted_experts import AdaptedStack
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.weight import Weight
-from rftmega.hf_folders.adapted_linears import WEIGHT, linears_of, pair_of, targets_of
+from rftmega.hf_folders.adapted_layers import WEIGHT, adapted_of, pair_of
 from rftmega.hf_folders.parameter_places import Placed
 from rftmega.hf_folders.peft_folder import Whole
 from rftmega.hf_folders.tensor_plan import Split
-from rftmega.shards import Box, Shard
+from rftmega.low_rank.linear import LinearWithPair, PairDelta
+from rftmega.shards import Shard
 
 Places = dict[str, list[Placed]]
-
-
-class LinearWithPair(nn.Linear):
-    """LinearWithPair is a linear layer with an adapter: W x + bias + scaling * B A x."""
-
-    def __init__(self, plain: nn.Linear, options: LoRA):
-        """Takes over the parameters of `plain`. The pair is on the meta device, named as in PEFT."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight = plain.weight
-        self.register_parameter("bias", plain.bias)
-        with torch.device("meta"):
-            self.lora_A = nn.Linear(self.in_features, options.rank, bias=False)
-            self.lora_B = nn.Linear(options.rank, self.out_features, bias=False)
-        self.scaling, self.dropout, self.off = options.scaling, options.dropout, False
-        self.columns: slice | None = None  # those of x that this process has; None: all
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.with_product(x, super().forward(x))
-
-    def with_product(self, x: Tensor, answer: Tensor) -> Tensor:
-        """Adds the adapter's product [..., out] to the layer's answer to x [..., in], of which this
-        process has `columns`.
-        """
-        if self.off:
-            return answer
-        return answer + self.scaling * self.lora_B(self.lora_A(self._dropped(x)))
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        if not (self.training and self.dropout):
-            return x
-        if self.columns is None:
-            return functional.dropout(x, self.dropout)
-        # all columns are drawn for, so that the processes that share the layer draw alike
-        kept = functional.dropout(x.new_ones(*x.shape[:-1], self.in_features), self.dropout)
-        return x * kept[..., self.columns]
-
-
-@dataclass(frozen=True, slots=True)
-class PairDelta:
-    """PairDelta is what an adapter adds to this process's rows of a weight: a `shards.Addend`."""
-
-    down: Tensor  # A, or this process's columns of it
-    up: Tensor  # the rows of B that the weight's are
-    scaling: float
-
-    @torch.no_grad()
-    def of(self, box: Box) -> Tensor:
-        rows, columns = (slice(*ends) for ends in box)
-        return self.scaling * (self.up[rows].float() @ self.down[:, columns].float())
 
 
 class ShardedAdapters:
     """ShardedAdapters holds those of a model, of which this process has rows."""
 
     def __init__(self, model: PreTrainedModel, options: LoRA, placement: ShardingMesh):
-        """Puts pairs beside the linear layers that the options name; model and pairs are on the meta
-        device.
+        """Puts pairs beside the linear layers and experts that the options name; model and pairs are
+        on the meta device.
 
         Raises ConfigError where it has none of them.
         """
         self.options, self.placement = options, placement
         self.layers: dict[str, LinearWithPair] = {}
-        for name, plain in linears_of(model, options.targets).items():
+        self.stacks: dict[str, AdaptedStack] = {}
+        found = adapted_of(model, options.targets)
+        self.targets = found.targets
+        for name, plain in found.linears.items():
             self.layers[name] = LinearWithPair(plain, options)
             model.set_submodule(name, self.layers[name])
-        self.targets = targets_of(self.layers)
+        for name, parts in found.stacks.items():
+            self.stacks[name] = AdaptedStack(model, name, parts, found.targets, options)
+        if self.stacks:
+            model.set_experts_implementation("eager")  # expert by expert, as pairs are
         self.weights: list[Weight] = []  # A and B of each layer, one after the other
         self._deltas: dict[str, PairDelta] = {}  # by the layer
+        self._gathered: list[tuple[Weight, Tensor]] = []  # rows of an A, and all of it
 
     def places(self, places: Places) -> Places:
         """Returns where the pairs' tensors lie in their parameters, by the folder's places.
 
         Raises ConfigError for a layer that is several tensors of the folder.
         """
-        found = {}
+        found: Places = {}
         for name, layer in self.layers.items():
             weight = name + WEIGHT
             if (number := len(places[weight])) > 1:
@@ -113,6 +72,8 @@ class ShardedAdapters:
             pairs = zip(pair_of(weight), pair_of(places[weight][0].name), _pair(layer), strict=True)
             for known, hf_name, matrix in pairs:
                 found[known] = [Placed(hf_name, tuple(matrix.shape), None, (0, 0))]
+        for name, stack in self.stacks.items():
+            found |= stack.places(places[name])
         return found
 
     def named(self, names: Mapping[str, str]) -> dict[str, str]:
@@ -123,6 +84,10 @@ class ShardedAdapters:
         for own, name in names.items():
             if name.removesuffix(WEIGHT) in self.layers:
                 found |= zip(pair_of(own), pair_of(name), strict=True)
+            if stack := self.stacks.get(name):
+                theirs = stack.names()
+                for part, ours in stack.names(own.rpartition(".")[0]).items():
+                    found |= zip(ours, theirs[part], strict=True)
         return found
 
     def share(self, splits: dict[str, Split], partial: set[str]) -> None:
@@ -143,10 +108,17 @@ class ShardedAdapters:
                     layer.columns = slice(*split.slices[0])
             elif weight in partial:
                 partial |= {down, up}
+        for name, stack in self.stacks.items():
+            if name in splits:
+                stack.share(splits[name], splits, partial)
 
-    def freeze(self, network: nn.Module, dtype: torch.dtype) -> None:
-        """Freezes all but the pairs. What is frozen needs no other dtype than the forward pass's."""
+    def freeze(self, network: nn.Module, dtype: torch.dtype, *, beside: Iterable[Tensor]) -> None:
+        """Freezes all but the pairs and what learns `beside` them. What is frozen needs no other
+        dtype than the forward pass's.
+        """
         learn = {id(matrix) for layer in self.layers.values() for matrix in _pair(layer)}
+        learn |= {id(matrix) for stack in self.stacks.values() for matrix in stack.matrices()}
+        learn |= set(map(id, beside))
         for parameter in network.parameters():
             if id(parameter) not in learn:
                 parameter.requires_grad_(False)
@@ -160,11 +132,14 @@ class ShardedAdapters:
             self.weights += (down, up)
             whole = down.pushed.new_zeros(self.options.rank, down.pushed.shape[1])
             self._deltas[layer] = PairDelta(whole, up.pushed, self.options.scaling)
+            self._gathered.append((down, whole))
+        for stack in self.stacks.values():
+            self.weights += stack.bind(known)
 
     @property
     def gathered(self) -> list[Tensor]:
-        """Returns A of each layer, with its columns of this process, as `gather` left it."""
-        return [delta.down for delta in self._deltas.values()]
+        """Returns A of each linear layer, with its columns of this process, as `gather` left it."""
+        return [whole for _, whole in self._gathered]
 
     @torch.no_grad()
     def load(self, whole: Whole) -> None:
@@ -179,10 +154,12 @@ class ShardedAdapters:
 
     @torch.no_grad()
     def gather(self, where: torch.device) -> None:
-        """Gathers the rows of every A, which `merged` reads; a collective of the processes of a
-        replica that compute on `where`.
+        """Gathers the rows of every A of a linear layer, which `merged` reads; a collective of the
+        processes of a replica that compute on `where`. Experts are where their pairs are.
         """
-        shards, held = self.placement.shards, [weight.pushed for weight in self.weights[::2]]
+        shards, held = self.placement.shards, [weight.pushed for weight, _ in self._gathered]
+        if not held:
+            return
         block = -(-self.options.rank // shards)
         padded = [functional.pad(rows, (0, 0, 0, block - len(rows))).flatten() for rows in held]
         own = torch.cat(padded).to(where)
@@ -196,6 +173,10 @@ class ShardedAdapters:
         """Returns the shards of a weight of the model, to which its adapter is added where they are
         read; the weight stays as it is.
         """
+        if stack := self.stacks.get(weight.name):
+            rows = weight.pushed.shape[1]
+            held = [(plan.of(weight.pushed), plan.index) for plan in weight.plans]
+            return [replace(shard, addend=stack.delta(index or 0, rows)) for shard, index in held]
         delta = self._deltas.get(weight.name.removesuffix(WEIGHT))
         if delta is None:
             return weight.shards()
@@ -210,13 +191,14 @@ class ShardedAdapters:
         """Makes the model compute without adapters within a `with` block, as the reference of a
         policy: `device.held_weights.ReferenceWeights`.
         """
-        for layer in self.layers.values():
-            layer.off = True
+        held: list[LinearWithPair | AdaptedStack] = [*self.layers.values(), *self.stacks.values()]
+        for each in held:
+            each.off = True
         try:
             yield
         finally:
-            for layer in self.layers.values():
-                layer.off = False
+            for each in held:
+                each.off = False
 
 
 def _pair(layer: LinearWithPair) -> tuple[Tensor, Tensor]:

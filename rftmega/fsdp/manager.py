@@ -42,6 +42,7 @@ from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate
+from rftmega.passes.reached_adapters import ReachedAdapters
 from rftmega.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,7 +77,7 @@ class FSDPModelManager:
         places = self._places(files, built)
         names = built.names
         self.adapters: ShardedAdapters | None = None
-        if cfg.model.lora.rank and not value_model:
+        if cfg.model.lora.rank:
             self.adapters = ShardedAdapters(self.model, cfg.model.lora, placement)
             places |= self.adapters.places(places)
             names = names | self.adapters.named(names)
@@ -87,21 +88,23 @@ class FSDPModelManager:
         if cfg.parallel.recompute == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.adapters is not None:
-            self.adapters.freeze(self.network, self.dtype)
+            head = self.network.head.parameters() if value_model else ()
+            self.adapters.freeze(self.network, self.dtype, beside=head)
         shard_parameters(self.network, self.model, placement, cfg.parallel, self.dtype)
         home = torch.device("cpu") if self.on_host else self.where
         materialise(self.network, self.model, home)
         every = self._weights(names, places)
-        # those of the model, and those that are learnt: the same, or its adapters'
+        # those of the model, and those that are learnt: the same, or its adapters' and a value head's
         own = set(built.names.values())
         self.weights_held = [weight for weight in every if weight.name in own]
-        self.learnt = [weight for weight in every if weight.parameter.requires_grad]
+        self.learnt = [weight for weight in every if weight.learns]
         self._load(files)
         if self.adapters is not None:
             self._adapt(self.adapters)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule_steps = 0
         self._pushed_is_old = True
+        self._reached = ReachedAdapters()
         # what adapters drop; processes that compute the same rows drop the same
         self.dropped: RandomStream | None = None
         if self.adapters is not None and cfg.model.lora.dropout:
@@ -201,7 +204,8 @@ class FSDPModelManager:
     def _adapt(self, adapters: ShardedAdapters) -> None:
         """Gives the adapters what they begin with."""
         lora = self.cfg.model.lora
-        own = [weight for weight in self.weights_held if self.placement.writes(weight.split)]
+        held = [weight for weight in self.weights_held if not weight.learns]
+        own = [weight for weight in held if self.placement.writes(weight.split)]
         frozen = (shard for weight in own for shard in weight.shards())
         self.sum_of_base = frozen_weights.sum_of(frozen, self.where)
         adapters.bind(self.learnt)
@@ -226,6 +230,11 @@ class FSDPModelManager:
     def frozen_shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without what adapters add."""
         return [shard for weight in self.weights_held for shard in weight.shards()]
+
+    @property
+    def head(self) -> list[Weight]:
+        """Returns the weights of a value model with adapters that learn whole beside them."""
+        return [weight for weight in self.weights_held if self.adapters and weight.learns]
 
     @property
     def adam_steps(self) -> int:
@@ -334,12 +343,19 @@ class FSDPModelManager:
                 total = gradient.to(self.where)
                 dist.all_reduce(total, group=self.placement.tensor_group)
                 gradient.copy_(total)
-        for gradient in self._gradients():
+        for gradient in _gradients(self.learnt):
             gradient.div_(max(count, 1))
 
-    def _gradients(self) -> list[Tensor]:
-        found = [weight.parameter.grad for weight in self.learnt]
-        return [local(gradient) for gradient in found if gradient is not None]
+    def refuse_lost_gradient(self) -> None:
+        """Raises NothingLearnt, on every process, where no gradient reaches a value model's adapters
+        though its head has one: `ReachedAdapters`.
+
+        A collective, of value models with adapters, until a gradient was once seen there.
+        """
+        if self.adapters is None or not self.value_model or self._reached.seen:
+            return
+        weights = [weight for weight in self.head if _decays(weight) and weight.rows.any()]
+        self._reached.refuse_lost(_gradients(self.adapters.weights), _gradients(weights))
 
     @torch.no_grad()
     def optimizer_step(self) -> tuple[bool, float]:
@@ -387,7 +403,7 @@ class FSDPModelManager:
         largest = self.cfg.optimizer.clip_grad
         scale = largest / (grad_norm + 1e-6)
         if largest and scale < 1.0:
-            for gradient in self._gradients():
+            for gradient in _gradients(self.learnt):
                 gradient.mul_(scale)
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> None:
@@ -434,3 +450,8 @@ class FSDPModelManager:
 
 def _decays(weight: Weight) -> bool:
     return weight.parameter.dim() > 1 and not weight.name.endswith("bias")
+
+
+def _gradients(weights: Iterable[Weight]) -> list[Tensor]:
+    found = [weight.parameter.grad for weight in weights]
+    return [local(gradient) for gradient in found if gradient is not None]

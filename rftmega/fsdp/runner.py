@@ -55,6 +55,7 @@ class FSDPRunner(ModelRunner):
             self.manager.gather_nothing()
         if not forward_only:
             self.manager.divide_gradients(int(self.ranks.sum_of_speakers(counted)))
+            self.manager.refuse_lost_gradient()
         return found
 
     def _forward(self, batch: MicroBatch) -> Any:

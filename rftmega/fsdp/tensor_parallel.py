@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rftmega.fsdp.adapters import LinearWithPair
 from rftmega.fsdp.exchanges import copied, joined, own_columns, summed
 from rftmega.fsdp.module import LogProbHead, Network
 from rftmega.hf_folders.tensor_plan import (
@@ -24,6 +23,7 @@ from rftmega.hf_folders.tensor_plan import (
     Split,
 )
 from rftmega.kernels.linear_log_probs import VocabularyShard
+from rftmega.low_rank.linear import LinearWithPair
 
 Forward = Callable[..., Tensor]
 

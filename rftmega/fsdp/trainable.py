@@ -102,7 +102,8 @@ class FSDPModel:
             return None
         lora = self.manager.cfg.model.lora
         shards = tuple(held.shards())
-        return TrainedAdapters(shards, lora.rank, lora.alpha, lora.dropout, lora.rslora)
+        head = tuple(shard for weight in self.manager.head for shard in weight.shards())
+        return TrainedAdapters(shards, lora.rank, lora.alpha, lora.dropout, lora.rslora, head)
 
     def training_tensors(self) -> Iterator[ShardBox]:
         self.manager.finish_param_sync()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rftmega.hf_folders.adapted_linears import linears_of
+from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import TransformersModel, read_config, tower_of
 from rftmega.hf_folders.meta_decoder import describe, gathered_apart, on_meta
 from rftmega.hf_folders.tensor_plan import splits_of, styles_of
@@ -23,6 +23,9 @@ class Groups(NamedTuple):
     whole_pass: tuple[Shape, ...]  # from the beginning of a pass to its end
     # A and B of each adapter in each group of `apart`, which alone learn; (): all of the model does
     pairs: tuple[tuple[Shape, ...], ...] = ()
+    beside: tuple[
+        Shape, ...
+    ] = ()  # of a value head, the last of `apart`: it learns whole beside pairs
 
 
 @lru_cache(8)
@@ -64,12 +67,32 @@ def read_groups(
     shapes = [tuple(shape_of(each) for each in module.parameters()) for module in apart]
     pairs: list[tuple[Shape, ...]] = []
     if rank:
-        adapted = {id(linear.weight) for linear in linears_of(model, targets).values()}
+        parts = _parts(model, targets)
         for module in apart:
             of_group: list[Shape] = []
             for parameter in module.parameters():
-                if id(parameter) in adapted:
-                    rows, columns = shape_of(parameter)
-                    of_group += [(rank, columns), (rows, rank)]
+                of_group += _pairs(shape_of(parameter), rank, *parts.get(id(parameter), (0, 0)))
             pairs.append(tuple(of_group))
-    return said, Groups(tuple(shapes), tuple(shape_of(each) for each in rest), tuple(pairs))
+    beside = shapes[-1] if rank and value else ()
+    always = tuple(shape_of(each) for each in rest)
+    return said, Groups(tuple(shapes), always, tuple(pairs), beside)
+
+
+def _parts(model: Any, targets: tuple[str, ...]) -> dict[int, tuple[int, int]]:
+    """Returns, by the identity of a parameter with adapters, how many matrices stand in it, one below
+    the other, and how many of these have a pair.
+    """
+    layers = adapted_of(model, targets)
+    found = {id(linear.weight): (1, 1) for linear in layers.linears.values()}
+    for name, parts in layers.stacks.items():
+        chosen = len(layers.targets.intersection(parts))
+        found[id(model.get_parameter(name))] = len(parts), chosen
+    return found
+
+
+def _pairs(shape: Shape, rank: int, parts: int, chosen: int) -> list[Shape]:
+    """Returns the shapes of A and B of each pair on a weight, or on a tensor of experts."""
+    if not chosen:
+        return []
+    *experts, rows, columns = shape
+    return [(*experts, rank, columns), (*experts, rows // parts, rank)] * chosen

@@ -9,7 +9,7 @@ from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
-from rftmega.hf_folders.adapted_linears import linears_of, targets_of
+from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
     describe_any,
@@ -233,7 +233,7 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
     if not lora.rank or model.tower:
         return []
     try:
-        targets = _adapted(config)
+        targets = _adapted(config, config.model.path)
         if lora.push == "adapters" and model.experts:
             return [
                 "model.lora.push=adapters: the model has experts, whose weights vLLM does not take in a push once it serves "
@@ -254,12 +254,13 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
     return []
 
 
-def _adapted(config: RunConfig) -> frozenset[str]:
-    """Returns the layers that have adapters, by the last parts of their names."""
-    path, lora = config.model.path, config.model.lora
+def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[str]:
+    """Returns the layers of a folder's model that have adapters, by the last parts of their names."""
+    lora = config.model.lora
     if config.backend == "fsdp":
-        return targets_of(linears_of(on_meta(read_config(path), "eager"), lora.targets))
-    layers = adapted_layers(table(read_hf_config(path)), rank=lora.rank, targets=lora.targets)
+        return adapted_of(on_meta(read_config(path), "eager"), lora.targets).targets
+    rules = table(read_hf_config(path), value_head=value)
+    layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
     return frozenset(target for layer in layers for target in layer.targets)
 
 
@@ -339,12 +340,10 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
 
 def _adapters_of_critic(config: RunConfig, path: str) -> list[str]:
     """Lists why the critic can't have adapters on the policy's targets."""
-    lora = config.model.lora
-    if config.backend != "megatron" or not lora.rank:
+    if not config.model.lora.rank:
         return []
-    rules = table(read_hf_config(path), value_head=True)
     try:
-        adapted_layers(rules, rank=lora.rank, targets=lora.targets)
+        _adapted(config, path, value=True)
     except ConfigError as error:
         return [f"For the critic, critic.path={path}: {error}"]
     return []

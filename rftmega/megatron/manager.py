@@ -37,7 +37,7 @@ from rftmega.converters.decoder import is_of_value_head
 from rftmega.device.megatron_timers import Timers
 from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
-from rftmega.errors import ConfigError, NothingLearnt
+from rftmega.errors import ConfigError
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.stacked_files import open_folder
@@ -66,8 +66,8 @@ from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
 from rftmega.optimizers import offload
 from rftmega.optimizers.build import build_optimizer
-from rftmega.parallel.collectives import all_reduce
 from rftmega.parallel.topology import Topology
+from rftmega.passes.reached_adapters import ReachedAdapters
 from rftmega.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -153,7 +153,7 @@ class MegatronModelManager:
         self.optimizer: Any = None
         # parameters wait for the next forward pass (optimizer.overlap_param_gather)
         self._gather_is_due = False
-        self._reached = False  # a gradient was seen in a value model's adapters
+        self._reached = ReachedAdapters()
         self.residency: Residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer, borrowed),
             finish=self.finish_param_sync,
@@ -417,22 +417,15 @@ class MegatronModelManager:
         return taken, grad_norm if taken else math.nan
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingLearnt, on every process, where the weight of a value head has a gradient
-        and, though it is not 0, none reaches the adapters. The norm of all gradients would hide it.
+        """Raises NothingLearnt, on every process, where no gradient reaches a value model's adapters
+        though its head has one: `ReachedAdapters`.
 
         A collective, of value models with adapters, until a gradient was once seen there.
         """
-        if self.adapters is None or not self.value_model or self._reached:
+        if self.adapters is None or not self.value_model or self._reached.seen:
             return
         weights = [item for item in self.head if item.parameter.dim() > 1 and item.parameter.any()]
-        reached, pulls = _has_gradient(self.adapters.bound), _has_gradient(weights)
-        self._reached = bool(all_reduce(int(reached), "max"))
-        if all_reduce(int(pulls), "max") and not self._reached:
-            raise NothingLearnt(
-                "The gradient of a value model's adapters is exactly 0, though its head has one: the run would learn nothing but "
-                "the head. Something between them is cut off, as recomputation behind a frozen layer does; this is a bug of "
-                "rftmega's, or of a plugin's. parallel.recompute=none may avoid it."
-            )
+        self._reached.refuse_lost(_gradients(self.adapters.bound), _gradients(weights))
 
     def _clip(self, grad_norm: float) -> None:
         if not self.cfg.optimizer.clip_grad:
@@ -527,6 +520,6 @@ class MegatronModelManager:
         self.residency.on_tensors(offload.main_parameters(optimizers))
 
 
-def _has_gradient(bound: Iterable[Bound]) -> bool:
+def _gradients(bound: Iterable[Bound]) -> Iterator[Tensor]:
     parameters: list[Any] = [item.parameter for item in bound]
-    return any(bool(parameter.main_grad.any()) for parameter in parameters)
+    return (parameter.main_grad for parameter in parameters)

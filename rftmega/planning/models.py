@@ -72,7 +72,7 @@ def models_of(
     def planned(
         path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool
     ) -> PlannedModel:
-        lora = LoRA() if value else config.model.lora
+        lora = config.model.lora if optimizer else LoRA()
         model, rules, groups = (
             _sharded(path, parallel.tensor, lora, value=value)
             if config.backend == "fsdp"

@@ -9,6 +9,7 @@ from math import prod
 from rftmega.hf_folders.gathered_groups import Groups, Shape
 from rftmega.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
 
+OF_A_LINEAR = 2  # dimensions of a pair's matrices; of experts' pairs one more
 FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in
 
 
@@ -29,7 +30,9 @@ def pairs_of(groups: Groups, shards: int) -> int:
 
 def learnt_of(groups: Groups, shards: int) -> int:
     """Returns the elements of one process that learn."""
-    return pairs_of(groups, shards) if groups.pairs else elements_of(groups, shards)
+    if not groups.pairs:
+        return elements_of(groups, shards)
+    return pairs_of(groups, shards) + _rows(groups.beside, shards)
 
 
 def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
@@ -55,14 +58,17 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, world: int) -> int:
-    """Returns the bytes of a frozen model, and of every A whole, which it is merged with; of a model
-    without adapters 0.
+    """Returns the bytes of a frozen model, and of every A whole, which it is merged with (experts are
+    sharded as their pairs are, and merged with what is there); of a model without adapters 0.
     """
     groups = planned.groups
     if groups is None or not groups.pairs:
         return 0
-    whole = sum(prod(shape) for shapes in groups.pairs for shape in shapes[::2])
-    return planned.itemsize * (elements_of(groups, shards_of(planned, world)) + whole)
+    shards = shards_of(planned, world)
+    frozen = elements_of(groups, shards) - _rows(groups.beside, shards)
+    matrices = [shape for shapes in groups.pairs for shape in shapes[::2]]
+    whole = sum(prod(shape) for shape in matrices if len(shape) == OF_A_LINEAR)
+    return planned.itemsize * (frozen + whole)
 
 
 def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
@@ -79,7 +85,7 @@ def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
     pairs = [shards * _rows(shapes, shards) for shapes in groups.pairs]
     model = [shards * _rows(shapes, shards) for shapes in groups.apart]
     apart = [sum(both) for both in zip(model, pairs, strict=True)] if pairs else model
-    gradients = pairs or apart
+    gradients = [*pairs[:-1], pairs[-1] + shards * _rows(groups.beside, shards)] if pairs else apart
     always = shards * _rows(groups.whole_pass, shards)
     buffers = apart if shards > 1 else [0] * len(apart)
     # a gradient of the output weight is among what log-probs take

@@ -42,15 +42,12 @@ def adapters(config: RunConfig) -> list[str]:
 
 
 def _unsupported(config: RunConfig) -> list[str]:
-    found = []
-    said = f"model.lora.rank={config.model.lora.rank}"
-    if config.backend == "fsdp":
-        found += _of_values_on_fsdp(config)
-    if any(_fields(config).get(tower) for tower in TOWERS):
-        found.append(
-            f"{said}: {config.model.path} has a tower that sees or hears; such models can't have adapters yet. Set it to 0."
-        )
-    return found
+    if not any(_fields(config).get(tower) for tower in TOWERS):
+        return []
+    return [
+        f"model.lora.rank={config.model.lora.rank}: {config.model.path} has a tower that sees or hears; such models can't have "
+        "adapters yet. Set it to 0."
+    ]
 
 
 def _base_on_host(config: RunConfig) -> list[str]:
@@ -64,21 +61,6 @@ def _base_on_host(config: RunConfig) -> list[str]:
     return [
         f"{said} needs algorithm.task=rl and trainer.offload=true: without them no weights wait on the host. Leave it out."
     ]
-
-
-def _of_values_on_fsdp(config: RunConfig) -> list[str]:
-    """Lists which value models would need adapters that backend=fsdp can't give them."""
-    said, advantage = f"model.lora.rank={config.model.lora.rank}", config.algorithm.advantage
-    if config.algorithm.task == "reward_model":
-        return [
-            f"{said}: algorithm.task=reward_model has adapters with backend=megatron alone. Set it to 0, or backend=megatron."
-        ]
-    if advantage.needs_critic:
-        return [
-            f"{said}: algorithm.advantage.type={advantage.type} trains a critic, which has adapters with backend=megatron alone. "
-            "Take an advantage without one, such as group_norm, set it to 0, or set backend=megatron."
-        ]
-    return []
 
 
 def _fields(config: RunConfig) -> dict[str, object]:

@@ -18,8 +18,8 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.experience import given
-from rftmega.fsdp import adapters
 from rftmega.hf_folders.peft_folder import names_of_pairs
+from rftmega.low_rank import linear
 from rftmega.options.adapters import OF_ATTENTION
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
@@ -54,6 +54,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
     "FSDP 2, ZeRO-2": (2, P(reshard_after_forward=False)),
     "FSDP 2, on the host": (2, P(cpu_offload=True)),
     "FSDP 3": (3, P()),  # blocks of 2, 2 and 0 rows of A
+    "FSDP 2 x TP2": (4, P(tensor=2)),
     "FSDP 2 x TP2, full recompute": (4, P(tensor=2, recompute="full")),
     "2 replicas x 2": (4, P(replicas=2)),
     "2 replicas x TP2": (4, P(replicas=2, tensor=2)),
@@ -98,7 +99,8 @@ def assert_learns_as_plain_torch(
 ) -> None:
     save = save_decoder if variant == "qwen3-next" else save_tiny
     folder = save(tmp_path / "model", variant)
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or plain_adapters.ALL)
+    every = (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or every)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     model = plain_adapters.adapted(folder, pairs, alpha=ALPHA)
     wanted = plain_adapters.learn(model, ROWS, OPTIMIZER, steps=STEPS)
@@ -109,7 +111,7 @@ def assert_learns_as_plain_torch(
         plain_adapters.assert_pairs(found, model, pairs)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - {"FSDP 2 x TP2"}))
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", *LAYOUTS[name])
 
@@ -132,8 +134,41 @@ def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
     assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name], targets)
 
 
-def fresh_body(world: Any, folder: Path, parallel: ParallelConfig, backend: str) -> Any:
-    actor = policy_of(folder, parallel, targets=MERGED, backend=backend)
+MIXED = (  # variant and layout
+    ("qwen3-moe", "FSDP 2, full recompute"),
+    ("qwen3-moe", "FSDP 1 x TP2"),
+)
+MANY_MIXED = (
+    ("qwen3-moe", "FSDP 1"),
+    ("qwen3-moe", "FSDP 2, ZeRO-2"),
+    ("qwen3-moe", "FSDP 3"),  # blocks of 2, 2 and 0 experts
+    ("qwen3-moe", "2 replicas x TP2"),
+    ("qwen3-moe", "FSDP 2, on the host"),
+    ("qwen3-moe", "FSDP 2 x TP2, full recompute"),
+    ("mixtral", "FSDP 2 x TP2, full recompute"),  # w1, w3, w2
+    ("qwen2-moe", "FSDP 1 x TP2"),  # a shared expert
+)
+
+
+@pytest.mark.parametrize(("variant", "name"), MIXED)
+def test_three_steps_of_adapters_on_experts_are_those_of_plain_torch(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("variant", "name"), MANY_MIXED)
+def test_adapters_on_experts_learn_as_in_plain_torch_in_other_layouts(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name])
+
+
+def fresh_body(
+    world: Any, folder: Path, parallel: ParallelConfig, backend: str, targets: tuple[str, ...]
+) -> Any:
+    actor = policy_of(folder, parallel, targets=targets, backend=backend)
     rows = rows_of(ROWS)
     before, matrices = actor.log_probs(rows).logp, learnt_of(actor)
     with actor.manager.adapters.swapped_in():
@@ -148,12 +183,24 @@ def learnt_of(actor: Any) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in sorted(names_of_pairs(found))}
 
 
-@pytest.mark.parametrize("name", ["FSDP 2", "FSDP 2 x TP2, full recompute"])
-def test_adapters_begin_and_learn_as_under_megatron(name: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "qwen3")
-    (wanted,) = run_ranks(1, fresh_body, folder, P(), "megatron")
+@pytest.mark.parametrize(
+    ("variant", "name", "targets"),
+    [
+        ("qwen3", "FSDP 2", MERGED),
+        ("qwen3", "FSDP 2 x TP2, full recompute", MERGED),
+        ("qwen3-moe", "FSDP 2", ("q_proj", "up_proj")),  # half of what stands in a tensor
+        pytest.param("mixtral", "FSDP 1 x TP2", ("w2", "w3"), marks=pytest.mark.ranks),
+    ],
+)
+def test_adapters_begin_and_learn_as_under_megatron(
+    variant: str, name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, variant)
+    (wanted,) = run_ranks(1, fresh_body, folder, P(), "megatron", targets)
     processes, parallel = LAYOUTS[name]
-    for matrices, told, learnt in run_ranks(processes, fresh_body, folder, parallel, "fsdp"):
+    for matrices, told, learnt in run_ranks(
+        processes, fresh_body, folder, parallel, "fsdp", targets
+    ):
         assert matrices.keys() == wanted[0].keys()
         assert all(torch.equal(matrices[each], wanted[0][each]) for each in matrices)
         for ours, theirs in zip(told, wanted[1], strict=True):
@@ -174,9 +221,18 @@ def reference_body(world: Any, folder: Path, adapter: Path, parallel: ParallelCo
     return on, off, plain.log_probs(rows).logp
 
 
-@pytest.mark.parametrize("name", ["FSDP 2, ZeRO-2", "FSDP 1 x TP2"])
-def test_the_reference_is_the_policy_with_its_adapters_off(name: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model", "qwen3")
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("qwen3", "FSDP 2, ZeRO-2"),
+        ("qwen3", "FSDP 1 x TP2"),
+        pytest.param("qwen3-moe", "FSDP 2, ZeRO-2", marks=pytest.mark.ranks),
+    ],
+)
+def test_the_reference_is_the_policy_with_its_adapters_off(
+    variant: str, name: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", variant)
     pairs = plain_adapters.random_pairs(folder, rank=RANK)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     processes, parallel = LAYOUTS[name]
@@ -208,11 +264,18 @@ def memory_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["FSDP 2, full recompute", "FSDP 2 x TP2, full recompute"])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("qwen3", "FSDP 2, full recompute"),
+        ("qwen3", "FSDP 2 x TP2, full recompute"),
+        pytest.param("qwen3-moe", "FSDP 2 x TP2, full recompute", marks=pytest.mark.ranks),
+    ],
+)
 def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
-    name: str, dtype: str, tmp_path: Path
+    variant: str, name: str, dtype: str, tmp_path: Path
 ) -> None:
-    folder = save_tiny(tmp_path, "qwen3")
+    folder = save_tiny(tmp_path, variant)
     processes, parallel = LAYOUTS[name]
     size, narrow = (4, 0) if dtype == "float32" else (2, 2)
     found = run_ranks(processes, memory_body, folder, parallel, dtype)
@@ -227,7 +290,7 @@ def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
 
 def zero_body(world: Any, folder: Path, parallel: ParallelConfig, cured: bool) -> str:
     if not cured:
-        adapters.LinearWithPair.with_product = (  # type: ignore[method-assign]
+        linear.LinearWithPair.with_product = (  # type: ignore[method-assign]
             lambda self, x, answer: answer + 0 * self.lora_B(self.lora_A(x))
         )
     actor = policy_of(folder, parallel)
@@ -257,17 +320,20 @@ def dropout_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConf
         with actor.manager.before_micro_batch(actor.manager.network, True):
             drawn = torch.rand(4)
         scored, told = actor.log_probs(rows_of(ROWS)).logp, learn(actor, 2)
-        names = [weight.name for weight in actor.manager.learnt if weight.partial]
+        partial = [weight for weight in actor.manager.learnt if weight.partial]
+        plans = [plan for weight in partial for plan in weight.plans]
+        names = [name for plan in plans for name in plan.logical.names]
         learnt = learnt_of(actor)
         found.append((scored, told, {name: learnt[name] for name in names}))
     assert torch.equal(torch.random.get_rng_state(), usual), "the usual stream was drawn from"
     return found, drawn
 
 
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)])
 def test_adapters_drop_while_learning_alone_and_the_same_where_rows_are_the_same(
-    tmp_path: Path,
+    variant: str, tmp_path: Path
 ) -> None:
-    folder = save_tiny(tmp_path / "model", "qwen3")
+    folder = save_tiny(tmp_path / "model", variant)
     pairs = plain_adapters.random_pairs(folder, rank=RANK)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     for parallel in (P(tensor=2), P(tensor=2, recompute="full")):
@@ -352,17 +418,18 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert found == expected
 
 
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)])
 def test_a_checkpoint_of_adapters_is_read_in_another_layout_and_under_the_other_backend(
-    tmp_path: Path,
+    variant: str, tmp_path: Path
 ) -> None:
-    model = save_tiny(tmp_path / "model", "qwen3")
+    model = save_tiny(tmp_path / "model", variant)
     for saved in (Case(2, dropout=0.0), Case(1, backend="megatron", dropout=0.0)):
         folder = tmp_path / saved.backend
         expected, *_ = run_ranks(saved.processes, save_body, model, folder, saved)
         for other in (
             Case(4, P(tensor=2), dropout=0.0),
             Case(1, backend="fsdp", dropout=0.0),
-            Case(2, P(tensor=2), backend="megatron", dropout=0.0),
+            Case(2, P(tensor=2, sequence=True), backend="megatron", dropout=0.0),
             Case(2, backend="megatron", dropout=0.0),
         ):
             found, *_ = run_ranks(other.processes, resume_body, model, folder, other)
@@ -436,18 +503,21 @@ def rounded(kind: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "variant"),
     [
-        ("FSDP 3", "float32"),
-        ("FSDP 2 x TP2, full recompute", "bfloat16"),
-        ("FSDP 2, on the host", "float32"),
-        ("2 replicas x TP2", "float32"),
+        ("FSDP 3", "float32", "qwen3"),
+        ("FSDP 2 x TP2, full recompute", "bfloat16", "qwen3"),
+        ("FSDP 2, on the host", "float32", "qwen3"),
+        ("2 replicas x TP2", "float32", "qwen3"),
+        ("FSDP 2", "float32", "qwen3-moe"),  # of gate and up, in one tensor, up alone
+        pytest.param("FSDP 2 x TP2", "bfloat16", "qwen3-moe", marks=pytest.mark.ranks),
+        pytest.param("FSDP 3", "float32", "qwen3-moe", marks=pytest.mark.ranks),
     ],
 )
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
-    name: str, dtype: str, tmp_path: Path
+    name: str, dtype: str, variant: str, tmp_path: Path
 ) -> None:
-    folder, target = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "out"
+    folder, target = save_tiny(tmp_path / "model", variant), tmp_path / "out"
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     processes, parallel = LAYOUTS[name]

@@ -216,6 +216,22 @@ SHARDED_CASES: dict[str, tuple[str, int, ParallelConfig, str, bool]] = {
     # without what layers keep, which would be much beside so few gradients
     "adapters, bf16": ("qwen3", 2, P(recompute="full"), "bfloat16", False),
     "adapters, FSDP 2 x TP2": ("qwen3", 4, P(tensor=2, recompute="full"), "float32", False),
+    "adapters of a critic, bf16": ("qwen3", 2, P(recompute="full"), "bfloat16", True),
+    "adapters of a critic, FSDP 2 x TP2": (
+        "qwen3",
+        4,
+        P(tensor=2, recompute="full"),
+        "float32",
+        True,
+    ),
+    "adapters of experts, bf16": ("qwen3-moe", 2, P(recompute="full"), "bfloat16", False),
+    "adapters of experts, FSDP 2 x TP2": (
+        "qwen3-moe",
+        4,
+        P(tensor=2, recompute="full"),
+        "float32",
+        False,
+    ),
     "adapters, ZeRO-2": (
         "qwen2-tied",
         2,
@@ -227,7 +243,7 @@ SHARDED_CASES: dict[str, tuple[str, int, ParallelConfig, str, bool]] = {
 ADAPTED = LoRA(rank=16)  # of those cases
 QUICK_SHARDED = (
     *("FSDP over 2", "FSDP over 4, bf16", "ZeRO-2, bf16", "on the host", "a critic"),
-    "adapters, bf16",
+    *("adapters, bf16", "adapters of a critic, bf16"),
 )
 
 

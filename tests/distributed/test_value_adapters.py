@@ -3,6 +3,7 @@ layout; nothing else does.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.device.residency import GRADIENTS
 from rftmega.errors import NothingLearnt
 from rftmega.experience import given
-from rftmega.megatron import MegatronCritic, adapters
-from rftmega.parallel.topology import Topology
+from rftmega.launch.train import backend_of
+from rftmega.megatron import adapters
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.strategy.export import export
@@ -31,7 +32,7 @@ from tests.distributed.test_critic import (
     save_reward_model,
     square_loss,
 )
-from tests.layouts import build_critic, config_of, rows_of
+from tests.layouts import build_value_model, config_of, rows_of
 from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
 
@@ -63,12 +64,12 @@ EXHAUSTIVE = list(LAYOUTS)[10:]
 
 def critic_of(
     folder: Path, adapter: Path | str, case: Case, targets: tuple[str, ...] = (), **settings: Any
-) -> MegatronCritic:
+) -> Any:
     lora = LoRA(rank=RANK, alpha=ALPHA, targets=list(targets), path=str(adapter))
-    return build_critic(folder, case[1], case[2], lora=lora, **settings)
+    return build_value_model(folder, case[1], case[2], lora=lora, **settings)
 
 
-def learn(critic: MegatronCritic, steps: int) -> list[tuple[float, float]]:
+def learn(critic: Any, steps: int) -> list[tuple[float, float]]:
     found = []
     for _ in range(steps):
         metrics = critic.step(experience_of(), square_loss)
@@ -105,6 +106,7 @@ def assert_learns_as_plain_torch(
     case: Case,
     targets: tuple[str, ...] = (),
     *,
+    body: Callable[..., Any] = learn_body,
     preloaded: str = LOCAL,
 ) -> None:
     folder = save_reward_model(tmp_path, variant, bias=True)
@@ -129,7 +131,7 @@ def assert_learns_as_plain_torch(
     )
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
     after = in_columns(model)
-    ranks = run_ranks(case[0], learn_body, folder, adapter, case, targets, preloaded=preloaded)
+    ranks = run_ranks(case[0], body, folder, adapter, case, targets, preloaded=preloaded)
     for values, told, learnt in ranks:
         torch.testing.assert_close(values, before, atol=TOLERANCE, rtol=TOLERANCE)
         for ours, theirs in zip(told, wanted, strict=True):
@@ -199,20 +201,22 @@ def test_adapters_and_head_alone_have_gradients_and_an_optimizers_state(
 PAIRS = [ids for number in range(6) for ids in ([5 + number, 9, 130], [5 + number, 9, 4])]
 
 
-def scores_of(critic: MegatronCritic) -> Tensor:
+def scores_of(critic: Any) -> Tensor:
     rows = rows_of(PAIRS).with_end()
     return last_value(critic.values(rows), rows)
 
 
-def reward_body(world: Any, folder: Path, case: Case, target: Path) -> tuple[Tensor, Tensor]:
-    critic = critic_of(folder, "", case)
+def reward_body(
+    world: Any, folder: Path, case: Case, target: Path, backend: str
+) -> tuple[Tensor, Tensor]:
+    critic = critic_of(folder, "", case, backend=backend)
     before = scores_of(critic)
     for _ in range(4):
         critic.step(given(rows_of(PAIRS).with_end()), pairwise_loss(), group_size=2)
     critic.manager.finish_param_sync()
     export(critic, target, critic.manager.cfg.trainer)
-    config = config_of(target, case[1])
-    judge = MegatronCritic(config, Topology.create(case[1], seed=1), role="reward")
+    config = config_of(target, case[1], backend=backend)
+    judge = backend_of(config).value_model(config, role="reward")
     after = scores_of(critic)
     torch.testing.assert_close(scores_of(judge), after, atol=TOLERANCE, rtol=TOLERANCE)
     return before, after
@@ -222,9 +226,12 @@ def reward_body(world: Any, folder: Path, case: Case, target: Path) -> tuple[Ten
 def test_a_reward_model_of_adapters_learns_and_its_two_folders_say_what_it_says(
     name: str, tmp_path: Path
 ) -> None:
+    assert_reward_model_and_its_folders_agree(tmp_path, LAYOUTS[name], "megatron")
+
+
+def assert_reward_model_and_its_folders_agree(tmp_path: Path, case: Case, backend: str) -> None:
     folder, target = save_tiny(tmp_path / "policy", "qwen3"), tmp_path / "reward"
-    case = LAYOUTS[name]
-    before, after = run_ranks(case[0], reward_body, folder, case, target)[0]
+    before, after = run_ranks(case[0], reward_body, folder, case, target, backend)[0]
     assert not before.any()
     margins = after[0::2] - after[1::2]
     assert margins.mean() > 0.05
@@ -247,11 +254,13 @@ def test_a_reward_model_of_adapters_learns_and_its_two_folders_say_what_it_says(
         torch.testing.assert_close(merged[key], by_hand[key].float(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_head_with_a_bias_is_a_token_classifiers_in_the_folder_of_adapters(
+    backend: str,
     tmp_path: Path,
 ) -> None:
     folder = save_reward_model(tmp_path, "qwen3", bias=True)
-    run_ranks(1, reward_body, folder, LAYOUTS["one process"], tmp_path / "out")
+    run_ranks(1, reward_body, folder, LAYOUTS["one process"], tmp_path / "out", backend)
     said = json.loads((tmp_path / "out_adapter" / "adapter_config.json").read_text())
     assert (said["task_type"], said["modules_to_save"]) == ("TOKEN_CLS", ["score"])
     written = load_file(tmp_path / "out_adapter" / "adapter_model.safetensors")

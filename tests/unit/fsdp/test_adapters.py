@@ -1,4 +1,4 @@
-"""Which linear layers of transformers' models have adapters, and what one computes."""
+"""Which layers of transformers' models have adapters, and what one computes."""
 
 from pathlib import Path
 
@@ -9,10 +9,11 @@ from torch.nn import functional
 
 from rftmega.config import LoRA
 from rftmega.errors import ConfigError
-from rftmega.fsdp.adapters import LinearWithPair
-from rftmega.hf_folders.adapted_linears import linears_of, targets_of
+from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.low_rank.experts import PairsOfExperts, StackDelta, StackWithPairs
+from rftmega.low_rank.linear import LinearWithPair
 from tests.plain_adapters import ALL
 from tests.tiny_decoders import save_decoder
 from tests.tiny_vision import save_tiny_vision
@@ -35,28 +36,64 @@ def test_linear_layers_of_every_decoder_have_adapters(
     family: str, targets: tuple[str, ...], found: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = on_meta(read_config(save_decoder(tmp_path, family)), "eager")
-    layers = linears_of(model, targets)
-    assert targets_of(layers) == set(found)
-    assert len(layers) == 3 * len(found)
-    assert "lm_head" not in layers
+    layers = adapted_of(model, targets)
+    assert layers.targets == set(found)
+    assert len(layers.linears) == 3 * len(found)
+    assert "lm_head" not in layers.linears
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-next"])
-def test_experts_in_one_tensor_are_refused_with_what_can_be_had(
-    family: str, tmp_path: Path
+GATE_AND_UP = ("gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "stacks"),
+    [
+        ("qwen3-moe", (), {"gate_up_proj": GATE_AND_UP, "down_proj": ("down_proj",)}),
+        ("qwen3-moe", ("up_proj",), {"gate_up_proj": GATE_AND_UP}),
+        ("qwen3-moe", ("q_proj",), {}),
+        ("mixtral", ("w2", "q_proj"), {"down_proj": ("w2",)}),
+        ("mixtral", ("w3",), {"gate_up_proj": ("w1", "w3")}),
+        ("qwen3-next", ("down_proj",), {"down_proj": ("down_proj",)}),
+    ],
+)
+def test_experts_have_adapters_by_the_names_that_they_were_published_with(
+    family: str, targets: tuple[str, ...], stacks: dict[str, tuple[str, ...]], tmp_path: Path
 ) -> None:
     model = on_meta(read_config(save_decoder(tmp_path, family)), "eager")
+    layers = adapted_of(model, targets)
+    of_layers = {
+        f"model.layers.{number}.mlp.experts.{name}": parts
+        for number in range(3)
+        for name, parts in stacks.items()
+    }
+    assert layers.stacks == of_layers
+    if targets:
+        assert layers.targets == set(targets)
+
+
+def test_a_router_has_no_adapter(tmp_path: Path) -> None:
+    model = on_meta(read_config(save_decoder(tmp_path, "qwen3-next")), "eager")
+    layers = adapted_of(model, ())
+    assert "model.layers.0.mlp.shared_expert.up_proj" in layers.linears
+    assert isinstance(model.get_submodule("model.layers.0.mlp.shared_expert_gate"), nn.Linear)
+    assert not any(name.endswith("gate") for name in layers.linears)
+
+
+def test_experts_that_transformers_does_not_tell_apart_are_refused_with_what_can_be_had(
+    tmp_path: Path,
+) -> None:
+    model = on_meta(read_config(save_decoder(tmp_path, "gpt-oss")), "eager")
     for targets in ((), ("q_proj", "down_proj")):
         with pytest.raises(
-            ConfigError, match=r"keeps the experts .* in one tensor \(model.layers.0"
+            ConfigError, match=r"keeps the experts .* in model.layers.0.*q_proj, k_proj"
         ):
-            linears_of(model, targets)
+            adapted_of(model, targets)
 
 
 def test_a_model_with_a_tower_can_have_no_adapters(tmp_path: Path) -> None:
     model = on_meta(read_config(save_tiny_vision(tmp_path, "qwen2_vl")), "eager")
     with pytest.raises(ConfigError, match="has a tower beside its decoder"):
-        linears_of(model, ())
+        adapted_of(model, ())
 
 
 def adapted(plain: nn.Linear) -> LinearWithPair:
@@ -81,3 +118,52 @@ def test_a_row_parallel_layer_drops_its_own_columns_of_all() -> None:
         found += share.with_product(x[..., columns], torch.zeros_like(wanted))
     torch.testing.assert_close(found, wanted)
     assert not torch.equal(wanted, whole.with_product(x, torch.zeros_like(wanted)))
+
+
+def of_experts(rows: int, columns: int) -> PairsOfExperts:
+    """Of two experts."""
+    pairs = PairsOfExperts(2, rows, columns, OPTIONS).to_empty(device="cpu")
+    for matrix in pairs.parameters():
+        nn.init.normal_(matrix)
+    return pairs
+
+
+def test_an_experts_share_of_columns_drops_its_own_of_all() -> None:
+    """Shares of two processes whose streams are alike add up to what one process computes."""
+    torch.manual_seed(0)
+    whole, x = of_experts(4, 6), torch.randn(5, 6)
+    a, b = whole.lora_A[1], whole.lora_B[1]
+    torch.manual_seed(1)
+    kept = functional.dropout(x, 0.5)
+    torch.manual_seed(1)
+    wanted = whole.product(x, a, b)
+    torch.testing.assert_close(wanted, 3.0 * kept @ a.T @ b.T)
+    found = torch.zeros_like(wanted)
+    for columns in (slice(0, 3), slice(3, 6)):
+        share = of_experts(4, 6)
+        share.columns = columns
+        torch.manual_seed(1)
+        found += share.product(x[:, columns], a[:, columns], b)
+    torch.testing.assert_close(found, wanted)
+    whole.eval()
+    torch.testing.assert_close(whole.product(x, a, b), 3.0 * x @ a.T @ b.T)
+
+
+def test_an_expert_in_the_place_of_others_is_a_weight_of_linear_layers_alone() -> None:
+    torch.manual_seed(0)
+    up, stack, x = of_experts(3, 6).eval(), torch.randn(2, 6, 6), torch.randn(5, 6)
+    adapted = StackWithPairs(stack, [None, up])[torch.tensor(1)]
+    found = functional.linear(x, adapted)  # type: ignore[arg-type]
+    merged = stack[1].clone()
+    merged[3:] += 3.0 * up.lora_B[1].detach() @ up.lora_A[1].detach()
+    torch.testing.assert_close(found, x @ merged.T)
+    with pytest.raises(TypeError, match="Leave experts out of model.lora.targets"):
+        torch.matmul(x, adapted)  # type: ignore[call-overload]
+
+
+def test_what_is_added_to_one_of_two_matrices_in_a_tensor_is_its_own_pairs_product() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 6), torch.randn(4, 2)
+    delta = StackDelta([None, (a, b)], rows=4, scaling=3.0)
+    assert torch.equal(delta.of(((1, 3), (0, 6))), torch.zeros(2, 6))
+    torch.testing.assert_close(delta.of(((5, 8), (2, 6))), 3.0 * (b @ a)[1:4, 2:6])

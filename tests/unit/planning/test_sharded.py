@@ -22,7 +22,7 @@ from rftmega.planning.backends import Best, best_of, on_backend, recommended
 from rftmega.planning.fit import Machine, misfits, nearest, refused
 from rftmega.planning.memory import Budget, load_of
 from rftmega.planning.models import POLICY, PlannedModel, models_of
-from rftmega.planning.sharded import elements_of, gathered, states
+from rftmega.planning.sharded import elements_of, frozen_bytes, gathered, pairs_of, states
 from rftmega.planning.times import Speeds
 from tests.tiny_decoders import save_decoder
 
@@ -254,12 +254,40 @@ def test_a_backend_without_a_layout_that_fits_is_not_recommended(
 
 def test_adapters_that_a_backend_cannot_have_are_why_it_has_no_layout() -> None:
     config = example("qwen3-235b-a22b")
-    config.model.lora = LoRA(rank=16)
+    config.model.lora = LoRA(rank=16, targets=["linear_qkv"])  # a name of Megatron's
     best = best_of(on_backend(config, "fsdp"), machine(256))
     assert best.changes is None
-    assert "in one tensor (model.layers.0.mlp.experts.gate_up_proj)" in best.why
-    config.model.lora = LoRA(rank=16, targets=["q_proj", "v_proj"])
+    assert "linear_qkv can't have an adapter in this model" in best.why
+    config.model.lora = LoRA(rank=16)
     assert best_of(on_backend(config, "fsdp"), machine(256)).changes is not None
+
+
+def test_adapters_of_experts_are_counted_by_hand() -> None:
+    """Of Qwen3-30B-A3B, 48 layers of 128 experts of 768: docs/adapters.md has the sum."""
+    config = config_of(EXAMPLES / "qwen3-30b-a3b", P())
+    config.model.lora = LoRA(rank=16, targets=["gate_proj", "up_proj", "down_proj"])
+    plain = models_of(config)[POLICY]
+    assert plain.groups is not None
+    experts = 48 * 128 * 3 * 16 * (2048 + 768)
+    assert pairs_of(plain.groups, 1) == experts
+    assert pairs_of(plain.groups, 64) == experts / 64
+    # nothing is gathered to merge experts: the frozen weights of an eighth are an eighth
+    held = [frozen_bytes(plain, world) for world in (8, 64)]
+    assert held[0] == pytest.approx(8 * held[1], rel=1e-6)
+
+
+def test_of_a_critic_with_adapters_they_and_its_head_alone_learn_on_fsdp_as_well() -> None:
+    config = config_of(EXAMPLES / "qwen3-8b", P())
+    config.model.lora = LoRA(rank=16, targets=["q_proj"])
+    config.algorithm.task = "reward_model"
+    planned = models_of(config)[POLICY]
+    pairs, head = 36 * 16 * (4096 + 4096), 4096
+    held = states(planned, 1)
+    assert held["gradients"] == 4 * (pairs + head)
+    assert held["adam"] == 8 * (pairs + head)
+    frozen = 8_190_735_360 - 151_936 * 4096  # of what is published, the head of words
+    whole = 36 * 16 * 4096  # of each A once more
+    assert held["parameters"] == 2 * (frozen + whole) + 6 * (pairs + head)
 
 
 def test_the_other_backend_is_looked_at_without_this_ones_options() -> None:

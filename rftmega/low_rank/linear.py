@@ -1,0 +1,56 @@
+"""A linear layer with an adapter, and what the adapter adds to the layer's weight."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rftmega.config import LoRA
+from rftmega.low_rank.dropped import dropped
+from rftmega.shards import Box
+
+
+class LinearWithPair(nn.Linear):
+    """LinearWithPair is a linear layer with an adapter: W x + bias + scaling * B A x."""
+
+    def __init__(self, plain: nn.Linear, options: LoRA):
+        """Takes over the parameters of `plain`. The pair is on the meta device, named as in PEFT."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight = plain.weight
+        self.register_parameter("bias", plain.bias)
+        with torch.device("meta"):
+            self.lora_A = nn.Linear(self.in_features, options.rank, bias=False)
+            self.lora_B = nn.Linear(options.rank, self.out_features, bias=False)
+        self.scaling, self.dropout, self.off = options.scaling, options.dropout, False
+        self.columns: slice | None = None  # those of x that this process has; None: all
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_product(x, super().forward(x))
+
+    def with_product(self, x: Tensor, answer: Tensor) -> Tensor:
+        """Adds the adapter's product [..., out] to the layer's answer to x [..., in], of which this
+        process has `columns`.
+        """
+        if self.off:
+            return answer
+        return answer + self.scaling * self.lora_B(self.lora_A(self._dropped(x)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout):
+            return x
+        return dropped(x, self.dropout, width=self.in_features, columns=self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class PairDelta:
+    """PairDelta is what an adapter adds to this process's rows of a weight: a `shards.Addend`."""
+
+    down: Tensor  # A, or this process's columns of it
+    up: Tensor  # the rows of B that the weight's are
+    scaling: float
+
+    @torch.no_grad()
+    def of(self, box: Box) -> Tensor:
+        rows, columns = (slice(*ends) for ends in box)
+        return self.scaling * (self.up[rows].float() @ self.down[:, columns].float())
