@@ -166,14 +166,22 @@ def test_layers_that_the_critic_does_not_have_are_told_before_it_is_built(
     config.backend = backend
     config.algorithm.advantage = GAE()
     config.critic.path = str(save_tiny(tmp_path / "critic", "phi3"))
+    config.model.lora = LoRA(rank=8, targets=["q_proj"])
+    with pytest.raises(ConfigError, match=r"For the critic, critic\.path=.*q_proj can't have"):
+        preflight(config, 1)
+
+
+def test_a_critic_has_an_adapter_on_its_embedding_and_none_on_the_head_that_it_has_not(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.algorithm.advantage = GAE()
+    config.critic.path = str(save_tiny(tmp_path / "critic", "phi3"))
     for beside in ("embed_tokens", "lm_head"):
         config.model.lora = LoRA(rank=8, targets=["o_proj", beside])
         preflight(config, 1)
     config.model.lora = LoRA(rank=8, targets=["lm_head"])
     with pytest.raises(ConfigError, match=r"For the critic.*lm_head is all that is named"):
-        preflight(config, 1)
-    config.model.lora = LoRA(rank=8, targets=["q_proj"])
-    with pytest.raises(ConfigError, match=r"For the critic, critic\.path=.*q_proj can't have"):
         preflight(config, 1)
 
 
