@@ -65,13 +65,13 @@ class HeadAdapter(LowRankAdapter):
 def adapt_embedding(embedding: VocabParallelEmbedding, adapter: EmbeddingAdapter) -> None:
     """Adds what an adapter gives to the output of an embedding."""
     embedding.lora = adapter
-    embedding.register_forward_hook(_with_embedding_s)
+    embedding.register_forward_hook(_added_to_vectors)
 
 
 def adapt_head(head: nn.Module, adapter: HeadAdapter) -> None:
     """Adds what an adapter gives to the logits of an output head [s, b, words]."""
     head.lora = adapter
-    head.register_forward_hook(_with_head_s)
+    head.register_forward_hook(_added_to_logits)
 
 
 def pair_of_head(chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -85,14 +85,14 @@ def pair_of_head(chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     return inner[:, 0], b
 
 
-def _with_embedding_s(embedding: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _added_to_vectors(embedding: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
     if embedding.lora.off:
         return output
     added: Tensor = embedding.lora(given[0])
     return output + added
 
 
-def _with_head_s(head: Any, given: tuple[Tensor, ...], output: Any) -> Any:
+def _added_to_logits(head: Any, given: tuple[Tensor, ...], output: Any) -> Any:
     if head.lora.off:
         return output
     logits, bias = output
