@@ -53,8 +53,8 @@ def test_embedding_and_head_have_adapters_where_they_are_named_and_are_like_thos
     value = adapted_of(model, both, value=True)
     assert (value.linears, value.targets) == ({}, {"embed_tokens"})
     scaled = on_meta(read_config(save_decoder(tmp_path / "gemma3", "gemma3")), "eager")
-    with pytest.raises(ConfigError, match="embed_tokens can't have an adapter|is its embedding"):
-        adapted_of(scaled, ("embed_tokens",))
+    with pytest.raises(ConfigError, match="embed_tokens can't have an adapter"):
+        adapted_of(scaled, ("embed_tokens",), value=True)
 
 
 def test_an_embeddings_adapter_adds_the_product_for_the_words_that_are_looked_up() -> None:
