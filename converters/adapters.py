@@ -84,7 +84,7 @@ def adapted_layers(
     of_words = [rule for rule in rules if isinstance(rule, Vocabulary)]
     _refuse_tied(of_words, targets)
     if any(map(is_of_value_head, rules)):
-        targets = _without_head(targets)
+        targets = without_head(targets)
     adaptable = linear + (of_words if targets and not _are_tied(of_words) else [])
     refuse_unknown(targets, {name for rule in adaptable for name in _names(rule)})
     found = []
@@ -99,8 +99,15 @@ def adapted_layers(
 def _refuse_tied(of_words: Sequence[Rule], targets: Sequence[str]) -> None:
     """Raises ConfigError where `targets` name a matrix that is embedding and head at once."""
     known = {*HEADS, *(name for rule in of_words for name in _names(rule))}
-    named = [target for target in targets if target in known]
-    if named and _are_tied(of_words):
+    if _are_tied(of_words):
+        refuse_named(targets, known)
+
+
+def refuse_named(targets: Sequence[str], words: Collection[str]) -> None:
+    """Raises ConfigError where `targets` name one of the `words`: names of a matrix that is embedding
+    and head at once.
+    """
+    if named := [target for target in targets if target in words]:
         raise ConfigError(
             f"model.lora.targets: {', '.join(named)}: the model's output head is its embedding (tie_word_embeddings=true), and "
             "an adapter on one of them alone would make them two. Leave it out, or untie the folder first: write the embedding "
@@ -112,7 +119,7 @@ def _are_tied(of_words: Sequence[Rule]) -> bool:
     return any(not rule.exported for rule in of_words)
 
 
-def _without_head(targets: Sequence[str]) -> list[str]:
+def without_head(targets: Sequence[str]) -> list[str]:
     """Returns the targets of a value model beside a policy with those.
 
     Raises ConfigError where it would have none.

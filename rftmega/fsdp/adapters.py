@@ -3,12 +3,14 @@ shard is read. `adapted_experts`: those on experts.
 
 Pairs are parameters like others: FSDP2 shards their rows, and tensor-parallel processes share them
 as they share the layer. B has the weight's rows on every process, so a process that merges lacks
-rows of A alone, which are gathered before weights are read.
+rows of A alone, which are gathered before weights are read; of an embedding's pair, whose A has a
+column for each word, both are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,13 @@ from rftmega.config import LoRA
 from rftmega.errors import ConfigError
 from rftmega.fsdp.adapted_experts import AdaptedStack
 from rftmega.fsdp.mesh import ShardingMesh
+from rftmega.fsdp.module import LogProbHead, Network
 from rftmega.fsdp.weight import Weight
 from rftmega.hf_folders.adapted_layers import WEIGHT, adapted_of, pair_of
 from rftmega.hf_folders.parameter_places import Placed
 from rftmega.hf_folders.peft_folder import Whole
 from rftmega.hf_folders.tensor_plan import Split
+from rftmega.low_rank.embedding import EmbeddingWithPair
 from rftmega.low_rank.linear import LinearWithPair, PairDelta
 from rftmega.shards import Shard
 
@@ -34,27 +38,35 @@ Places = dict[str, list[Placed]]
 class ShardedAdapters:
     """ShardedAdapters holds those of a model, of which this process has rows."""
 
-    def __init__(self, model: PreTrainedModel, options: LoRA, placement: ShardingMesh):
-        """Puts pairs beside the linear layers and experts that the options name; model and pairs are
-        on the meta device.
+    def __init__(
+        self, network: Network, model: PreTrainedModel, options: LoRA, placement: ShardingMesh
+    ):
+        """Puts pairs beside the linear layers, words and experts that the options name; the model, of
+        which the network is made, and pairs are on the meta device.
 
         Raises ConfigError where it has none of them.
         """
         self.options, self.placement = options, placement
-        self.layers: dict[str, LinearWithPair] = {}
+        self.layers: dict[str, LinearWithPair | EmbeddingWithPair] = {}
         self.stacks: dict[str, AdaptedStack] = {}
-        found = adapted_of(model, options.targets)
+        head = network.head if isinstance(network.head, LogProbHead) else None
+        found = adapted_of(model, options.targets, value=head is None)
         self.targets = found.targets
         for name, plain in found.linears.items():
             self.layers[name] = LinearWithPair(plain, options)
-            model.set_submodule(name, self.layers[name])
+        for name, table in found.embeddings.items():
+            self.layers[name] = EmbeddingWithPair(table, options)
+        for name, layer in self.layers.items():
+            model.set_submodule(name, layer)
+        if head is not None:
+            head.linear = cast(nn.Linear, model.get_output_embeddings())
         for name, parts in found.stacks.items():
             self.stacks[name] = AdaptedStack(model, name, parts, found.targets, options)
         if self.stacks:
             model.set_experts_implementation("eager")  # expert by expert, as pairs are
         self.weights: list[Weight] = []  # A and B of each layer, one after the other
         self._deltas: dict[str, PairDelta] = {}  # by the layer
-        self._gathered: list[tuple[Weight, Tensor]] = []  # rows of an A, and all of it
+        self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and all of it
 
     def places(self, places: Places) -> Places:
         """Returns where the pairs' tensors lie in their parameters, by the folder's places.
@@ -69,7 +81,7 @@ class ShardedAdapters:
                     f"model.lora.targets: {weight} is {number} tensors of the folder, and can't have an adapter under "
                     "backend=fsdp. Leave it out of the targets, or take backend=megatron."
                 )
-            pairs = zip(pair_of(weight), pair_of(places[weight][0].name), _pair(layer), strict=True)
+            pairs = zip(pair_of(weight), pair_of(places[weight][0].name), layer.pair, strict=True)
             for known, hf_name, matrix in pairs:
                 found[known] = [Placed(hf_name, tuple(matrix.shape), None, (0, 0))]
         for name, stack in self.stacks.items():
@@ -99,7 +111,11 @@ class ShardedAdapters:
         for name, layer in self.layers.items():
             weight = name + WEIGHT
             down, up = pair_of(weight)
-            if weight in splits:
+            if isinstance(layer, EmbeddingWithPair):  # the words are columns of A
+                if weight in splits:
+                    splits[down] = replace(splits[weight], dim=1)
+                    partial.add(up)
+            elif weight in splits:
                 split = splits[weight]
                 own, whole = (up, down) if split.dim == 0 else (down, up)
                 splits[own] = split
@@ -116,7 +132,7 @@ class ShardedAdapters:
         """Freezes all but the pairs and what learns `beside` them. What is frozen needs no other
         dtype than the forward pass's.
         """
-        learn = {id(matrix) for layer in self.layers.values() for matrix in _pair(layer)}
+        learn = {id(matrix) for layer in self.layers.values() for matrix in layer.pair}
         learn |= {id(matrix) for stack in self.stacks.values() for matrix in stack.matrices()}
         learn |= set(map(id, beside))
         for parameter in network.parameters():
@@ -127,18 +143,28 @@ class ShardedAdapters:
     def bind(self, weights: Sequence[Weight]) -> None:
         """Finds the pairs among the weights of a process, now that these have memory."""
         known = {weight.name: weight for weight in weights}
-        for layer in self.layers:
-            down, up = (known[name] for name in pair_of(layer + WEIGHT))
+        for name, layer in self.layers.items():
+            down, up = (known[each] for each in pair_of(name + WEIGHT))
             self.weights += (down, up)
-            whole = down.pushed.new_zeros(self.options.rank, down.pushed.shape[1])
-            self._deltas[layer] = PairDelta(whole, up.pushed, self.options.scaling)
-            self._gathered.append((down, whole))
+            a, b = self._whole(down), up.pushed
+            if isinstance(layer, EmbeddingWithPair):  # turned around, from this process's words on
+                first = self.placement.first_row(len(layer.weight))
+                a, b = self._whole(up).T, a[:, first:].T
+            self._deltas[name] = PairDelta(a, b, self.options.scaling)
         for stack in self.stacks.values():
             self.weights += stack.bind(known)
 
+    def _whole(self, weight: Weight) -> Tensor:
+        """Returns what `gather` fills with all rows of a matrix."""
+        whole = weight.pushed.new_zeros(len(weight.parameter), weight.pushed.shape[1])
+        self._gathered.append((weight, whole))
+        return whole
+
     @property
     def gathered(self) -> list[Tensor]:
-        """Returns A of each linear layer, with its columns of this process, as `gather` left it."""
+        """Returns A of each linear layer, with its columns of this process, and both matrices of an
+        embedding's pair, as `gather` left them.
+        """
         return [whole for _, whole in self._gathered]
 
     @torch.no_grad()
@@ -154,20 +180,22 @@ class ShardedAdapters:
 
     @torch.no_grad()
     def gather(self, where: torch.device) -> None:
-        """Gathers the rows of every A of a linear layer, which `merged` reads; a collective of the
-        processes of a replica that compute on `where`. Experts are where their pairs are.
+        """Gathers the rows of what `merged` reads, `gathered`; a collective of the processes of a
+        replica that compute on `where`. Experts are where their pairs are.
         """
-        shards, held = self.placement.shards, [weight.pushed for weight, _ in self._gathered]
-        if not held:
+        if not self._gathered:
             return
-        block = -(-self.options.rank // shards)
-        padded = [functional.pad(rows, (0, 0, 0, block - len(rows))).flatten() for rows in held]
+        shards = self.placement.shards
+        padded = []
+        for weight, whole in self._gathered:
+            lacking = -(-len(whole) // shards) - len(weight.pushed)
+            padded.append(functional.pad(weight.pushed, (0, 0, 0, lacking)).flatten())
         own = torch.cat(padded).to(where)
         everyones = own.new_empty(shards * len(own))
         dist.all_gather_into_tensor(everyones, own, group=self.placement.shard_group)
         by_matrix = everyones.view(shards, -1).split([len(each) for each in padded], 1)
         for matrix, blocks in zip(self.gathered, by_matrix, strict=True):
-            matrix.copy_(blocks.reshape(shards * block, -1)[: len(matrix)])
+            matrix.copy_(blocks.reshape(-1, matrix.shape[1])[: len(matrix)])
 
     def merged(self, weight: Weight) -> list[Shard]:
         """Returns the shards of a weight of the model, to which its adapter is added where they are
@@ -191,7 +219,8 @@ class ShardedAdapters:
         """Makes the model compute without adapters within a `with` block, as the reference of a
         policy: `device.held_weights.ReferenceWeights`.
         """
-        held: list[LinearWithPair | AdaptedStack] = [*self.layers.values(), *self.stacks.values()]
+        held: list[LinearWithPair | EmbeddingWithPair | AdaptedStack]
+        held = [*self.layers.values(), *self.stacks.values()]
         for each in held:
             each.off = True
         try:
@@ -199,7 +228,3 @@ class ShardedAdapters:
         finally:
             for each in held:
                 each.off = False
-
-
-def _pair(layer: LinearWithPair) -> tuple[Tensor, Tensor]:
-    return layer.lora_A.weight, layer.lora_B.weight

@@ -78,7 +78,7 @@ class FSDPModelManager:
         names = built.names
         self.adapters: ShardedAdapters | None = None
         if cfg.model.lora.rank:
-            self.adapters = ShardedAdapters(self.model, cfg.model.lora, placement)
+            self.adapters = ShardedAdapters(self.network, self.model, cfg.model.lora, placement)
             places |= self.adapters.places(places)
             names = names | self.adapters.named(names)
         self._splits: dict[str, Split] = {}

@@ -15,6 +15,7 @@ from rftmega.fsdp.support import logit_scale, refusal_to_pack
 from rftmega.hf_folders.decoder import SEEING, read_config
 from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.low_rank.linear import LinearWithPair
 
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 
@@ -35,7 +36,8 @@ class LogProbHead(nn.Module):
             shard = VocabularyShard(0, len(weight), None)
         else:
             shard, hidden = self.shard, copied(hidden, self.shard.group)
-        return linear_stats(hidden, weight, targets, temperature / self.scale, shard)
+        pair = self.linear.factors(hidden) if isinstance(self.linear, LinearWithPair) else None
+        return linear_stats(hidden, weight, targets, temperature / self.scale, shard, pair=pair)
 
 
 class ValueLayer(nn.Module):

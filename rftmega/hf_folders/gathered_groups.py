@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rftmega.hf_folders.adapted_layers import adapted_of
+from rftmega.hf_folders.adapted_layers import AdaptedLayers, adapted_of
 from rftmega.hf_folders.decoder import TransformersModel, read_config, tower_of
 from rftmega.hf_folders.meta_decoder import describe, gathered_apart, on_meta
 from rftmega.hf_folders.tensor_plan import splits_of, styles_of
@@ -26,6 +26,7 @@ class Groups(NamedTuple):
     beside: tuple[
         Shape, ...
     ] = ()  # of a value head, the last of `apart`: it learns whole beside pairs
+    looked_up: tuple[Shape, ...] = ()  # B of the embedding's pair, if any: merged with it as with A
 
 
 @lru_cache(8)
@@ -66,23 +67,30 @@ def read_groups(
     rest = [each for each in model.base_model.parameters() if id(each) not in taken]
     shapes = [tuple(shape_of(each) for each in module.parameters()) for module in apart]
     pairs: list[tuple[Shape, ...]] = []
+    looked_up: list[Shape] = []
     if rank:
-        parts = _parts(model, targets)
+        layers = adapted_of(model, targets, value=value)
+        parts = _parts(model, layers)
+        embeddings = {id(each.weight) for each in layers.embeddings.values()}
         for module in apart:
             of_group: list[Shape] = []
             for parameter in module.parameters():
-                of_group += _pairs(shape_of(parameter), rank, *parts.get(id(parameter), (0, 0)))
+                shape = shape_of(parameter)
+                if id(parameter) in embeddings:  # whose pair is of the weight turned around
+                    of_group += _pairs(shape[::-1], rank, 1, 1)
+                    looked_up.append(of_group[-1])
+                else:
+                    of_group += _pairs(shape, rank, *parts.get(id(parameter), (0, 0)))
             pairs.append(tuple(of_group))
     beside = shapes[-1] if rank and value else ()
     always = tuple(shape_of(each) for each in rest)
-    return said, Groups(tuple(shapes), always, tuple(pairs), beside)
+    return said, Groups(tuple(shapes), always, tuple(pairs), beside, tuple(looked_up))
 
 
-def _parts(model: Any, targets: tuple[str, ...]) -> dict[int, tuple[int, int]]:
+def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
     """Returns, by the identity of a parameter with adapters, how many matrices stand in it, one below
     the other, and how many of these have a pair.
     """
-    layers = adapted_of(model, targets)
     found = {id(linear.weight): (1, 1) for linear in layers.linears.values()}
     for name, parts in layers.stacks.items():
         chosen = len(layers.targets.intersection(parts))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from rftmega.converters.adapters import EMBEDDING_DOWN, EMBEDDING_UP
 from rftmega.errors import CheckpointError
 
 COLUMN, ROW = "colwise", "rowwise"
@@ -146,6 +147,8 @@ def _styled(
     model: PreTrainedModel, styles: dict[str, str]
 ) -> Iterator[tuple[str, nn.Parameter, str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.endswith((EMBEDDING_DOWN, EMBEDDING_UP)):
+            continue  # an adapter's, which is shared as it says itself
         style = styles.get(name, styles.get(name.rpartition(".")[0]))
         if style is not None:
             yield name, parameter, style

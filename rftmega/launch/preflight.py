@@ -258,7 +258,8 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
     """Returns the layers of a folder's model that have adapters, by the last parts of their names."""
     lora = config.model.lora
     if config.backend == "fsdp":
-        return adapted_of(on_meta(read_config(path), "eager"), lora.targets).targets
+        model = on_meta(read_config(path), "eager")
+        return adapted_of(model, lora.targets, value=value).targets
     rules = table(read_hf_config(path), value_head=value)
     layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
     return frozenset(target for layer in layers for target in layer.targets)

@@ -25,6 +25,19 @@ class LinearWithPair(nn.Linear):
         self.scaling, self.dropout, self.off = options.scaling, options.dropout, False
         self.columns: slice | None = None  # those of x that this process has; None: all
 
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Returns A and B."""
+        return self.lora_A.weight, self.lora_B.weight
+
+    def factors(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns scaling * A x [..., rank] and B, whose product is added to the answer; None where the
+        adapter is off. Of an output head: `linear_stats` never holds the product.
+        """
+        if self.off:
+            return None
+        return self.scaling * self.lora_A(self._dropped(x)), self.lora_B.weight
+
     def forward(self, x: Tensor) -> Tensor:
         return self.with_product(x, super().forward(x))
 

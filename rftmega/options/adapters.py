@@ -47,7 +47,7 @@ class LoRA:
     targets: list[str] = field(default_factory=list)
     """Layers with an adapter, by their names in Hugging Face's folder (q_proj, down_proj) or in
     Megatron (linear_qkv); empty: all linear layers of attention, MLP and experts. Embedding and
-    output head, embed_tokens and lm_head, have one where they are named (backend=megatron).
+    output head, embed_tokens and lm_head, have one where they are named.
     """
 
     push: Literal["merged", "adapters"] = "merged"

@@ -58,8 +58,9 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, world: int) -> int:
-    """Returns the bytes of a frozen model, and of every A whole, which it is merged with (experts are
-    sharded as their pairs are, and merged with what is there); of a model without adapters 0.
+    """Returns the bytes of a frozen model, and of every A whole, which it is merged with (of an
+    embedding B as well; experts are sharded as their pairs are, and merged with what is there); of a
+    model without adapters 0.
     """
     groups = planned.groups
     if groups is None or not groups.pairs:
@@ -68,6 +69,7 @@ def frozen_bytes(planned: PlannedModel, world: int) -> int:
     frozen = elements_of(groups, shards) - _rows(groups.beside, shards)
     matrices = [shape for shapes in groups.pairs for shape in shapes[::2]]
     whole = sum(prod(shape) for shape in matrices if len(shape) == OF_A_LINEAR)
+    whole += sum(map(prod, groups.looked_up))
     return planned.itemsize * (frozen + whole)
 
 

@@ -96,22 +96,16 @@ def _targets(config: RunConfig) -> list[str]:
     lora = config.model.lora
     of_words = [name for name in lora.targets if name in OF_WORDS]
     found = []
-    if config.backend == "fsdp":
-        known: tuple[str, ...] = HF_TARGETS
-        if of_words:
-            found.append(
-                f"model.lora.targets: {', '.join(of_words)}: embedding and output head have adapters with backend=megatron "
-                "alone. Leave it out, or set backend=megatron."
-            )
-    else:
-        known = (*HF_TARGETS, *MEGATRON_TARGETS, EMBEDDING, HEAD)
+    of_megatron = () if config.backend == "fsdp" else MEGATRON_TARGETS
+    known = (*HF_TARGETS, *of_megatron, EMBEDDING, HEAD)
+    taken = known if config.backend == "fsdp" else (*known, *OF_WORDS)
     heads = [name for name in of_words if name in (HEAD, MEGATRON_HEAD)]
     if heads and config.algorithm.task == "reward_model":
         found.append(
             f"model.lora.targets: {', '.join(heads)}: a reward model has no output head; its value head learns whole. "
             "Leave it out."
         )
-    if unknown := [name for name in lora.targets if name not in (*known, *OF_WORDS)]:
+    if unknown := [name for name in lora.targets if name not in taken]:
         found.append(
             f"model.lora.targets: {', '.join(unknown)} is no linear layer of attention or MLP. Choose from: {', '.join(known)}."
         )

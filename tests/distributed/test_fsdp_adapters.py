@@ -30,9 +30,11 @@ from tests.block_engine import BlockEngine
 from tests.distributed.test_adapters import (
     ALPHA,
     MERGED,
+    OF_WORDS,
     RANK,
     ROWS,
     STEPS,
+    WITH_WORDS,
     assert_drops,
     whole,
 )
@@ -134,6 +136,30 @@ def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
     assert_learns_as_plain_torch(tmp_path, variant, *LAYOUTS[name], targets)
 
 
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("FSDP 1", WITH_WORDS),
+        ("FSDP 2", OF_WORDS),  # by themselves
+        ("FSDP 2, full recompute", WITH_WORDS),
+        ("FSDP 1 x TP2", WITH_WORDS),
+        pytest.param("FSDP 2, full recompute", ("v_proj", "embed_tokens"), marks=pytest.mark.ranks),
+        pytest.param("FSDP 2", ("lm_head",), marks=pytest.mark.ranks),
+        pytest.param("FSDP 2, ZeRO-2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2, on the host", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 3", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("2 replicas", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2 x TP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2 x TP2, full recompute", OF_WORDS, marks=pytest.mark.ranks),
+        pytest.param("2 replicas x TP2", WITH_WORDS, marks=pytest.mark.ranks),
+    ],
+)
+def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_learns_as_plain_torch(tmp_path, "qwen3", *LAYOUTS[name], targets)
+
+
 MIXED = (  # variant and layout
     ("qwen3-moe", "FSDP 2, full recompute"),
     ("qwen3-moe", "FSDP 1 x TP2"),
@@ -188,6 +214,7 @@ def learnt_of(actor: Any) -> dict[str, torch.Tensor]:
     [
         ("qwen3", "FSDP 2", MERGED),
         ("qwen3", "FSDP 2 x TP2, full recompute", MERGED),
+        ("qwen3", "FSDP 1 x TP2", WITH_WORDS),
         ("qwen3-moe", "FSDP 2", ("q_proj", "up_proj")),  # half of what stands in a tensor
         pytest.param("mixtral", "FSDP 1 x TP2", ("w2", "w3"), marks=pytest.mark.ranks),
     ],
@@ -210,8 +237,10 @@ def test_adapters_begin_and_learn_as_under_megatron(
             assert not torch.equal(tensor, matrices[each]), f"{each} learnt nothing"
 
 
-def reference_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConfig) -> Any:
-    actor = policy_of(folder, parallel, adapter, keep_reference=True, dropout=0.1)
+def reference_body(
+    world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, targets: tuple[str, ...]
+) -> Any:
+    actor = policy_of(folder, parallel, adapter, targets, keep_reference=True, dropout=0.1)
     rows = rows_of(ROWS)
     learn(actor, 1)
     on = actor.log_probs(rows).logp
@@ -222,28 +251,32 @@ def reference_body(world: Any, folder: Path, adapter: Path, parallel: ParallelCo
 
 
 @pytest.mark.parametrize(
-    ("variant", "name"),
+    ("variant", "name", "targets"),
     [
-        ("qwen3", "FSDP 2, ZeRO-2"),
-        ("qwen3", "FSDP 1 x TP2"),
-        pytest.param("qwen3-moe", "FSDP 2, ZeRO-2", marks=pytest.mark.ranks),
+        ("qwen3", "FSDP 2, ZeRO-2", ()),
+        ("qwen3", "FSDP 1 x TP2", ()),
+        ("qwen3", "FSDP 1 x TP2", OF_WORDS),
+        pytest.param("qwen3-moe", "FSDP 2, ZeRO-2", (), marks=pytest.mark.ranks),
     ],
 )
 def test_the_reference_is_the_policy_with_its_adapters_off(
-    variant: str, name: str, tmp_path: Path
+    variant: str, name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path / "model", variant)
-    pairs = plain_adapters.random_pairs(folder, rank=RANK)
+    every = targets or plain_adapters.ALL
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=every)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     processes, parallel = LAYOUTS[name]
-    for on, off, plain in run_ranks(processes, reference_body, folder, adapter, parallel):
+    for on, off, plain in run_ranks(processes, reference_body, folder, adapter, parallel, targets):
         assert torch.equal(off, plain)
         assert (on - off).abs().max() > 0.05
 
 
-def memory_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> Any:
+def memory_body(
+    world: Any, folder: Path, parallel: ParallelConfig, dtype: str, targets: tuple[str, ...]
+) -> Any:
     """(elements that learn here, all others, bytes by part, kinds of a checkpoint's tensors)"""
-    actor = policy_of(folder, parallel, dtype=dtype)
+    actor = policy_of(folder, parallel, dtype=dtype, targets=targets)
     learn(actor, 2)  # in the first one B is 0, and so is the gradient of A
     actor.residency.finish()
     kept = {box.key for box in actor.training_tensors()}
@@ -265,20 +298,22 @@ def memory_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("variant", "name"),
+    ("variant", "name", "targets"),
     [
-        ("qwen3", "FSDP 2, full recompute"),
-        ("qwen3", "FSDP 2 x TP2, full recompute"),
-        pytest.param("qwen3-moe", "FSDP 2 x TP2, full recompute", marks=pytest.mark.ranks),
+        ("qwen3", "FSDP 2, full recompute", ()),
+        ("qwen3", "FSDP 2, full recompute", WITH_WORDS),
+        ("qwen3", "FSDP 2 x TP2, full recompute", ()),
+        pytest.param("qwen3", "FSDP 2 x TP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("qwen3-moe", "FSDP 2 x TP2, full recompute", (), marks=pytest.mark.ranks),
     ],
 )
 def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
-    variant: str, name: str, dtype: str, tmp_path: Path
+    variant: str, name: str, targets: tuple[str, ...], dtype: str, tmp_path: Path
 ) -> None:
-    folder = save_tiny(tmp_path, variant)
+    folder = save_tiny(tmp_path, variant, vocab_size=132)  # of which no block is short
     processes, parallel = LAYOUTS[name]
     size, narrow = (4, 0) if dtype == "float32" else (2, 2)
-    found = run_ranks(processes, memory_body, folder, parallel, dtype)
+    found = run_ranks(processes, memory_body, folder, parallel, dtype, targets)
     for learnt, held, bytes_of, kinds in found:
         assert 0 < learnt < held / 3
         # those of the frozen model, of what learns, and of every A once more
@@ -359,13 +394,14 @@ class Case(NamedTuple):
     backend: str = "fsdp"
     dtype: str = "float32"
     dropout: float = 0.1
+    targets: tuple[str, ...] = MERGED
 
 
 def policy_in(model: Path, case: Case, rank: int = RANK) -> Any:
     return policy_of(
         model,
         case.parallel,
-        targets=MERGED if rank else (),
+        targets=case.targets if rank else (),
         backend=case.backend,
         dtype=case.dtype,
         rank=rank,
@@ -395,13 +431,9 @@ def resume_body(
     actor.residency.finish()
     actor.residency.on(*PARTS)
     if rank and case.backend == "fsdp":
-        held = {weight.name: weight for weight in actor.manager.learnt}
-        for layer, gathered in zip(
-            actor.manager.adapters.layers, actor.manager.adapters.gathered, strict=True
-        ):
-            rows = held[f"{layer}.lora_A.weight"].pushed
-            first = actor.manager.placement.first_row(RANK)
-            assert torch.equal(gathered[first : first + len(rows)], rows), layer
+        for weight, gathered in actor.manager.adapters._gathered:
+            first, rows = actor.manager.placement.first_row(len(gathered)), weight.pushed
+            assert torch.equal(gathered[first : first + len(rows)], rows), weight.name
     return learn(actor, 3)
 
 
@@ -418,13 +450,20 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert found == expected
 
 
-@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)])
+@pytest.mark.parametrize(
+    ("variant", "targets"),
+    [
+        ("qwen3", MERGED),
+        pytest.param("qwen3", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("qwen3-moe", MERGED, marks=pytest.mark.ranks),
+    ],
+)
 def test_a_checkpoint_of_adapters_is_read_in_another_layout_and_under_the_other_backend(
-    variant: str, tmp_path: Path
+    variant: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = save_tiny(tmp_path / "model", variant)
     for saved in (Case(2, dropout=0.0), Case(1, backend="megatron", dropout=0.0)):
-        folder = tmp_path / saved.backend
+        folder, saved = tmp_path / saved.backend, saved._replace(targets=targets)
         expected, *_ = run_ranks(saved.processes, save_body, model, folder, saved)
         for other in (
             Case(4, P(tensor=2), dropout=0.0),
@@ -432,6 +471,7 @@ def test_a_checkpoint_of_adapters_is_read_in_another_layout_and_under_the_other_
             Case(2, P(tensor=2, sequence=True), backend="megatron", dropout=0.0),
             Case(2, backend="megatron", dropout=0.0),
         ):
+            other = other._replace(targets=targets)
             found, *_ = run_ranks(other.processes, resume_body, model, folder, other)
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=TOLERANCE)
@@ -464,10 +504,16 @@ def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: 
 
 
 def merge_body(
-    world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, target: Path, dtype: str
+    world: Any,
+    folder: Path,
+    adapter: Path,
+    parallel: ParallelConfig,
+    target: Path,
+    dtype: str,
+    targets: tuple[str, ...],
 ) -> torch.Tensor:
     """Log-probs of ROWS that were exported to `target`."""
-    actor = policy_of(folder, parallel, adapter, MERGED, dtype=dtype, ema_beta=0.5)
+    actor = policy_of(folder, parallel, adapter, targets, dtype=dtype, ema_beta=0.5)
     trainer, kind = actor.manager.cfg.trainer, getattr(torch, dtype)
     frozen = [weight.rows.clone() for weight in actor.manager.weights_held]
     learn(actor, 2)
@@ -503,25 +549,28 @@ def rounded(kind: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "variant"),
+    ("name", "dtype", "variant", "targets"),
     [
-        ("FSDP 3", "float32", "qwen3"),
-        ("FSDP 2 x TP2, full recompute", "bfloat16", "qwen3"),
-        ("FSDP 2, on the host", "float32", "qwen3"),
-        ("2 replicas x TP2", "float32", "qwen3"),
-        ("FSDP 2", "float32", "qwen3-moe"),  # of gate and up, in one tensor, up alone
-        pytest.param("FSDP 2 x TP2", "bfloat16", "qwen3-moe", marks=pytest.mark.ranks),
-        pytest.param("FSDP 3", "float32", "qwen3-moe", marks=pytest.mark.ranks),
+        ("FSDP 3", "float32", "qwen3", MERGED),
+        ("FSDP 2 x TP2, full recompute", "bfloat16", "qwen3", MERGED),
+        ("FSDP 2, on the host", "float32", "qwen3", MERGED),
+        ("2 replicas x TP2", "float32", "qwen3", MERGED),
+        ("FSDP 2", "float32", "qwen3-moe", MERGED),  # of gate and up, in one tensor, up alone
+        ("FSDP 3", "float32", "qwen3", WITH_WORDS),
+        pytest.param("FSDP 2 x TP2", "float32", "qwen3", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2", "bfloat16", "qwen3", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2 x TP2", "bfloat16", "qwen3-moe", MERGED, marks=pytest.mark.ranks),
+        pytest.param("FSDP 3", "float32", "qwen3-moe", MERGED, marks=pytest.mark.ranks),
     ],
 )
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
-    name: str, dtype: str, variant: str, tmp_path: Path
+    name: str, dtype: str, variant: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder, target = save_tiny(tmp_path / "model", variant), tmp_path / "out"
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=MERGED)
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     processes, parallel = LAYOUTS[name]
-    logp, *_ = run_ranks(processes, merge_body, folder, adapter, parallel, target, dtype)
+    logp, *_ = run_ranks(processes, merge_body, folder, adapter, parallel, target, dtype, targets)
     if dtype == "float32":
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         with torch.no_grad():
@@ -536,12 +585,9 @@ def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
         assert merged.keys() == by_hand.keys()
         for each, tensor in by_hand.items():
             torch.testing.assert_close(merged[each].double(), tensor, atol=1e-6, rtol=rounded(kind))
-            changed = each.split(".")[-2] in MERGED
+            changed = each.split(".")[-2] in targets
             assert torch.equal(merged[each], base[each].to(kind)) != changed, each
         written = load_file(Path(f"{out}_adapter") / "adapter_model.safetensors")
-        of_pairs = {
-            f"{plain_adapters.PREFIX}{each}.lora_{letter}.weight"
-            for each in pairs
-            for letter in "AB"
-        }
+        named = map(plain_adapters.names_of, pairs)
+        of_pairs = {plain_adapters.PREFIX + each for both in named for each in both}
         assert written.keys() == of_pairs

@@ -69,6 +69,16 @@ def test_three_steps_of_a_value_model_with_adapters_are_those_of_plain_torch(
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], body=learn_body)
 
 
+@pytest.mark.parametrize(
+    "name", ["FSDP 2, full recompute", pytest.param("FSDP 1 x TP2", marks=pytest.mark.ranks)]
+)
+def test_a_value_model_learns_on_its_embedding_and_leaves_a_head_out(
+    name: str, tmp_path: Path
+) -> None:
+    targets = ("o_proj", "embed_tokens", "lm_head")
+    assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], targets, body=learn_body)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_a_value_model_with_adapters_learns_as_in_plain_torch_in_other_layouts(

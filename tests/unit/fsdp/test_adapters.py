@@ -12,6 +12,7 @@ from rftmega.errors import ConfigError
 from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.low_rank.embedding import EmbeddingWithPair
 from rftmega.low_rank.experts import PairsOfExperts, StackDelta, StackWithPairs
 from rftmega.low_rank.linear import LinearWithPair
 from tests.plain_adapters import ALL
@@ -40,6 +41,32 @@ def test_linear_layers_of_every_decoder_have_adapters(
     assert layers.targets == set(found)
     assert len(layers.linears) == 3 * len(found)
     assert "lm_head" not in layers.linears
+
+
+def test_embedding_and_head_have_adapters_where_they_are_named_and_are_like_those_of_most(
+    tmp_path: Path,
+) -> None:
+    model = on_meta(read_config(save_decoder(tmp_path / "qwen3", "qwen3")), "eager")
+    both = ("lm_head", "embed_tokens")
+    layers = adapted_of(model, both)
+    assert (list(layers.linears), list(layers.embeddings)) == (["lm_head"], ["model.embed_tokens"])
+    value = adapted_of(model, both, value=True)
+    assert (value.linears, value.targets) == ({}, {"embed_tokens"})
+    scaled = on_meta(read_config(save_decoder(tmp_path / "gemma3", "gemma3")), "eager")
+    with pytest.raises(ConfigError, match="embed_tokens can't have an adapter"):
+        adapted_of(scaled, ("embed_tokens",), value=True)
+
+
+def test_an_embeddings_adapter_adds_the_product_for_the_words_that_are_looked_up() -> None:
+    torch.manual_seed(0)
+    plain, ids = nn.Embedding(7, 5), torch.tensor([[6, 0], [6, 3]])
+    layer = EmbeddingWithPair(plain, OPTIONS)
+    for name, matrix in zip(("A", "B"), layer.pair, strict=True):
+        setattr(layer, f"lora_embedding_{name}", nn.Parameter(torch.randn(matrix.shape)))
+    a, b = layer.pair
+    torch.testing.assert_close(layer(ids), plain(ids) + 3.0 * a.T[ids] @ b.T)
+    layer.off = True
+    assert torch.equal(layer(ids), plain(ids))
 
 
 GATE_AND_UP = ("gate_proj", "up_proj")

@@ -276,6 +276,20 @@ def test_adapters_of_experts_are_counted_by_hand() -> None:
     assert held[0] == pytest.approx(8 * held[1], rel=1e-6)
 
 
+def test_adapters_of_words_are_counted_by_hand() -> None:
+    config = config_of(EXAMPLES / "qwen3-8b", P())
+    plain = models_of(config)[POLICY]
+    config.model.lora = LoRA(rank=16, targets=["embed_tokens", "lm_head"])
+    planned = models_of(config)[POLICY]
+    assert planned.groups is not None
+    assert plain.groups is not None
+    of_each = 16 * (151_936 + 4096)
+    assert pairs_of(planned.groups, 1) == 2 * of_each
+    # by one process of 8: of the embedding's pair both are whole once more, of the head's A alone
+    frozen = elements_of(plain.groups, 8)
+    assert frozen_bytes(planned, 8) == 2 * (frozen + of_each + 16 * 4096)
+
+
 def test_of_a_critic_with_adapters_they_and_its_head_alone_learn_on_fsdp_as_well() -> None:
     config = config_of(EXAMPLES / "qwen3-8b", P())
     config.model.lora = LoRA(rank=16, targets=["q_proj"])

@@ -77,8 +77,8 @@ def reasons(folder: Path, *options: str) -> list[str]:
         (["model.lora.rank=12", "rollout.engine=vllm"], "Choose one of: 1, 8, 16, 32, 64, 128"),
         (["model.lora.rank=8", "model.lora.targets=[score]"], "score is no linear layer"),
         (
-            ["model.lora.rank=8", "model.lora.targets=[q_proj, lm_head]", "backend=fsdp"],
-            "lm_head: embedding and output head have adapters with backend=megatron alone",
+            ["model.lora.rank=8", "model.lora.targets=[word_embeddings]", "backend=fsdp"],
+            "word_embeddings is no linear layer of attention or MLP. Choose from: q_proj",
         ),
         (
             ["model.lora.rank=8", "model.lora.targets=[lm_head]", "algorithm.task=reward_model"],
@@ -109,6 +109,7 @@ def test_what_has_no_adapters_or_can_have_none_is_refused(
         ["model.lora.rank=8", "algorithm.task=reward_model", "backend=fsdp"],
         ["model.lora.rank=12", "rollout.engine=transformers"],
         ["model.lora.rank=8", "model.lora.targets=[q_proj]", "backend=fsdp"],
+        ["model.lora.rank=8", "model.lora.targets=[embed_tokens, lm_head]", "backend=fsdp"],
         ["model.lora.rank=12", "rollout.engine=vllm", "algorithm.task=sft"],
         ["model.lora.rank=8", "model.lora.targets=[embed_tokens, lm_head, word_embeddings]"],
         ["model.lora.rank=320", "model.lora.targets=[linear_qkv,down_proj]", "rollout.engine=vllm"],
@@ -171,10 +172,12 @@ def test_layers_that_the_critic_does_not_have_are_told_before_it_is_built(
         preflight(config, 1)
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_critic_has_an_adapter_on_its_embedding_and_none_on_the_head_that_it_has_not(
-    tmp_path: Path,
+    backend: str, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.backend = backend
     config.algorithm.advantage = GAE()
     config.critic.path = str(save_tiny(tmp_path / "critic", "phi3"))
     for beside in ("embed_tokens", "lm_head"):
@@ -188,11 +191,22 @@ def test_a_critic_has_an_adapter_on_its_embedding_and_none_on_the_head_that_it_h
 @pytest.mark.parametrize(
     ("variant", "lora", "said"),
     [
-        ("phi3", LoRA(rank=8, targets=["q_proj"]), "Choose from: down_proj, gate_up_proj, o_proj"),
+        (
+            "phi3",
+            LoRA(rank=8, targets=["q_proj"]),
+            "Choose from: down_proj, embed_tokens, gate_up_proj, lm_head, o_proj",
+        ),
+        ("qwen3-tied", LoRA(rank=8, targets=["q_proj", "lm_head"]), "lm_head: .* is its embedding"),
+        ("qwen3-tied", LoRA(rank=8, targets=["embed_tokens"]), "embed_tokens: .* untie the folder"),
+        (
+            "qwen2",
+            LoRA(rank=8, targets=["q_proj", "embed_tokens"], push="adapters"),
+            "vLLM leaves adapters on embed_tokens out of models of qwen2; .*push=merged",
+        ),
         (
             "mixtral",
             LoRA(rank=8, targets=["up_proj"]),
-            "up_proj can't have an adapter in this model. Choose from: k_proj, o_proj, q_proj, v_proj, w1",
+            "up_proj can't have an adapter in this model. Choose from: embed_tokens, k_proj, lm_head, o_proj, q_proj",
         ),
         (
             "qwen3-moe",

@@ -1,0 +1,37 @@
+"""An embedding with an adapter."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rftmega.config import LoRA
+
+
+class EmbeddingWithPair(nn.Embedding):
+    """EmbeddingWithPair is an embedding with an adapter: W[x] + scaling * B A[:, x]. It drops nothing,
+    as PEFT's.
+    """
+
+    def __init__(self, plain: nn.Embedding, options: LoRA):
+        """Takes over the weight of `plain`. The pair is on the meta device, named as in PEFT."""
+        words, hidden = plain.num_embeddings, plain.embedding_dim
+        super().__init__(words, hidden, padding_idx=plain.padding_idx, device="meta")
+        self.weight = plain.weight
+        with torch.device("meta"):
+            self.lora_embedding_A = nn.Parameter(torch.empty(options.rank, words))
+            self.lora_embedding_B = nn.Parameter(torch.empty(hidden, options.rank))
+        self.scaling, self.off = options.scaling, False
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Returns A and B."""
+        return self.lora_embedding_A, self.lora_embedding_B
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the vectors [..., hidden] of words, of which this process has some or all."""
+        answer = super().forward(ids)
+        if self.off:
+            return answer
+        # torch's embedding adds up its gradient in any order on a GPU
+        found = self.lora_embedding_A.T[ids]
+        return answer + self.scaling * functional.linear(found, self.lora_embedding_B)
