@@ -39,8 +39,10 @@ class LongTailEnvironment:
         medians = min(math.exp(self._drawn.gauss(0.0, SIGMA)), LONGEST)
         tokens = max(1, round(self.options.median * medians))
         self._tell(1)
-        completion = await model.generate(task.token_ids, max_tokens=tokens)
-        self._tell(-1)
+        try:
+            completion = await model.generate(task.token_ids, max_tokens=tokens)
+        finally:  # an answer that is taken back is not asked for either
+            self._tell(-1)
         return Rollout((Trajectory.of(task.token_ids, completion),))
 
     def _tell(self, more: int) -> None:

@@ -22,7 +22,7 @@ OPTIONS = (
     *("strategy=separate", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.1", "data.eval="),
     *("rollout.max_batch=64", "rollout.max_response_tokens=192", "environment.type=long_tail"),
     *("trainer.prompts_per_step=16", f"trainer.steps={STEPS}", "algorithm.kl.coef=0"),
-    *("algorithm.updates_per_epoch=4", "trainer.max_tokens_per_micro_batch=512"),
+    *("algorithm.updates_per_epoch=1", "trainer.max_tokens_per_micro_batch=512"),
     *("algorithm.importance_sampling=token", "model.dtype=float32", f"plugins=[{PLUGIN}]"),
 )
 
