@@ -183,7 +183,7 @@ LAYOUTS |= LATER
 ADAPTED = "qwen3 with adapters"
 LORA = LoRA(rank=4, alpha=6.0)
 LAYOUTS[ADAPTED] = dict(LAYOUTS["qwen3"])
-# The same with adapters on the embedding and the output head alone, on Megatron alone.
+# The same with adapters on the embedding and the output head alone.
 ADAPTED_WORDS = "qwen3 with adapters on words"
 WORDS = ("embed_tokens", "lm_head")
 LAYOUTS[ADAPTED_WORDS] = dict(LAYOUTS["qwen3"])
@@ -262,7 +262,7 @@ SHARDED_ROWS = {
 }
 # transformers transposes the experts of qwen3_vl_moe, which is refused by name
 for variant in (
-    *("qwen3", ADAPTED, "qwen2-tied", "qwen3-moe", ADAPTED_MIXTURE),
+    *("qwen3", ADAPTED, ADAPTED_WORDS, "qwen2-tied", "qwen3-moe", ADAPTED_MIXTURE),
     *("qwen2_vl", "qwen2_5_vl"),
 ):
     LAYOUTS[variant] |= SHARDED_ROWS
