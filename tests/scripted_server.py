@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 
-from rftmega.vllm_server import wire
+from rftmega.vllm_server import ownership, wire
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--host")
@@ -35,6 +35,7 @@ parser.add_argument("--ssl-certfile")
 parser.add_argument("--ssl-keyfile")
 given, _ = parser.parse_known_args()
 turn = asyncio.Lock()  # one thing at a time
+owned = ownership.Ownership()
 state: dict[str, Any] = {"names": None, "version": "random weights", "answers": 0}
 
 
@@ -50,10 +51,17 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         text, more = text + message["body"], message.get("more_body", False)
-    told = {}
-    if may_enter:
-        told = await respond(scope["path"].rpartition("/")[2], json.loads(text or "{}"))
-    await send({"type": "http.response.start", "status": 200 if may_enter else 401, "headers": []})
+    told: Any = {}
+    status = 200 if may_enter else 401
+    if may_enter and scope["path"] == ownership.OWNER:
+        status, told = owned.told(json.loads(text))
+    elif may_enter:
+        run = dict(scope["headers"]).get(ownership.HEADER.encode(), b"").decode()
+        if scope["method"] == "POST" and not owned.allows(run):
+            status = ownership.TAKEN
+        else:
+            told = await respond(scope["path"].rpartition("/")[2], json.loads(text or "{}"))
+    await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": json.dumps(told).encode()})
 
 
@@ -68,7 +76,8 @@ async def respond(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "finish_weight_update":
             assert state["names"] is not None
             state["version"] = given.version or body["weight_version"]
-    return {"version": given.vllm, "world_size": 1, "identity": str(os.getpid())}
+    identity = f"{os.getpid()}-{owned.changes}"
+    return {"version": given.vllm, "world_size": 1, "identity": identity}
 
 
 async def converse(receive: Any, send: Any) -> None:

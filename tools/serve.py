@@ -70,12 +70,10 @@ def serve(chosen: argparse.Namespace) -> int:
     """Runs the servers until it is asked to end."""
     from rftmega.vllm_server import door
 
-    key = os.environ.get(door.KEY, "")
-    if not key:
-        raise ConfigError(
-            f"{door.KEY} is not set: whoever reaches a server could use it. Set it here and for the trainer, as\n"
-            f'    export {door.KEY}="$(openssl rand -hex 32)"'
-        )
+    try:
+        key = door.given_key()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     config = configuration.load(chosen.config, chosen.overrides)
     if config.rollout.transport not in ("network", "disk"):
         raise ConfigError(
@@ -168,10 +166,14 @@ class Servers:
         self._roster.parent.mkdir(parents=True, exist_ok=True)
         with self._roster.with_name(f"{self._roster.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            before = self._roster.read_text() if self._roster.exists() else ""
+            before = (
+                self._roster.read_text(errors="surrogateescape") if self._roster.exists() else ""
+            )
             kept = [line for line in before.splitlines() if line not in (*new, *gone)]
             draft = self._roster.with_name(f"{self._roster.name}.incomplete")
-            draft.write_text("".join(f"{line}\n" for line in [*kept, *new]))
+            draft.write_text(
+                "".join(f"{line}\n" for line in [*kept, *new]), errors="surrogateescape"
+            )
             os.replace(draft, self._roster)  # a reader sees all of it or none
 
 

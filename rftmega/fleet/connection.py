@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import ssl
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ OPEN_SECONDS = 30.0
 LARGEST = 2**30  # bytes of a message
 CLOSE_SECONDS = 1.0  # that the other side may need to say goodbye
 PING_SECONDS = 30.0  # between two pings; a host that is gone is noticed after as long again
+REMEMBERED = 10_000  # requests that were taken back, whose answers may be on their way
 
 
 class Disconnected(ConnectionError):
@@ -39,8 +41,9 @@ class ServerConnection:
         self._headers = dict(headers)
         self._socket: ClientConnection | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._numbers = itertools.count()
+        self._sequence = itertools.count()
         self._waiting: dict[int, asyncio.Future[wire.ServerAnswer]] = {}
+        self._taken_back = deque[int](maxlen=REMEMBERED)
         self._unsent: list[wire.Ask | wire.Cancel] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -57,12 +60,14 @@ class ServerConnection:
         Raises Disconnected where the connection can't be had or breaks; CompletionRefused where the server
         can't answer such a request; EngineError where it fails otherwise.
         """
-        number = next(self._numbers)
+        prompt = wire.integers(token_ids)
+        number = wire.numbered(next(self._sequence), prompt)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._say(wire.Ask(number, wire.integers(token_ids), dict(sampling), salt, adapter))
+        self._say(wire.Ask(number, prompt, dict(sampling), salt, adapter))
         try:
             return await answer
         except asyncio.CancelledError:
+            self._taken_back.append(number)
             self._say(wire.Cancel(number))
             raise
         finally:
@@ -70,13 +75,14 @@ class ServerConnection:
 
     async def close(self) -> None:
         """Closes the connection; who still waits for an answer is told."""
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await reading
+        tasks = [task for task in (self._sending, self._reading) if task is not None]
+        self._sending = self._reading = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._socket is not None:
-            await self._socket.close()
+            with suppress(OSError, WebSocketException):
+                await self._socket.close()
         self._broke("was closed")
 
     async def _open(self) -> None:
@@ -93,7 +99,7 @@ class ServerConnection:
                 proxy=None,  # no proxy has the key
                 ssl=(self._tls or True) if self._url.startswith("wss:") else None,
             )
-        except (OSError, TimeoutError, WebSocketException) as error:
+        except (OSError, WebSocketException, ValueError) as error:  # a reply that is no HTTP, too
             self._broke(f"can't be reached ({error!r})")
         else:
             self._reading = asyncio.create_task(self._read(self._socket))
@@ -115,16 +121,23 @@ class ServerConnection:
     async def _read(self, socket: ClientConnection) -> None:
         try:
             async for message in socket:
-                for answer in wire.answered(message):  # type: ignore[arg-type]
+                for answer in wire.answered(message):
                     self._told(answer)
             self._broke("closed the connection")
+        except wire.WireError as error:  # nothing behind it can be trusted
+            self._broke(f"sent what is no answer ({error})")
+            with suppress(OSError, WebSocketException):
+                await socket.close()
         except (OSError, WebSocketException) as error:
             self._broke(f"broke off ({error!r})")
 
     def _told(self, answer: wire.ServerAnswer | wire.Failure) -> None:
+        """Hands an answer on. Raises WireError for one that nobody waits for, and nobody took back."""
         waiting = self._waiting.get(answer.number)
-        if waiting is None or waiting.done():  # it was taken back
-            return
+        if waiting is None or waiting.done():
+            if answer.number in self._taken_back or (waiting is not None and waiting.cancelled()):
+                return
+            raise wire.WireError(f"nobody waits for number {answer.number} and its prompt")
         if isinstance(answer, wire.ServerAnswer):
             waiting.set_result(answer)
         elif answer.refused:

@@ -10,14 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rftmega.config.addresses import address_of
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import server_client
 from rftmega.fleet.health import ServerHealth, ServerState
-from rftmega.fleet.server_client import ServerClient
+from rftmega.fleet.server_client import ServerClient, ServerTaken
 from rftmega.parallel.watchdog import mark
+from rftmega.replies.roster import RosterLook, read_roster
 from rftmega.types import Metrics
 
 LOOK_SECONDS = 0.5  # between two looks whether a server has come
+KEEP_SECONDS = 5.0  # between two claims on a server elsewhere, which stays this run's by them
 log = logging.getLogger(__name__)
 
 
@@ -30,6 +33,8 @@ class FleetMember:
         self.health = ServerHealth()
         self.paused = False  # a push began that has not ended
         self.identity = ""  # of its process, where it tells
+        self.refusal: ServerTaken | None = None  # of another run that is under way
+        self.taken = 0.0  # when another run was first seen to have it; 0: none has
 
     @property
     def name(self) -> str:
@@ -39,6 +44,14 @@ class FleetMember:
     @property
     def state(self) -> ServerState:
         return self.health.state
+
+    def note_taken(self, error: ServerTaken) -> None:
+        """Notes that another run has it; for good where that was heard of since it was first seen to."""
+        now = time.monotonic()
+        self.taken = self.taken or now
+        if error.heard < now - self.taken:
+            self.refusal = error
+        self.health.absent()
 
 
 class Fleet:
@@ -53,14 +66,21 @@ class Fleet:
         addresses: Sequence[str] = (),
         roster: str | Path = "",
         check: Callable[[ServerClient], None] = lambda server: None,
+        keep: Callable[[ServerClient], None] = lambda server: None,
     ):
         """`start`: starts the server of a number in this process's care, `own` of them. `client`:
         speaks to one elsewhere; `addresses`: of those that are always there; `roster`: a file with
         further ones, one a line, which is read before each push. `check` raises EngineError for a
-        server that does not fit the run.
+        server that does not fit the run. `keep` tells one elsewhere that it is still the run's; raises
+        ServerTaken where it is not.
         """
-        self._start, self._client, self._check = start, client, check
-        self._addresses, self._roster = tuple(addresses), Path(roster) if roster else None
+        self._start, self._client, self._check, self._keep = start, client, check, keep
+        self._addresses = [address_of(address) for address in addresses]
+        self._roster = Path(roster) if roster else None
+        self._problems: tuple[str, ...] = ()  # of the roster when it was last read
+        self._taking_in = threading.Lock()
+        self._closed = threading.Event()
+        self._keeping: threading.Thread | None = None
         self._numbers = 0  # that were given
         self._looking = threading.Lock()  # one thread at a time looks what has become of servers
         self.pushing = False  # nobody comes or goes meanwhile
@@ -80,12 +100,16 @@ class Fleet:
             member.server.wait()
             self._check(member.server)
             member.health.came()
+        if self._client is not None:
+            self._keeping = threading.Thread(target=self._keep_all, name="claims", daemon=True)
+            self._keeping.start()
         self.wait_for_one_elsewhere()
 
     def wait_for_one_elsewhere(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Waits, where servers are elsewhere, until one can be given weights; `stop` breaks it off.
 
-        Raises EngineError where none comes in START_SECONDS.
+        Raises EngineError where none comes in START_SECONDS, and ServerTaken where all are other runs',
+        which were heard of meanwhile.
         """
         if self._client is None:
             return
@@ -95,6 +119,9 @@ class Fleet:
         if not self.reachable:
             log.info("waiting for a server: %s", ", ".join(asked))
         while not self.reachable and not stop():
+            refusals = [each.refusal for each in self.members if each.refusal is not None]
+            if refusals and len(refusals) == len(self.members):
+                raise refusals[0]
             if time.monotonic() - begin > server_client.START_SECONDS:
                 raise EngineError(
                     f"No server could be used within {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether "
@@ -149,9 +176,9 @@ class Fleet:
         member.health.missed()
 
     def note_answer(self, server: ServerClient, tokens: int) -> None:
+        """Notes a completion, with which nothing was wrong."""
         if (member := self.of(server)) is not None:
-            member.health.requests += 1
-            member.health.tokens += tokens
+            member.health.answered(tokens)
 
     def renew(self) -> list[EngineError]:
         """Ends own servers that died or hang and starts others in their places, follows the roster,
@@ -208,8 +235,27 @@ class Fleet:
         return seen
 
     def close(self) -> None:
+        self._closed.set()
+        if self._keeping is not None:
+            self._keeping.join()
         for member in self.members:
             member.server.close()
+
+    def _keep_all(self) -> None:
+        """Keeps the servers elsewhere for this run, until the fleet is closed."""
+        while not self._closed.wait(KEEP_SECONDS):
+            away = (ServerState.DEAD, ServerState.RESTARTING)
+            there = [each for each in self.members if not each.server.own]
+            each_at_once(self._keep_one, [each for each in there if each.state not in away])
+
+    def _keep_one(self, member: FleetMember) -> None:
+        try:
+            self._keep(member.server)
+        except ServerTaken as error:
+            log.warning("server %d is lost: %s", member.number, error)
+            member.health.absent()
+        except EngineError as error:  # requests and probes tell
+            log.debug("server %d was not kept: %s", member.number, error)
 
     def _look_at(self, member: FleetMember) -> None:
         """Finds out what has become of a server."""
@@ -233,22 +279,37 @@ class Fleet:
         """Takes in a server elsewhere, if it answers."""
         if member.state is ServerState.DEAD and not member.health.probe_is_due:
             return
+        stale, member.refusal = member.state is ServerState.STALE, None
         try:
             if not member.server.there():
                 member.health.absent()
                 return
-            identity = self._identity(member.server)
-            if member.state is ServerState.STALE and identity == member.identity:
+            if stale and member.server.identity() == member.identity:
                 return  # it waits for the next push
             self._check(member.server)
+            self._identify(member)
+        except ServerTaken as error:
+            log.warning("server %d is not taken in: %s", member.number, error)
+            member.note_taken(error)
+            return
         except EngineError as error:  # it does not fit: another key, another version of vLLM
             log.warning("server %d is not taken in: %s", member.number, error)
             member.health.absent()
             return
-        member.identity = identity
         member.paused = member.server.updating = False
         member.health.came()
         log.info("server %d at %s has come", member.number, member.server.address)
+
+    def _identify(self, member: FleetMember) -> None:
+        """Notes which process it is. Raises EngineError where another member is that one."""
+        identity = member.server.identity()
+        with self._taking_in:
+            for other in self.members:
+                if identity and other is not member and other.identity == identity:
+                    raise EngineError(
+                        f"{member.server.address} is the server at {other.server.address}. Name it once."
+                    )
+            member.identity, member.taken = identity, 0.0
 
     def _identity(self, server: ServerClient) -> str:
         with suppress(EngineError):
@@ -268,11 +329,17 @@ class Fleet:
 
     def _follow_roster(self) -> None:
         """Takes in servers whose addresses are new, and lets those go whose addresses are gone."""
-        wanted = [*self._addresses, *self._on_roster()]
         if self._client is None:
             return
+        look = RosterLook() if self._roster is None else read_roster(self._roster)
+        for problem in look.problems:
+            if problem not in self._problems:
+                log.warning("%s", problem)
+        self._problems = look.problems
+        wanted = [*self._addresses, *look.addresses]
         for member in [each for each in self.members if not each.server.own]:
-            if member.server.address not in wanted:
+            # nobody leaves by a file that is half written, or can't be read
+            if member.server.address not in wanted and not look.problems:
                 self.members.remove(member)
                 log.info("server %d at %s has left", member.number, member.server.address)
                 member.server.close()
@@ -280,16 +347,6 @@ class Fleet:
         for address in dict.fromkeys(wanted):
             if address not in known:
                 self.members.append(self._member(self._client(address)))
-
-    def _on_roster(self) -> list[str]:
-        """Returns the addresses in the file: none where there is no file yet."""
-        if self._roster is None:
-            return []
-        try:
-            lines = self._roster.read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def each_at_once(work: Callable[[FleetMember], Any], members: Sequence[FleetMember]) -> list[Any]:

@@ -19,6 +19,7 @@ from rftmega.types import Completion, Sampling
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
 WATCH_SECONDS = 0.5  # between two looks at servers that failed, or missed a push
 ELSEWHERE_SECONDS = 5.0  # between two looks whether servers elsewhere have come or left
+EMPTY_ABORTS = 5  # in a row under the same weights: a server that gives no token, and breaks off
 log = logging.getLogger(__name__)
 
 
@@ -54,13 +55,22 @@ class FleetClient:
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        found = NOTHING
+        found, empty = NOTHING, 0
         while found.reason == "abort":
             server = await self._server_for(request)
             begun(self.engine.newest)
             self._busy[server] += 1
+            before, newest = found, self.engine.newest
             try:
                 found = await self._part(server, request, sampling, found)
+                # a push breaks off what has no token yet; nothing else does
+                idle = found.reason == "abort" and len(found.token_ids) == len(before.token_ids)
+                empty = empty + 1 if idle and newest == self.engine.newest else 0
+                if empty == EMPTY_ABORTS:
+                    empty = 0
+                    raise EngineFault(
+                        f"The server at {server.address} broke a request off {EMPTY_ABORTS} times without a token."
+                    )
             except EngineFault as fault:
                 if server in self.engine.healthy:  # else it is known, and no fault of the request's
                     self.engine.note_fault(server, fault)

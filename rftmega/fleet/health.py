@@ -31,6 +31,7 @@ class ServerHealth:
         self.landings = 0  # pushes since it came
         self._clock = clock
         self._probes = 0  # in a row that failed
+        self._fruitless = 0  # faults since it last gave an answer that was one
         self._next_probe = 0.0
         self._current = False  # has the newest weights
 
@@ -39,6 +40,7 @@ class ServerHealth:
         self.starts += 1
         self.landings = 0
         self.state, self._current, self._probes = ServerState.STALE, False, 0
+        self._fruitless = 0
 
     def landed(self) -> None:
         """Notes that it has a whole push."""
@@ -56,9 +58,19 @@ class ServerHealth:
         if self.state in (ServerState.SUSPECT, ServerState.DEAD, ServerState.RESTARTING):
             return False
         self.faults += 1
+        self._fruitless += 1
+        if self._fruitless > DEAD_AFTER:  # it answers probes, and nothing else
+            self.absent()
+            return True
         self.state = ServerState.SUSPECT
         self._next_probe = self._clock() + FIRST_WAIT
         return True
+
+    def answered(self, tokens: int) -> None:
+        """Notes a completion."""
+        self.requests += 1
+        self.tokens += tokens
+        self._fruitless = 0
 
     def died(self) -> None:
         """Notes that it has ended."""

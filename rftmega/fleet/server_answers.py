@@ -1,13 +1,21 @@
 """Reads what servers answer."""
 
 import math
-from array import array
 
 import numpy as np
+from torch import Tensor
 
 from rftmega.columns import expert_routes
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.errors import EngineError, EngineFault
+from rftmega.replies import weight_version
+from rftmega.replies.completion_checks import (
+    ANY_ANSWER,
+    AnswerLimits,
+    WrongAnswer,
+    checked,
+    versions_of,
+)
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.vllm_server import wire
 
@@ -17,32 +25,45 @@ class StaleAnswer(EngineFault):
 
 
 def answered(
-    answer: wire.ServerAnswer, routed: RoutedModel | None = None, context: int = 0
+    answer: wire.ServerAnswer,
+    routed: RoutedModel | None = None,
+    context: int = 0,
+    *,
+    limits: AnswerLimits = ANY_ANSWER,
+    run: str = "",
 ) -> PartialCompletion:
     """Returns what a server has answered; with `routed` its routes, behind a context of so many
-    tokens.
+    tokens. `run`: whose pushes its weights are of.
 
-    Raises StaleAnswer for tokens of no push, EngineError for some without a version or a log-prob,
-    and for routes that are not those of the tokens.
+    Raises StaleAnswer for tokens of no push of the run, WrongAnswer for what is no answer to such a
+    request, and for routes that are not those of the tokens.
     """
-    ids, logprobs = wire.numbers("i", answer.token_ids), wire.numbers("f", answer.logprobs)
-    versions = array("i")
-    for version, start, end in answer.spans:
-        said = f"A server answered under weights {version!r} from token {start} on."
-        if not version.isdecimal():
-            raise StaleAnswer(said)
-        if start != len(versions):
-            raise EngineError(said)
-        versions.extend([int(version)] * (end - start))
-    if not len(ids) == len(logprobs) == len(versions):
-        raise EngineError(
-            f"A server gave {len(ids)} tokens, {len(logprobs)} log-probs and the versions of {len(versions)}."
-        )
+    ids, logprobs = checked(answer, limits)
+    numbers = []
+    for told, start, _ in answer.spans:
+        number = weight_version.number_of(told, run)
+        if number is None:
+            raise StaleAnswer(
+                f"A server answered under weights {told[:80]!r} from token {start} on, which this run has not brought."
+            )
+        numbers.append(number)
+    versions = versions_of(answer.spans, numbers, len(ids))
     routes = None
     if routed is not None and ids:
-        small = len(answer.routes) == math.prod(answer.shape)
-        told = np.frombuffer(answer.routes, np.uint8 if small else np.int16)
-        if told.size == math.prod(answer.shape):
-            told = told.reshape(answer.shape)
-        routes = expert_routes.of_vllm(told, routed, context + len(ids) - 1)
+        routes = _routes_of(answer, routed, context + len(ids) - 1)
     return PartialCompletion(ids, logprobs, versions, answer.reason, routes)
+
+
+def _routes_of(answer: wire.ServerAnswer, routed: RoutedModel, fed: int) -> Tensor:
+    """Returns the routes of so many tokens. Raises WrongAnswer where there are none, or others."""
+    size = math.prod(answer.shape)
+    kind = np.dtype(np.uint8 if len(answer.routes) == size else np.int16)
+    if min(answer.shape, default=0) < 0 or len(answer.routes) != size * kind.itemsize:
+        raise WrongAnswer(
+            f"A server gave {len(answer.routes)} bytes of routes of shape {answer.shape[:8]}."
+        )
+    told = np.frombuffer(answer.routes, kind).reshape(answer.shape) if answer.shape else None
+    try:
+        return expert_routes.of_vllm(told, routed, fed)
+    except EngineError as error:
+        raise WrongAnswer(str(error)) from error

@@ -3,10 +3,9 @@
 import asyncio
 import ssl
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,7 +13,9 @@ import httpx
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.fleet.line import Line
-from rftmega.vllm_server import door, wire
+from rftmega.replies import http_reply, weight_version
+from rftmega.replies.http_reply import HTTPReply
+from rftmega.vllm_server import door, ownership, wire
 
 START_SECONDS = 600.0
 CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs
@@ -22,12 +23,29 @@ LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
 EXPECT = "init_weight_transfer_engine"
 HEALTH_SECONDS = 5.0  # that it may take to say that it is there
 PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
+REFUSALS = (400, 413, 422)  # statuses of a request that would be refused everywhere
 PAUSES = {  # rollout.on_update -> how a server stops for new weights
     "wait": "pause?mode=wait",
     "abort": "pause?mode=abort",
     "recompute": "pause?mode=keep&clear_cache=true",
     "keep": "pause?mode=keep&clear_cache=false",
 }
+
+
+Told = TypeVar("Told", str, int)
+
+
+class ServerTaken(EngineError):
+    """ServerTaken is raised for a server that belongs to another run."""
+
+    def __init__(self, address: str, owner: str, heard: float):
+        """`heard`: seconds since the owner was heard of."""
+        self.heard = heard
+        super().__init__(
+            f"The server at {address} belongs to another run, {owner}, which was heard of {heard:.0f} s ago. Give this run "
+            "servers of its own, or end that one: a server is free when its run ends, or "
+            f"{ownership.LEASE_SECONDS:.0f} s after it was last heard of."
+        )
 
 
 class ServerClient:
@@ -40,7 +58,9 @@ class ServerClient:
     generates = "inference/v1/generate"  # the path of requests over HTTP
     kind = "vLLM"
     long: tuple[str, ...] = ("update_weights", "collective_rpc", EXPECT, "pause?mode=wait")  # paths
+    wordless: tuple[str, ...] = ()  # paths whose reply has nothing in it
     updating = False  # whether it has begun to take a push, and not ended
+    run = ""  # whose pushes it takes
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
@@ -78,14 +98,14 @@ class ServerClient:
         Raises EngineError where it does not take the key.
         """
         try:
-            response = self._asked("GET", "/health", HEALTH_SECONDS)
+            reply = self._asked("GET", "/health", HEALTH_SECONDS)
         except EngineFault:
             return False
-        if response.status_code == httpx.codes.UNAUTHORIZED:
+        if reply.status == httpx.codes.UNAUTHORIZED:
             raise EngineError(
                 f"The server at {self.address} does not take the key. Give it and the trainer the same {door.KEY}."
             )
-        return response.is_success
+        return reply.status == httpx.codes.OK
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
@@ -95,11 +115,17 @@ class ServerClient:
         self._post(path, limit, json=body)
 
     def _post(self, path: str, seconds: float, **content: Any) -> None:
-        response = self._asked("POST", f"/{path}", seconds, **content)
-        if response.is_error:
+        reply = self._asked("POST", f"/{path}", seconds, **content)
+        if reply.status != httpx.codes.OK:
             raise EngineError(
-                f"The {self.kind} server at {self.address} failed in {path}: {response.text[:500]}. {self.last_words()}"
+                f"The {self.kind} server at {self.address} failed in {path}: {reply}. {self.last_words()}"
             )
+        if path not in self.wordless or reply.body:
+            said = self._read(path, reply)
+            if said.get("success") is False:
+                raise EngineError(
+                    f"The {self.kind} server at {self.address} did not do {path}: {reply}. {self.last_words()}"
+                )
 
     def told(
         self,
@@ -107,19 +133,21 @@ class ServerClient:
         parameters: Mapping[str, Any] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> dict[str, Any]:
-        """Returns what it tells at this path. Raises EngineFault where it does not in `seconds`."""
-        response = self._asked("GET", path, seconds, params=parameters)
-        if response.is_error:
-            raise self.fault(f"failed in {path}: {response.text[:500]}")
-        found: dict[str, Any] = response.json()
-        return found
+        """Returns the object that it tells at this path. Raises EngineFault where it does not in
+        `seconds`, or tells something else.
+        """
+        reply = self._asked("GET", path, seconds, params=parameters)
+        if reply.status != httpx.codes.OK:
+            raise self.fault(f"failed in {path}: {reply}")
+        return self._read(path, reply)
 
     def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
         """Returns checksums of what the server makes of sample pictures (`pictures.samples_of_vllm`).
 
         Raises EngineFault where it does not answer.
         """
-        return self.told(door.SAMPLES, dict(tokens))
+        found = self.told(door.SAMPLES, dict(tokens))
+        return {kind: str(checksum) for kind, checksum in found.items()}
 
     def refuse_other_version(self) -> None:
         """Raises EngineError where it runs another version of vLLM than the trainer has."""
@@ -133,12 +161,33 @@ class ServerClient:
             )
 
     def identity(self) -> str:
-        """Returns what is another one after each start; "" where it does not tell."""
-        return str(self.told(door.IDENTITY).get("identity", ""))
+        """Returns what is another one after each start, and under each owner. Raises EngineFault where
+        it does not tell.
+        """
+        return self._told_of(door.IDENTITY, "identity", str)
 
     def workers(self) -> int:
         """Returns how many processes its model has. Raises EngineFault where it does not tell."""
-        return int(self.told("/get_world_size")["world_size"])
+        return self._told_of("/get_world_size", "world_size", int)
+
+    def claim(self, name: str) -> None:
+        """Takes it for `run`, whose `name` others are told; again and again, so that it stays taken.
+
+        Raises ServerTaken where it is another run's.
+        """
+        told = {"run": self.run, "name": name}
+        reply = self._asked("POST", ownership.OWNER, HEALTH_SECONDS, json=told)
+        if reply.status == httpx.codes.CONFLICT:
+            taken = self._read(ownership.OWNER, reply)
+            owner, heard = str(taken.get("owner"))[:300], taken.get("heard")
+            raise ServerTaken(self.address, owner, heard if isinstance(heard, float) else 0.0)
+        if reply.status != httpx.codes.OK:
+            raise self.fault(f"failed in {ownership.OWNER}: {reply}")
+        self._read(ownership.OWNER, reply)
+
+    def release(self) -> None:
+        """Leaves it to other runs."""
+        self.post(ownership.OWNER[1:], {"run": self.run, "name": ""}, HEALTH_SECONDS)
 
     # how it takes a push; each raises EngineError where it does not
 
@@ -161,7 +210,7 @@ class ServerClient:
 
     def land(self, version: int) -> None:
         """Has it answer under a push that it took."""
-        self.post("finish_weight_update", {"weight_version": str(version)})
+        self.post("finish_weight_update", {"weight_version": self.named(version)})
         self.updating = False
         self.post("resume")
 
@@ -172,8 +221,12 @@ class ServerClient:
             self.updating = False
         told = {"version": version}
         self._post(door.ADAPTER[1:], LONG_SECONDS, content=parcel, params=told)
-        self.post("update_weight_version", {"new_version": str(version)})
+        self.post("update_weight_version", {"new_version": self.named(version)})
         self.post("resume")
+
+    def named(self, version: int) -> str:
+        """Returns what it is told that it answers under."""
+        return weight_version.named(version, self.run)
 
     def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
         """Breaks off whatever it generates."""
@@ -193,7 +246,7 @@ class ServerClient:
     async def answer(self, line: Line, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Returns the reply to a request with one choice, as the server gives it.
 
-        Raises EngineFault where it breaks off, fails or needs over `seconds`.
+        Raises EngineFault where it breaks off, fails, needs over `seconds` or replies with no object.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -202,14 +255,14 @@ class ServerClient:
                 )
         except TimeoutError as error:
             raise self._late(seconds) from error
-        except httpx.TransportError as error:
+        except http_reply.BROKEN as error:
             raise self.fault(f"broke off ({error!r})") from error
-        if response.is_server_error:
-            raise self.fault(f"failed while generating: {response.text[:500]}")
-        if response.is_error:
-            raise self._refused(response.text[:500])
-        reply: dict[str, Any] = response.json()
-        return reply
+        reply = HTTPReply(response.status_code, response.content)
+        if reply.status in REFUSALS:
+            raise self._refused(str(reply))
+        if reply.status != httpx.codes.OK:
+            raise self.fault(f"failed while generating: {reply}")
+        return self._read(self.generates, reply)
 
     async def ask(
         self,
@@ -243,9 +296,10 @@ class ServerClient:
         return ServerConnection(self.address, self.headers, tls=self.tls)
 
     def close(self) -> None:
-        """Leaves it as it is, but for what it was asked to generate."""
+        """Leaves it as it is, but for what it was asked to generate, to whoever comes next."""
         with suppress(EngineError):
             self.abort_all(PROBE_SECONDS)
+            self.release()
 
     def fault(self, what: str) -> EngineFault:
         return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.last_words()}")
@@ -254,30 +308,37 @@ class ServerClient:
         """Returns what is known of why."""
         return "Its log is where it was started."
 
-    def _asked(self, method: str, path: str, seconds: float, **content: Any) -> httpx.Response:
+    def _asked(self, method: str, path: str, seconds: float, **content: Any) -> HTTPReply:
         try:
-            return httpx.request(
+            return http_reply.asked(
                 method,
                 f"{self.address}{path}",
-                timeout=seconds,
+                seconds,
                 headers=self.headers,
-                trust_env=False,  # no proxy has the key
                 verify=self.verified,
                 **content,
             )
-        except httpx.TransportError as error:
+        except http_reply.BROKEN as error:
             raise self.fault(f"does not answer ({error!r})") from error
+
+    def _read(self, path: str, reply: HTTPReply) -> dict[str, Any]:
+        """Returns the object in a reply. Raises EngineFault where it has none."""
+        try:
+            return reply.read()
+        except ValueError as error:
+            raise self.fault(
+                f"answered {path} with what is no object of JSON ({error}): {reply}"
+            ) from error
+
+    def _told_of(self, path: str, name: str, kind: type[Told]) -> Told:
+        """Returns one thing that it tells. Raises EngineFault where it is not of this kind."""
+        found = self.told(path).get(name)
+        if type(found) is not kind or not found:
+            raise self.fault(f"answered {path} without its {name}")
+        return found
 
     def _late(self, seconds: float) -> EngineFault:
         return self.fault(f"gave no answer in {seconds:g} s (rollout.deadline_seconds)")
 
     def _refused(self, why: str) -> EngineError:
         return EngineError(f"The {self.kind} server at {self.address} refused a prompt: {why}")
-
-
-def answer_of(choice: dict[str, Any]) -> wire.ServerAnswer:
-    """Reads what vLLM's own endpoint answers."""
-    spans = [(part["version"], part["start"], part["end"]) for part in choice["weight_versions"]]
-    logprobs = [content["logprob"] for content in choice["logprobs"]["content"]]
-    ids = wire.integers(choice["token_ids"])
-    return wire.ServerAnswer(0, ids, array("f", logprobs).tobytes(), choice["finish_reason"], spans)

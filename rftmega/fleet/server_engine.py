@@ -3,8 +3,8 @@ HTTP and WebSockets, weights through shared memory, a process group or files.
 """
 
 import asyncio
-import os
 import secrets
+import socket
 import ssl
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,7 +21,7 @@ from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.fleet.line import Line
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_answers import StaleAnswer, answered
-from rftmega.fleet.server_client import EXPECT, PAUSES, ServerClient, answer_of
+from rftmega.fleet.server_client import EXPECT, PAUSES, ServerClient
 from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
 from rftmega.fleet.server_requests import ServerRequests
 from rftmega.fleet.sglang_client import SGLangClient
@@ -31,6 +31,8 @@ from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
+from rftmega.replies import generated, weight_version
+from rftmega.replies.completion_checks import LARGEST_ID, AnswerLimits
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.rollout.base import Engine
@@ -59,6 +61,9 @@ class ServerEngine(Engine):
     The first process has started or found them and speaks to them; the others only know the version.
     """
 
+    vocabulary = LARGEST_ID
+    run = ""
+
     def __init__(
         self,
         folder: str | Path,
@@ -71,14 +76,17 @@ class ServerEngine(Engine):
         adapter_rank: int = 0,
         routed: RoutedModel | None = None,
         unquantised: Sequence[str] = (),
+        vocabulary: int = LARGEST_ID,
+        run: str = "",
     ):
         """Starts with random weights; the first push brings the real ones. `adapter_rank`: of the
         adapter that servers answer with; 0: they have none. `routed`: whose routes servers tell;
         None: they tell none. `unquantised`: modules that keep their precision under
-        rollout.quantization.
+        rollout.quantization. `vocabulary`: tokens that answers can have. `run`: whose servers and pushes
+        they are; servers elsewhere have one owner at a time.
         """
         super().__init__()
-        self.stop_ids, self.config = list(stop_ids), config
+        self.stop_ids, self.config, self.vocabulary = list(stop_ids), config, vocabulary
         self.row_tokens = config.max_row_tokens
         self._begun = False  # a push through shared memory that has not ended
         self.newest = -1  # version that a server may answer under
@@ -86,11 +94,12 @@ class ServerEngine(Engine):
         self._media = SharedMedia()
         self.parcel = b""  # the adapters of the last push
         self._adapter = POLICY if adapter_rank else NONE
-        self._model, self._logs, self._routed = folder, Path(logs), routed
+        self._model, self._logs, self._routed, self.run = folder, Path(logs), routed, run
         self.fleet = Fleet(self._started)
         if not world.is_main:
             return
         elsewhere = bool(config.addresses or config.roster)
+        self.run = run or (secrets.token_hex(4) if elsewhere else "")
         key = _given_key() if elsewhere else secrets.token_urlsafe(32)
         self._tls = ssl.create_default_context(cafile=config.tls_ca) if config.tls_ca else None
         self._arguments = arguments_of(
@@ -106,6 +115,7 @@ class ServerEngine(Engine):
             addresses=config.addresses,
             roster=config.roster,
             check=self._check,
+            keep=lambda server: server.claim(self._called),
         )
         try:
             self.fleet.wait()
@@ -123,8 +133,10 @@ class ServerEngine(Engine):
         return self.fleet.healthy
 
     def _elsewhere(self, address: str) -> ServerClient:
-        headers = door.headers(self._environment[door.KEY])
-        return self._kind()(address, headers, tls=self._tls)
+        headers = door.headers(self._environment[door.KEY], self.run)
+        server = self._kind()(address, headers, tls=self._tls)
+        server.run = self.run
+        return server
 
     def _kind(self) -> type[ServerClient]:
         """Returns how servers elsewhere are spoken to."""
@@ -136,7 +148,9 @@ class ServerEngine(Engine):
         # behind the trainer's devices each server has its own
         own = devices_of(self._first_device + number * self.config.tensor, self.config)
         log = self._logs / f"server-{number}.log"
-        return Server(self._arguments, self._environment | own, log)
+        server = Server(self._arguments, self._environment | own, log)
+        server.run = self.run
+        return server
 
     def _check(self, server: ServerClient) -> None:
         """Raises EngineError for a server that does not fit the run."""
@@ -144,6 +158,13 @@ class ServerEngine(Engine):
             server.refuse_other_version()
         if self._processor is not None:
             self._check_samples(server, self._processor)
+        if not server.own:
+            server.claim(self._called)
+
+    @property
+    def _called(self) -> str:
+        """Returns what another run is told of this one."""
+        return f"that of {self._logs.parent.absolute()} on {socket.gethostname()}"
 
     def _check_samples(self, server: ServerClient, processor: PictureProcessor) -> None:
         tokens = placeholders(processor, videos=self.config.max_videos > 0)
@@ -164,10 +185,15 @@ class ServerEngine(Engine):
             )
         folder = config.weights_folder or self._logs.parent / "weights"
         if config.transport == "disk":
-            return DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder)
+            return DiskWeights(shards, self, bucket_bytes=bucket_bytes, folder=folder, run=self.run)
         if config.transport == "checkpoint":
             return CheckpointWeights(
-                shards, self, bucket_bytes=bucket_bytes, model=self._model, folder=folder
+                shards,
+                self,
+                bucket_bytes=bucket_bytes,
+                model=self._model,
+                folder=folder,
+                run=self.run,
             )
         return SharedWeights(shards, self, bucket_bytes=bucket_bytes)
 
@@ -253,7 +279,9 @@ class ServerEngine(Engine):
             self._begun = False
             self._adapted(version)
             return
-        self._all("finish_weight_update", {"weight_version": str(version)})
+        self._all(
+            "finish_weight_update", {"weight_version": weight_version.named(version, self.run)}
+        )
         self._begun = False
         self._all("resume")
         for member in self.fleet.reachable:
@@ -394,7 +422,7 @@ class ServerEngine(Engine):
     async def _asked(self, line: Line, request: Request, *, sampling: Sampling) -> Completion:
         completion = await self.part(line, request, sampling)
         if completion.reason == "abort" or completion.versions != {self.version}:
-            raise EngineError(
+            raise StaleAnswer(
                 f"A server answered under weights {sorted(completion.versions)}, {completion.reason}; the last push was "
                 f"{self.version}."
             )
@@ -409,8 +437,8 @@ class ServerEngine(Engine):
     ) -> PartialCompletion:
         """Asks a server for what follows `before`, and returns both.
 
-        Raises EngineFault where it fails, StaleAnswer where it answers under weights that are not the
-        run's, EngineError where it can't answer.
+        Raises EngineFault where it fails or gives what is no answer, StaleAnswer where it answers under
+        weights that are not the run's, EngineError where it can't answer.
         """
         parameters = self._parameters(request, sampling)
         begun = len(before.token_ids)
@@ -420,21 +448,28 @@ class ServerEngine(Engine):
         context = [*request.token_ids, *before.token_ids]
         seconds, oldest = self.config.deadline_seconds, self.newest
         # what other weights have computed is not for a new request
-        salt = str(oldest) if self.config.on_update == "keep" else ""
+        salt = weight_version.named(oldest, self.run) if self.config.on_update == "keep" else ""
+        limits = AnswerLimits(
+            parameters["max_tokens"],
+            self.vocabulary,
+            frozenset(self.stop_ids),
+            other_stops=bool(self.config.stop),
+        )
+        read = partial(answered, limits=limits, run=self.run)
         if not request.pictures:
             answer = await line.server.ask(
                 line, context, parameters, seconds, salt=salt, adapter=self._adapter
             )
-            added = answered(answer, self._routed, len(context))
+            added = read(answer, self._routed, len(context))
         else:
             # one placeholder a picture, since vLLM's processor expands it
             body: dict[str, Any] = {"sampling_params": parameters}
             body["token_ids"] = unexpanded(context, request.pictures)
             async with self._media.shown(request) as parts:
                 body |= {"content_parts": parts, "return_token_ids": True}
-                reply = await line.server.answer(line, body, seconds)
-            check_expanded(request, reply["prompt_token_ids"])
-            added = answered(answer_of(reply["choices"][0]))
+                reply = generated.reply_of(await line.server.answer(line, body, seconds))
+            check_expanded(request, reply.prompt_token_ids or [])
+            added = read(reply.answer)
         self.fleet.note_answer(line.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
             raise StaleAnswer(
@@ -474,9 +509,9 @@ def _given_key() -> str:
 
     Raises EngineError where there is none.
     """
-    if key := os.environ.get(door.KEY, ""):
-        return key
-    raise EngineError(
-        f"{door.KEY} is not set, which the servers of rollout.addresses and rollout.roster ask for. Set it to what they were "
-        "started with."
-    )
+    try:
+        return door.given_key()
+    except ValueError as error:
+        raise EngineError(
+            f"{error} Servers of rollout.addresses and rollout.roster ask for it."
+        ) from error

@@ -4,7 +4,6 @@ They were checked against a stand-in that was made from its request classes, and
 """
 
 import logging
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,9 +11,11 @@ from typing import Any
 from rftmega.errors import EngineError
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_client import CONTROL_SECONDS, PROBE_SECONDS, ServerClient
+from rftmega.replies import generated
 from rftmega.vllm_server import wire
 
 VERSION = "0.5.23"
+INFO = "/server_info"
 # rollout.on_update -> how it stops; SGLang itself lets answers end before it takes weights
 PAUSES = {"abort": "abort", "recompute": "retract", "keep": "in_place"}
 ALL = -1  # tokens that top_k keeps
@@ -26,6 +27,7 @@ class SGLangClient(ServerClient):
 
     kind = "SGLang"
     generates = "generate"
+    wordless = ("abort_request",)
     long = (
         *("update_weights_from_disk", "update_weights_from_distributed"),
         *("init_weights_update_group", "begin_weight_update", "end_weight_update"),
@@ -54,7 +56,13 @@ class SGLangClient(ServerClient):
         return str(self._info().get("startup_time", ""))
 
     def workers(self) -> int:
-        return int(self._info()["tp_size"])
+        return self._told_of(INFO, "tp_size", int)
+
+    def claim(self, name: str) -> None:
+        """Nobody can take it for one run: it has nothing of this package."""
+
+    def release(self) -> None:
+        """It was not taken."""
 
     def probe(self, *, paused: bool = False) -> None:
         if paused:  # nothing answers then but what needs no engine
@@ -77,7 +85,7 @@ class SGLangClient(ServerClient):
         Raises EngineError where it has replicas or stages of its own, which SGLang does not send to.
         """
         known = self._info()
-        if known.get("dp_size", 1) > 1 or known.get("pp_size", 1) > 1:
+        if known.get("dp_size", 1) != 1 or known.get("pp_size", 1) != 1:
             raise EngineError(
                 f"The SGLang server at {self.address} has dp_size={known.get('dp_size')} and pp_size={known.get('pp_size')}; a "
                 "group for weights reaches tensor-parallel processes alone. Set rollout.transport=checkpoint."
@@ -93,7 +101,7 @@ class SGLangClient(ServerClient):
         names, dtypes and shapes of the tensors that are broadcast together.
         """
         last = {
-            "weight_version": str(update_info["version"]),
+            "weight_version": self.named(update_info["version"]),
             "flush_cache": not self._keeps_cache,
         }
         if "weights_path" in update_info:
@@ -146,11 +154,10 @@ class SGLangClient(ServerClient):
             body["return_sampling_mask"] = True
         if salt:
             body["cache_salt"] = salt
-        reply = await self.answer(line, body, seconds)
-        return answer_of(reply["meta_info"])
+        return generated.of_sglang(await self.answer(line, body, seconds))
 
     def _info(self) -> dict[str, Any]:
-        return self.told("/server_info")
+        return self.told(INFO)
 
 
 def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,21 +184,3 @@ def filters(sampling: Mapping[str, Any]) -> bool:
     """
     part = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
     return bool(sampling["temperature"] > 0 and part)
-
-
-def answer_of(told: Mapping[str, Any]) -> wire.ServerAnswer:
-    """Reads `meta_info` of a reply.
-
-    Raises EngineError where it does not say of which version each token is.
-    """
-    reason = told["finish_reason"]["type"]
-    pairs = told.get("output_token_logprobs") or []
-    ids = [int(token) for _, token, *_ in pairs]
-    logprobs = told.get("output_token_sampling_logprobs") or [value for value, *_ in pairs]
-    versions = told.get("weight_versions") or ()
-    spans = [(part["version"], part["start"], part["end"]) for part in versions]
-    if ids and not spans:
-        raise EngineError(
-            "An SGLang server answered without meta_info.weight_versions, and nobody knows which weights gave its tokens."
-        )
-    return wire.ServerAnswer(0, wire.integers(ids), array("f", logprobs).tobytes(), reason, spans)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rftmega.fleet.line import Line
-from rftmega.fleet.server_client import ServerClient, answer_of
+from rftmega.fleet.server_client import ServerClient
+from rftmega.replies import generated
 from rftmega.vllm_server import wire
 
 
@@ -17,11 +18,17 @@ class StockClient(ServerClient):
         self.post("collective_rpc", {"method": "reload_weights", "kwargs": loaded})
 
     def land(self, version: int) -> None:
-        self.post("update_weight_version", {"new_version": str(version)})
+        self.post("update_weight_version", {"new_version": self.named(version)})
         self.post("resume")
 
     def identity(self) -> str:
-        return ""  # a start again shows by the version of its answers
+        return ""  # a start again shows by the version of its answers, as does another run
+
+    def claim(self, name: str) -> None:
+        """Nobody can take it for one run: it has nothing of this package."""
+
+    def release(self) -> None:
+        """It was not taken."""
 
     async def ask(
         self,
@@ -37,5 +44,4 @@ class StockClient(ServerClient):
         asked: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
         if salt:
             asked["cache_salt"] = salt
-        reply = await self.answer(line, asked, seconds)
-        return answer_of(reply["choices"][0])
+        return generated.reply_of(await self.answer(line, asked, seconds)).answer

@@ -199,6 +199,8 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
     folders = {Path(config.trainer.output).resolve()}
     if config.checkpoint.every and config.checkpoint.folder:
         folders.add(Path(config.checkpoint.folder).resolve())
+    if config.strategy == "separate" and config.rollout.weights_folder:
+        folders.add(Path(config.rollout.weights_folder).resolve())
     with contextlib.ExitStack() as held:
         if os.environ.get("RANK", "0") == "0":
             for folder in sorted(folders):

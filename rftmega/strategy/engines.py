@@ -1,6 +1,7 @@
 """Builds the engine that `rollout.engine` names."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RunConfig
@@ -9,6 +10,7 @@ from rftmega.converters.rules import instances
 from rftmega.model_providers.description import Experts, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.process_group import World
+from rftmega.parallel.run_identity import run_identity
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.shards import is_linear
 
@@ -55,6 +57,8 @@ def create(
             adapter_rank=config.model.lora.served_rank,
             routed=routed,
             unquantised=kept,
+            vocabulary=vocabulary,
+            run=run_identity(Path(config.trainer.output)),
         )
     from rftmega.rollout.vllm import VLLMEngine
 

@@ -2,12 +2,13 @@
 a push, which they load again as they loaded their first.
 """
 
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rftmega.errors import CheckpointError, EngineFault
 from rftmega.shards import Shard
+from rftmega.transport import pushed_folders
 from rftmega.transport.disk_weights import KEPT
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine
 from rftmega.transport.whole_weights import WholeWeights
@@ -17,6 +18,8 @@ from rftmega.weights import export_hf_folder
 class CheckpointWeights(WholeWeights):
     """CheckpointWeights writes a folder a push, whole, through the first process."""
 
+    run = ""
+
     def __init__(
         self,
         shards: Sequence[Shard],
@@ -25,11 +28,13 @@ class CheckpointWeights(WholeWeights):
         bucket_bytes: int,
         model: str | Path,
         folder: str | Path,
+        run: str = "",
     ):
         """`model`: the Hugging Face folder of the base. `folder`: seen under the same path by the
-        first process and every engine.
+        first process and every engine. `run`: whose pushes these are.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
+        self.run = run
         self.model, self.folder = Path(model), Path(folder).absolute()
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
@@ -39,13 +44,13 @@ class CheckpointWeights(WholeWeights):
         """A server needs no preparation."""
 
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        target = self.folder / f"version-{version}"
+        target = self.folder / pushed_folders.folder_name(version, self.run)
         try:
             export_hf_folder(self._exporter, self.model, target, write=self.rank == 0)
         except CheckpointError as error:
             raise EngineFault(f"{error} Push {version} did not happen.") from error
         if self.rank == 0:
-            self._remove_old(version)
+            self._remove_old(version, target)
         told = {"weights_path": str(target), "version": version}
         return self._exporter.total_bytes, self._asked(names, self.engines.receive, told)
 
@@ -55,9 +60,10 @@ class CheckpointWeights(WholeWeights):
     def _forget(self, names: set[str]) -> None:
         """A server needs no preparation."""
 
-    def _remove_old(self, version: int) -> None:
-        """Removes what no server reads any more."""
-        kept = {f"version-{version - before}" for before in range(KEPT)}
-        for old in self.folder.glob("version-*"):
-            if old.name not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+    def _remove_old(self, version: int, target: Path | None = None) -> None:
+        """Marks the folder of a push, and removes what no server reads any more."""
+        if target is not None:
+            with suppress(OSError):  # it is only not removed then
+                pushed_folders.mark(target, self.run)
+        names = [pushed_folders.folder_name(version - before, self.run) for before in range(KEPT)]
+        pushed_folders.remove_old(self.folder, self.run, names)

@@ -6,7 +6,6 @@ changed since the push before is not written again: the manifest names the earli
 
 import json
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from rftmega.errors import EngineFault
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.watchdog import mark
 from rftmega.shards import Shard, whole
+from rftmega.transport import pushed_folders
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
 from rftmega.transport.transfer_plan import told_tensors
 from rftmega.types import SliceChecksums
@@ -33,6 +33,8 @@ READER = -1  # no process of the trainer
 class DiskWeights(RemoteWeights):
     """DiskWeights writes a folder a push, which engines read."""
 
+    run = ""
+
     def __init__(
         self,
         shards: Sequence[Shard],
@@ -40,9 +42,13 @@ class DiskWeights(RemoteWeights):
         *,
         bucket_bytes: int,
         folder: str | Path,
+        run: str = "",
     ):
-        """`folder`: seen under the same path by every process and engine."""
+        """`folder`: seen under the same path by every process and engine. `run`: whose pushes these
+        are.
+        """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
+        self.run = run
         self.folder = Path(folder).absolute()
         self._writes = own_writes(self.buckets, self.rank)
         self._joined: set[str] = set()
@@ -81,7 +87,7 @@ class DiskWeights(RemoteWeights):
         self._joined &= names
 
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        draft = self.folder / f"version-{version}"
+        draft = self.folder / pushed_folders.folder_name(version, self.run)
         error = ""
         try:
             self._write(draft)
@@ -108,6 +114,7 @@ class DiskWeights(RemoteWeights):
     def _write(self, draft: Path) -> None:
         """Writes this process's slices that changed, a file a bucket."""
         draft.mkdir(parents=True, exist_ok=True)
+        pushed_folders.mark(draft, self.run)
         entries: dict[str, list[Any]] = {}
         self._written = self.buffer_bytes = 0
         for number, bucket in enumerate(self._writes):
@@ -150,9 +157,7 @@ class DiskWeights(RemoteWeights):
         while len(self._manifests) > KEPT:
             self._manifests.pop(next(iter(self._manifests)))
         needed = set().union(*self._manifests.values())
-        for old in self.folder.glob("version-*"):
-            if old.name not in needed:
-                shutil.rmtree(old, ignore_errors=True)
+        pushed_folders.remove_old(self.folder, self.run, needed)
 
 
 def own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rftmega.config.addresses import address_of
 from rftmega.config.schema import RolloutConfig, RunConfig
 
 ELSEWHERE = ("addresses", "roster", "tls_ca")
@@ -45,7 +46,8 @@ def fleet(config: RunConfig) -> list[str]:
         )
     if rollout.tls_ca and not Path(rollout.tls_ca).is_file():
         found.append(f"rollout.tls_ca={rollout.tls_ca} is no file.")
-    far = [each for each in rollout.addresses if urlsplit(each).hostname not in LOOPBACK]
+    right = [each for each in rollout.addresses if not _malformed(each)]
+    far = [each for each in right if urlsplit(each).hostname not in LOOPBACK]
     if not rollout.listen.strip():
         found.append(
             f"rollout.listen={rollout.listen} is empty, which is every address of this host. Set it to the one at which servers "
@@ -98,11 +100,11 @@ def _unread(config: RunConfig) -> list[str]:
 
 
 def _malformed(address: str) -> list[str]:
-    parts = urlsplit(address)
     try:
-        right = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
-    except ValueError:  # a port that is no number
-        right = False
-    if right and parts.path in ("", "/") and not parts.query:
-        return []
-    return [f"rollout.addresses has {address!r}, which is no address as http://10.0.0.2:8100."]
+        address_of(address)
+    except ValueError as error:
+        shown = address.rpartition("@")[2]  # no password
+        return [
+            f"rollout.addresses has {shown!r}: {error}. Give addresses as http://10.0.0.2:8100."
+        ]
+    return []

@@ -47,7 +47,7 @@ class CompletionsSocket:
         sending = asyncio.create_task(self._hand_out())
         try:
             while (message := await self._receive())["type"] == "websocket.receive":
-                for said in wire.asked(message["bytes"] or b""):
+                for said in wire.asked(message.get("bytes") or message.get("text") or b""):
                     self._hear(said)
         finally:
             tasks = [sending, *self._running.values()]
@@ -78,15 +78,16 @@ class CompletionsSocket:
         )
         token_ids = wire.numbers("i", ask.token_ids).tolist()
         prompt = tokens_input(token_ids, cache_salt=ask.salt or None)
-        choice: Any = None
+        output: Any = None
         answering = self.engine.generate(
             prompt,
             parameters,
             f"{self._name}-{ask.number}",
             lora_request=asked_for(ask.adapter),
         )
-        async for output in answering:
-            choice = output.outputs[0]
+        async for each in answering:
+            output = each
+        choice = output.outputs[0]
         ids = choice.token_ids
         pairs = zip(ids, choice.logprobs or (), strict=True)
         logprobs = array("f", [at[token].logprob for token, at in pairs])
@@ -97,7 +98,7 @@ class CompletionsSocket:
             kind = "uint8" if told.dtype == "uint8" else "int16"
             routes, shape = told.astype(kind).tobytes(), list(told.shape)
         return wire.ServerAnswer(
-            ask.number,
+            wire.renumbered(ask.number, output.prompt_token_ids),
             wire.integers(ids),
             logprobs.tobytes(),
             choice.finish_reason,

@@ -2,6 +2,7 @@
 many requests at a time, each message a list of them.
 """
 
+import zlib
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ WireError = msgspec.MsgspecError
 class Ask(msgspec.Struct, array_like=True, tag=0):
     """Ask asks for one completion."""
 
-    number: int  # of the request in its connection
+    number: int  # of the request in its connection, and its prompt (`numbered`)
     token_ids: bytes  # int32, of the machine's byte order: both are on machines of one kind
     sampling: dict[str, Any]  # what vLLM's SamplingParams takes
     salt: str = ""  # contexts with different ones share no cache
@@ -59,14 +60,37 @@ def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerAnswer | Failure]) 
     return _encoder.encode(messages)
 
 
-def asked(message: bytes) -> list[Ask | Cancel]:
+def asked(message: bytes | str) -> list[Ask | Cancel]:
     """Raises WireError for anything else."""
-    return _asked.decode(message)
+    return _decoded(_asked, message)
 
 
-def answered(message: bytes) -> list[ServerAnswer | Failure]:
+def answered(message: bytes | str) -> list[ServerAnswer | Failure]:
     """Raises WireError for anything else."""
-    return _answered.decode(message)
+    return _decoded(_answered, message)
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", message: bytes | str) -> Any:
+    if isinstance(message, str):
+        raise WireError("it is text, and no MessagePack")
+    try:
+        return decoder.decode(message)
+    except (ValueError, RecursionError) as error:  # bytes that are no text, lists without an end
+        raise WireError(str(error)) from error
+
+
+def numbered(sequence: int, token_ids: bytes) -> int:
+    """Returns the number of a request, in which its prompt is: an answer to another one does not have
+    it.
+    """
+    return sequence << 32 | zlib.crc32(token_ids)
+
+
+def renumbered(number: int, answered_ids: Sequence[int]) -> int:
+    """Returns the number under which the answer to this prompt goes: the request's own where it is
+    the request's.
+    """
+    return numbered(number >> 32, integers(answered_ids))
 
 
 def integers(token_ids: Sequence[int]) -> bytes:

@@ -56,7 +56,7 @@ class Engine:
             finish_reason="stop",
             routed_experts=routes_of(ids),
         )
-        yield SimpleNamespace(outputs=[choice])
+        yield SimpleNamespace(outputs=[choice], prompt_token_ids=ids)
 
 
 def routes_of(ids: list[int]) -> Any:

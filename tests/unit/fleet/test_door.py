@@ -98,7 +98,7 @@ def test_other_protocols_are_closed_and_a_start_is_none_of_them(
 
 def test_without_a_key_a_server_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY, raising=False)
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match=f"{KEY} is not set"):
         Door(None)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from rftmega.errors import EngineError, EngineFault
@@ -12,6 +11,8 @@ from rftmega.fleet import fleet as fleet_module
 from rftmega.fleet import server_client
 from rftmega.fleet.fleet import Fleet, FleetMember
 from rftmega.fleet.server_client import ServerClient
+from rftmega.replies import http_reply
+from rftmega.replies.http_reply import HTTPReply
 
 absent = set[str]()  # addresses where nobody answers
 
@@ -32,7 +33,7 @@ class Elsewhere:
     def close(self) -> None: ...
 
     def identity(self) -> str:
-        return self.start
+        return f"{self.address}, {self.start}"
 
 
 def fleet_of(*addresses: str, roster: str | Path = "") -> Fleet:
@@ -81,24 +82,24 @@ def test_between_pushes_servers_come_and_leave_and_those_that_answer_are_left_al
     tmp_path: Path,
 ) -> None:
     roster = tmp_path / "roster"
-    roster.write_text("http://a\n")
+    roster.write_text("http://a:1\n")
     fleet = fleet_of(roster=roster)
     fleet.renew()
     fleet.members[0].health.landed()
     fleet.members[0].server.start = "second"  # type: ignore[attr-defined]
-    roster.write_text("http://a\nhttp://b\n")
+    roster.write_text("http://a:1\nhttp://b:1\n")
     assert fleet.late == [] and len(fleet.members) == 1
     fleet.look_elsewhere()
-    assert [each.server.address for each in fleet.late] == ["http://b"]
+    assert [each.server.address for each in fleet.late] == ["http://b:1"]
     assert fleet.healthy == [fleet.members[0].server], "it was looked at"
     fleet.late[0].health.landed()
-    roster.write_text("http://b\n")
+    roster.write_text("http://b:1\n")
     fleet.pushing = True
     fleet.look_elsewhere()
     assert len(fleet.healthy) == 2, "one left while weights were brought"
     fleet.pushing = False
     fleet.look_elsewhere()
-    assert [each.address for each in fleet.healthy] == ["http://b"] and fleet.late == []
+    assert [each.address for each in fleet.healthy] == ["http://b:1"] and fleet.late == []
     with pytest.raises(EngineFault, match="server-0-start-1 has left"):
         fleet.named("server-0-start-1")
 
@@ -121,9 +122,8 @@ def test_a_paused_server_answers_a_probe_only_where_its_engine_does(
 ) -> None:
     """vLLM's front end answers 500 where its engine is dead."""
     server = ServerClient("http://10.0.0.2:8100", {})
-    monkeypatch.setattr(
-        httpx, "request", lambda *_, **__: httpx.Response(status, json={"is_paused": True})
-    )
+    reply = HTTPReply(status, b'{"is_paused": true}')
+    monkeypatch.setattr(http_reply, "asked", lambda *_, **__: reply)
     with pytest.raises(EngineFault, match="is_paused") if fault else nullcontext():
         server.probe(paused=True)
 

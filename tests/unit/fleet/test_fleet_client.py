@@ -1,24 +1,27 @@
 """One request over several servers and several versions of the weights."""
 
 import asyncio
+import math
 from array import array
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError, EngineFault
+from rftmega.errors import EngineFault
 from rftmega.fleet import fleet_client
 from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
+from rftmega.fleet.health import DEAD_AFTER, ServerHealth
 from rftmega.fleet.server_answers import answered
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.sampling_seeds import continued_seed
-from rftmega.types import Completion, Sampling
+from rftmega.types import Completion, Prompt, Sampling
 from rftmega.vllm_server import wire
 from tests.fleets import set_servers
 
@@ -63,7 +66,9 @@ class Says:
 def engine_of(*servers: Says, on_update: str = "recompute") -> ServerEngine:
     elsewhere = World(1, 2, 1, 2, torch.device("cpu"))  # starts none
     config = RolloutConfig(max_response_tokens=6, max_batch=2, on_update=on_update)  # type: ignore[arg-type]
-    engine = ServerEngine("m", config, elsewhere, dtype="float32", stop_ids=[1], logs="logs")
+    engine = ServerEngine(
+        "m", config, elsewhere, dtype="float32", stop_ids=[1], logs="logs", vocabulary=100
+    )
     set_servers(engine, *servers)
     engine.version = engine.newest = 3
     return engine
@@ -125,23 +130,142 @@ def test_an_answer_over_a_change_of_weights_has_the_version_of_each_token() -> N
     assert list(completed(engine, Request((5,), seed=1)).versions) == [3, 4, 4]
 
 
+def asked_elsewhere(wrong: Answers) -> None:
+    """Answers a request that one server answers wrongly, by another that gives the token 1."""
+    one, other = Says(wrong), Says(lambda server: answer([1], [("3", 0, 1)], "stop"))
+    engine = engine_of(one, other)
+    assert list(completed(engine, Request((5,), seed=11)).token_ids) == [1]
+    assert one.asked == other.asked and engine.healthy == [other]
+
+
+WRONG: dict[str, Callable[[], wire.ServerAnswer]] = {
+    "an id beyond the vocabulary": lambda: told([5, 100, 1]),
+    "an id of a thousand million": lambda: told([10**9, 1]),
+    "a negative id": lambda: told([-5, 1]),
+    "a log-prob that is no number": lambda: told([5, 1], [-0.5, math.nan]),
+    "a log-prob of minus infinity": lambda: told([5, 1], [-math.inf, -0.5]),
+    "a log-prob of a probability above 1": lambda: told([5, 1], [0.7, -0.5]),
+    "more tokens than were asked for": lambda: told([5] * 7, reason="length"),
+    "no token, and stop": lambda: told([]),
+    "no token, and length": lambda: told([], reason="length"),
+    "an unknown reason": lambda: told([5, 1], reason="banana"),
+    "stop without a stop token": lambda: told([5, 6]),
+    "a token behind a stop token": lambda: told([5, 1, 5], reason="length"),
+    "a stop token before it was broken off": lambda: told([5, 1], reason="abort"),
+    "broken off with all tokens": lambda: told([5] * 6, reason="abort"),
+    "fewer log-probs": lambda: told([5, 1], [-0.5]),
+    "13 bytes of ids": lambda: spoilt(token_ids=wire.integers([5, 5, 1]) + b"x"),
+    "6 bytes of log-probs": lambda: spoilt(logprobs=b"123456"),
+    "spans that overlap": lambda: told([5, 6, 1], spans=[("3", 0, 2), ("3", 1, 3)]),
+    "a span backwards": lambda: told([5, 6, 1], spans=[("3", 0, 3), ("3", 3, 1)]),
+    "a span before the first": lambda: told([5, 1], spans=[("3", 0, -3)]),
+    "a span of 2**62 tokens": lambda: told([5, 1], spans=[("3", 0, 2**62)]),
+    "a version in other digits": lambda: told([5, 1], spans=[("\u0663", 0, 2)]),
+    "a version that is superscript": lambda: told([5, 1], spans=[("\u00b3", 0, 2)]),
+    "a version of 5,000 digits": lambda: told([5, 1], spans=[("3" * 5000, 0, 2)]),
+    "a version of another run": lambda: told([5, 1], spans=[("3@0badcafe", 0, 2)]),
+}
+
+
+def told(
+    ids: list[int],
+    logprobs: list[float] | None = None,
+    reason: str = "stop",
+    spans: list[tuple[str, int, int]] | None = None,
+) -> wire.ServerAnswer:
+    values = array("f", [-0.5] * len(ids) if logprobs is None else logprobs).tobytes()
+    of_all = [("3", 0, len(ids))]
+    return wire.ServerAnswer(
+        0, wire.integers(ids), values, reason, of_all if spans is None else spans
+    )
+
+
+def spoilt(**part: bytes) -> wire.ServerAnswer:
+    return msgspec.structs.replace(told([5, 5, 1]), **part)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_answer_that_is_none_is_asked_of_another(what: str) -> None:
+    asked_elsewhere(lambda server: WRONG[what]())
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_one_generation_asks_another_server_for_an_answer_that_is_none(what: str) -> None:
+    one, other = Says(lambda server: WRONG[what]()), Says()
+    other.left = [lambda server: answer([1], [("3", 0, 1)], "stop")] * 2
+    engine = engine_of(one, other)
+    one.left *= 2
+    prompts = [Prompt((5, 6), task=task) for task in range(2)]
+    found = engine.generate(prompts, seeds=[11, 12], sampling=Sampling(1.0))
+    assert [list(each.token_ids) for each in found] == [[1], [1]]
+    assert engine.healthy == [other]
+
+
+def test_what_an_engine_in_order_gives_is_taken() -> None:
+    for ids, reason in (
+        ([5, 6, 1], "stop"),
+        ([5] * 6, "length"),
+        ([99, 0], "length"),
+        ([5] * 5 + [1], "length"),
+    ):
+        rounded = [1e-6, *[-9999.0] * (len(ids) - 1)]
+        engine = engine_of(Says(lambda server: told(ids, rounded, reason)))  # noqa: B023
+        assert list(completed(engine, Request((5,), seed=1)).token_ids) == ids
+    engine = engine_of(Says(lambda server: told([5, 6])))
+    engine.config.stop = ["\n"]
+    assert completed(engine, Request((5,), seed=1)).finish_reason == "stop"
+
+
+def test_a_server_that_breaks_off_again_and_again_without_a_token_is_left() -> None:
+    one = Says(*[lambda server: answer([], [], "abort")] * 100)
+    other = Says(lambda server: answer([1], [("3", 0, 1)], "stop"))
+    engine = engine_of(one, other)
+    completed(engine, Request((5,), seed=11))
+    assert len(one.asked) == fleet_client.EMPTY_ABORTS and engine.healthy == [other]
+
+
+def test_pushes_may_break_a_request_off_as_often_as_they_come() -> None:
+    def cancelled(server: Says) -> wire.ServerAnswer:
+        engine.version = engine.newest = engine.newest + 1
+        return answer([], [], "abort")
+
+    server = Says(*[cancelled] * 20, lambda server: answer([1], [("23", 0, 1)], "stop"))
+    engine = engine_of(server, on_update="abort")
+    assert completed(engine, Request((5,), seed=11)).policy_version == 23
+
+
+def test_a_server_that_answers_probes_alone_is_dead_after_a_few_faults() -> None:
+    health = ServerHealth(lambda: 0.0)
+    health.came()
+    health.landed()
+    for _ in range(DEAD_AFTER):
+        assert health.failed() and health.state == "suspect"
+        health.probed(True)
+    assert health.failed() and health.state == "dead"
+    health.came()
+    health.landed()
+    for _ in range(3 * DEAD_AFTER):
+        health.failed()
+        health.probed(True)
+        health.answered(1)
+    assert health.state == "healthy"
+
+
 @pytest.mark.parametrize(
     "spans",
     [[("3", 0, 1)], [("3", 1, 2)], []],
     ids=["too few", "a gap", "none"],
 )
-def test_an_answer_that_does_not_say_under_which_weights_is_an_error(
+def test_an_answer_that_does_not_say_under_which_weights_is_asked_of_another(
     spans: list[tuple[str, int, int]],
 ) -> None:
-    engine = engine_of(Says(lambda server: answer([7, 8], spans, "stop")))
-    with pytest.raises(EngineError):
-        completed(engine, Request((5,), seed=1))
+    asked_elsewhere(lambda server: answer([7, 1], spans, "stop"))
 
 
 @pytest.mark.parametrize("version", ["2", "5", "random"], ids=["older", "not pushed", "of no push"])
 def test_an_answer_under_weights_that_were_not_there_is_asked_of_another(version: str) -> None:
     other = Says(lambda server: answer([1], [("3", 0, 1)], "stop"))
-    engine = engine_of(Says(lambda server: answer([7, 8], [(version, 0, 2)], "stop")), other)
+    engine = engine_of(Says(lambda server: answer([7, 1], [(version, 0, 2)], "stop")), other)
     assert list(completed(engine, Request((5,), seed=1)).token_ids) == [1]
     (stale, healthy) = engine.fleet.members
     stale.health.probed(True)  # it answers, and has no weights of the run all the same

@@ -16,12 +16,12 @@ from rftmega.fleet import server as server_module
 from rftmega.fleet import server_options
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_answers import answered
-from rftmega.fleet.server_client import answer_of
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.media.files import digest_of
 from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
+from rftmega.replies.generated import of_vllm
 from rftmega.requests import Request
 from rftmega.types import Sampling
 from rftmega.vllm_server import door
@@ -167,13 +167,13 @@ def test_vllms_own_answer_is_read_with_the_version_of_each_token() -> None:
         "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }
-    found = answered(answer_of(choice))
+    found = answered(of_vllm(choice))
     assert (list(found.logprobs), found.versions) == ([-0.5, -0.25], {3})
     choice["weight_versions"] = [
         {"version": "3", "start": 0, "end": 1},
         {"version": "2", "start": 1, "end": 2},
     ]
-    assert answered(answer_of(choice)).versions == {
+    assert answered(of_vllm(choice)).versions == {
         2,
         3,
     }  # see test_fleet_client.py

@@ -1,0 +1,50 @@
+"""Names a run, so that its pushes are not taken for another's, and the run that goes on in its output
+folder is the same one.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rftmega.errors import LockedError
+
+FILE = ".rftmega-run"
+
+
+def run_identity(output: Path) -> str:
+    """Returns the name of the run whose output folder this is, on every process.
+
+    A copy of the folder is another run's. Raises LockedError where the name can't be kept.
+    """
+    told: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            told[0] = _kept(output)
+        except OSError as error:
+            told[1] = f"{output / FILE} can't be written: {error.strerror or error}."
+    if dist.is_initialized():
+        dist.broadcast_object_list(told)
+    if told[1]:
+        raise LockedError(told[1])
+    return str(told[0])
+
+
+def _kept(output: Path) -> str:
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / FILE
+    place = {"folder": str(output.resolve()), "inode": output.stat().st_ino}
+    try:
+        found = json.loads(file.read_bytes())
+        if isinstance(found, dict) and found.get("place") == place and found.get("run"):
+            return str(found["run"])
+    except (FileNotFoundError, ValueError):
+        pass
+    name = secrets.token_hex(4)
+    draft = file.with_name(f"{FILE}.incomplete")
+    draft.write_text(json.dumps({"run": name, "place": place}))
+    os.replace(draft, file)
+    return name

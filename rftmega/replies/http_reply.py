@@ -1,0 +1,46 @@
+"""Asks a server over HTTP and reads its reply, which may be of a proxy, a login page or half a file."""
+
+import time
+from typing import Any, NamedTuple
+
+import httpx
+
+from rftmega.json_files import kind_of, parse_json
+
+# that an exchange may raise: it broke off, or what came is not HTTP, or not of its own encoding
+BROKEN = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
+MOST_BYTES = 2**28
+SHOWN = 500  # bytes of a body, in a message
+
+
+class HTTPReply(NamedTuple):
+    """HTTPReply is what a server replied."""
+
+    status: int
+    body: bytes
+
+    def read(self) -> dict[str, Any]:
+        """Returns the object that the body holds. Raises ValueError for anything else."""
+        found = parse_json(self.body)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is {kind_of(found)}")
+        return found
+
+    def __str__(self) -> str:
+        said = self.body[:SHOWN].decode(errors="replace")
+        return f"status {self.status}, {said!r}"
+
+
+def asked(method: str, url: str, seconds: float, **given: Any) -> HTTPReply:
+    """Returns the reply, whose last byte comes within `seconds` or so. Raises what is in BROKEN."""
+    end = time.monotonic() + seconds
+    body = bytearray()
+    # no proxy has the key
+    with httpx.stream(method, url, timeout=seconds, trust_env=False, **given) as response:
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise ValueError(f"its reply has more than {MOST_BYTES} bytes")
+            if time.monotonic() > end:
+                raise TimeoutError(f"its reply had not ended after {seconds:g} s")
+    return HTTPReply(response.status_code, bytes(body))

@@ -1,0 +1,35 @@
+"""Reads the roster, a file of servers' addresses that people and programs edit while it is read."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from rftmega.config.addresses import address_of
+
+
+class RosterLook(NamedTuple):
+    """RosterLook is what a roster said: addresses, each once, and what could not be read."""
+
+    addresses: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_roster(file: Path) -> RosterLook:
+    """Reads addresses, one a line; what is behind a # is a comment. There are none where there is no
+    file yet.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig", errors="replace")
+    except FileNotFoundError:
+        return RosterLook()
+    except OSError as error:
+        return RosterLook(problems=(f"{file} can't be read: {error.strerror or error}",))
+    found, problems = dict[str, None](), []
+    for number, line in enumerate(text.splitlines(), start=1):
+        told = line.partition("#")[0].strip()
+        if not told:
+            continue
+        try:
+            found[address_of(told)] = None
+        except ValueError as error:
+            problems.append(f"{file}:{number}: {told[:80]!r} is left out: {error}")
+    return RosterLook(tuple(found), tuple(problems))
