@@ -77,7 +77,7 @@ async def respond(path: str, body: dict[str, Any]) -> dict[str, Any]:
             assert state["names"] is not None
             state["version"] = given.version or body["weight_version"]
     identity = f"{os.getpid()}-{owned.changes}"
-    return {"version": given.vllm, "world_size": 1, "identity": identity}
+    return {"status": "done", "version": given.vllm, "world_size": 1, "identity": identity}
 
 
 async def converse(receive: Any, send: Any) -> None:

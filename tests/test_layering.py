@@ -12,8 +12,8 @@ from tests.counters import counted
 
 LEARNT = "algorithms rewards data environments conversations toolsets agents experience gap trainer callbacks"
 RUNS = (
-    "device parallel passes kernels layers checkpoint requests rollout vllm_server replies fleet dispatch weights planning "
-    "model_providers converters hf_folders flops"
+    "device parallel passes kernels layers checkpoint requests rollout vllm_server server_protocol fleet dispatch weights "
+    "planning model_providers converters hf_folders flops"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
 BASICS = (
@@ -65,9 +65,9 @@ MAY_IMPORT = {
     "rollout": "columns media config types shards interfaces errors json_files device parallel kernels weights transport "
     "requests",
     "vllm_server": "parallel rollout",
-    "replies": "config errors json_files vllm_server",
-    "fleet": "replies vllm_server columns media config types shards interfaces errors device parallel transport requests rollout "
-    "sampling_seeds",
+    "server_protocol": "config columns errors json_files requests vllm_server",
+    "fleet": "server_protocol vllm_server columns media config types shards interfaces errors device parallel transport requests "
+    "rollout sampling_seeds",
     "dispatch": "columns media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout fleet "
     "requests",
     "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",

@@ -14,9 +14,10 @@ from rftmega.config.addresses import address_of
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet import server_client
 from rftmega.fleet.health import ServerHealth, ServerState
-from rftmega.fleet.server_client import ServerClient, ServerTaken
+from rftmega.fleet.server_client import ServerClient
 from rftmega.parallel.watchdog import mark
-from rftmega.replies.roster import RosterLook, read_roster
+from rftmega.server_protocol.claims import ServerTaken
+from rftmega.server_protocol.roster import RosterLook, read_roster
 from rftmega.types import Metrics
 
 LOOK_SECONDS = 0.5  # between two looks whether a server has come

@@ -69,7 +69,7 @@ class FleetClient:
                 if empty == EMPTY_ABORTS:
                     empty = 0
                     raise EngineFault(
-                        f"The server at {server.address} broke a request off {EMPTY_ABORTS} times without a token."
+                        f"It broke a request off {EMPTY_ABORTS} times without a token."
                     )
             except EngineFault as fault:
                 if server in self.engine.healthy:  # else it is known, and no fault of the request's

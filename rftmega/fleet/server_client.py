@@ -13,8 +13,9 @@ import httpx
 from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.fleet.line import Line
-from rftmega.replies import http_reply, weight_version
-from rftmega.replies.http_reply import HTTPReply
+from rftmega.server_protocol import http_reply, weight_version
+from rftmega.server_protocol.claims import refuse_taken
+from rftmega.server_protocol.http_reply import HTTPReply
 from rftmega.vllm_server import door, ownership, wire
 
 START_SECONDS = 600.0
@@ -23,6 +24,8 @@ LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
 EXPECT = "init_weight_transfer_engine"
 HEALTH_SECONDS = 5.0  # that it may take to say that it is there
 PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
+# what servers say of what they did, and of what they generated
+DONE = {"status", "success", "message", "results", "choices", "meta_info"}
 REFUSALS = (400, 413, 422)  # statuses of a request that would be refused everywhere
 PAUSES = {  # rollout.on_update -> how a server stops for new weights
     "wait": "pause?mode=wait",
@@ -33,19 +36,6 @@ PAUSES = {  # rollout.on_update -> how a server stops for new weights
 
 
 Told = TypeVar("Told", str, int)
-
-
-class ServerTaken(EngineError):
-    """ServerTaken is raised for a server that belongs to another run."""
-
-    def __init__(self, address: str, owner: str, heard: float):
-        """`heard`: seconds since the owner was heard of."""
-        self.heard = heard
-        super().__init__(
-            f"The server at {address} belongs to another run, {owner}, which was heard of {heard:.0f} s ago. Give this run "
-            "servers of its own, or end that one: a server is free when its run ends, or "
-            f"{ownership.LEASE_SECONDS:.0f} s after it was last heard of."
-        )
 
 
 class ServerClient:
@@ -122,7 +112,7 @@ class ServerClient:
             )
         if path not in self.wordless or reply.body:
             said = self._read(path, reply)
-            if said.get("success") is False:
+            if said.get("success") is False or not DONE & said.keys():
                 raise EngineError(
                     f"The {self.kind} server at {self.address} did not do {path}: {reply}. {self.last_words()}"
                 )
@@ -177,10 +167,7 @@ class ServerClient:
         """
         told = {"run": self.run, "name": name}
         reply = self._asked("POST", ownership.OWNER, HEALTH_SECONDS, json=told)
-        if reply.status == httpx.codes.CONFLICT:
-            taken = self._read(ownership.OWNER, reply)
-            owner, heard = str(taken.get("owner"))[:300], taken.get("heard")
-            raise ServerTaken(self.address, owner, heard if isinstance(heard, float) else 0.0)
+        refuse_taken(self.address, reply)
         if reply.status != httpx.codes.OK:
             raise self.fault(f"failed in {ownership.OWNER}: {reply}")
         self._read(ownership.OWNER, reply)

@@ -20,7 +20,6 @@ from rftmega.errors import EngineError, EngineFault
 from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.fleet.line import Line
 from rftmega.fleet.server import Server
-from rftmega.fleet.server_answers import StaleAnswer, answered
 from rftmega.fleet.server_client import EXPECT, PAUSES, ServerClient
 from rftmega.fleet.server_options import arguments_of, devices_of, environment_of
 from rftmega.fleet.server_requests import ServerRequests
@@ -31,8 +30,6 @@ from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
-from rftmega.replies import generated, weight_version
-from rftmega.replies.completion_checks import LARGEST_ID, AnswerLimits
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.rollout.base import Engine
@@ -40,6 +37,9 @@ from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
 from rftmega.sampling_seeds import continued_seed
+from rftmega.server_protocol import generated, weight_version
+from rftmega.server_protocol.completion_checks import LARGEST_ID, AnswerLimits
+from rftmega.server_protocol.server_answers import StaleAnswer, answered
 from rftmega.shards import AdapterSource, Shard
 from rftmega.transport.adapter_parcel import NONE, POLICY
 from rftmega.transport.broadcast_weights import BroadcastWeights

@@ -11,14 +11,14 @@ from typing import Any
 from rftmega.errors import EngineError
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_client import CONTROL_SECONDS, PROBE_SECONDS, ServerClient
-from rftmega.replies import generated
+from rftmega.server_protocol import generated
+from rftmega.server_protocol.sglang_sampling import filters, sampling_of
 from rftmega.vllm_server import wire
 
 VERSION = "0.5.23"
 INFO = "/server_info"
 # rollout.on_update -> how it stops; SGLang itself lets answers end before it takes weights
 PAUSES = {"abort": "abort", "recompute": "retract", "keep": "in_place"}
-ALL = -1  # tokens that top_k keeps
 log = logging.getLogger(__name__)
 
 
@@ -158,29 +158,3 @@ class SGLangClient(ServerClient):
 
     def _info(self) -> dict[str, Any]:
         return self.told(INFO)
-
-
-def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what vLLM's SamplingParams takes in the names of SGLang's."""
-    found = {
-        "max_new_tokens": sampling["max_tokens"],
-        "temperature": sampling["temperature"],
-        "top_p": sampling["top_p"],
-        "top_k": sampling["top_k"] or ALL,
-        "min_p": sampling["min_p"],
-        "sampling_seed": sampling["seed"],
-        "stop_token_ids": list(sampling["stop_token_ids"]),
-        "ignore_eos": True,  # the stop tokens are ours alone
-        "no_stop_trim": True,  # tokens and log-probs belong together
-    }
-    if sampling.get("stop"):
-        found["stop"] = list(sampling["stop"])
-    return found
-
-
-def filters(sampling: Mapping[str, Any]) -> bool:
-    """Says whether tokens are drawn from a part of the distribution. SGLang's log-probs are of all of
-    it, at its temperature; those of the part come with its mask.
-    """
-    part = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
-    return bool(sampling["temperature"] > 0 and part)

@@ -5,7 +5,7 @@ from typing import Any
 
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_client import ServerClient
-from rftmega.replies import generated
+from rftmega.server_protocol import generated
 from rftmega.vllm_server import wire
 
 

@@ -1,5 +1,6 @@
 """Refuses, in one error, everything that can be refused before a process group or a model exists."""
 
+import os
 from pathlib import Path
 
 from rftmega import device
@@ -36,6 +37,7 @@ from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK
 from rftmega.shards import LINEAR, OF_WORDS
 from rftmega.validation import violations
+from rftmega.vllm_server import door
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
 HEAD = "score.weight"  # of a value model
@@ -101,9 +103,21 @@ def preflight(
             f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
             "(torchrun --max-restarts)."
         )
-    found += _exports(config) + _quantised(config)
+    found += _exports(config) + _quantised(config) + (_key(config) if here else [])
     if found:
         raise ConfigError.listing("This run can't start", found)
+
+
+def _key(config: RunConfig) -> list[str]:
+    """Refuses, on the process that speaks to servers elsewhere, what is no key of theirs."""
+    elsewhere = config.rollout.addresses or config.rollout.roster
+    if config.strategy != "separate" or not elsewhere or os.environ.get("RANK", "0") != "0":
+        return []
+    try:
+        door.given_key()
+    except ValueError as error:
+        return [f"{error} Servers of rollout.addresses and rollout.roster ask for it."]
+    return []
 
 
 def _described(config: RunConfig, path: str) -> ModelDescription:

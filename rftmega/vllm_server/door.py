@@ -55,8 +55,8 @@ def headers(key: str, run: str = "") -> dict[str, str]:
         odd.append(0 if key[0] == " " else len(key) - 1)
     if odd:
         raise ValueError(
-            f"{KEY} has {key[odd[0]]!r} as character {odd[0] + 1} of {len(key)}, which can't be in the header of a request: ASCII "
-            f"letters, digits and signs can, without blanks or line ends around them. {ADVICE}"
+            f"{KEY} has {key[odd[0]]!r} as character {odd[0] + 1} of {len(key)}, which can't be in a request: ASCII letters, "
+            f"digits and signs can, without blanks or line ends around them. {ADVICE}"
         )
     found = {"Authorization": f"Bearer {key}"}
     return found | {ownership.HEADER: run} if run else found
@@ -171,7 +171,7 @@ async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
     except Exception as error:
         await _tell({"error": str(error)}, send, status=500)
     else:
-        await _tell({}, send)
+        await _tell({"status": "taken"}, send)
 
 
 async def _tell(found: Any, send: Send, *, status: int = 200) -> None:

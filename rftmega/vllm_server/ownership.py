@@ -34,11 +34,11 @@ class Ownership:
             return TAKEN, {"owner": self._name, "heard": float(age)}
         if not name:
             self._run = ""
-            return 200, {}
+            return 200, {"status": "released"}
         if self._run != run:
             self.changes += 1
         self._run, self._name, self._heard = run, name, self._clock()
-        return 200, {}
+        return 200, {"status": "claimed"}
 
     def allows(self, run: str) -> bool:
         """Says whether a request of this run is taken; a server that nobody claimed takes all."""

@@ -508,6 +508,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         for way in WAYS:
             patch.setattr(servers, way, sync)
         patch.setattr(servers, "devices_of", lambda *_: {})
+        patch.setattr(engines, "run_identity", lambda output: "")
         patch.setattr(servers.ServerEngine, "_check", lambda self, server: None)
         made = engines.create(
             config,

@@ -16,7 +16,7 @@ import uvicorn
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.errors import EngineError
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
-from rftmega.fleet.server_answers import answered
+from rftmega.server_protocol.server_answers import answered
 from rftmega.vllm_server import completions_socket, door, wire
 from rftmega.vllm_server.completions_socket import CompletionsSocket
 

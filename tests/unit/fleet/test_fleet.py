@@ -11,8 +11,8 @@ from rftmega.fleet import fleet as fleet_module
 from rftmega.fleet import server_client
 from rftmega.fleet.fleet import Fleet, FleetMember
 from rftmega.fleet.server_client import ServerClient
-from rftmega.replies import http_reply
-from rftmega.replies.http_reply import HTTPReply
+from rftmega.server_protocol import http_reply
+from rftmega.server_protocol.http_reply import HTTPReply
 
 absent = set[str]()  # addresses where nobody answers
 

@@ -8,15 +8,15 @@ from torch import Tensor
 from rftmega.columns import expert_routes
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.errors import EngineError, EngineFault
-from rftmega.replies import weight_version
-from rftmega.replies.completion_checks import (
+from rftmega.requests.partial_completion import PartialCompletion
+from rftmega.server_protocol import weight_version
+from rftmega.server_protocol.completion_checks import (
     ANY_ANSWER,
     AnswerLimits,
     WrongAnswer,
     checked,
     versions_of,
 )
-from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.vllm_server import wire
 
 

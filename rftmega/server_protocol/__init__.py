@@ -1,0 +1,1 @@
+"""Says what a trainer and one server say to each other, and what of the server's words is believed."""
