@@ -123,5 +123,5 @@ def _answer(
 def _converted(found: Any, kind: type[Kind]) -> Kind:
     try:
         return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:  # text that is none, too
         raise EngineFault(f"A server's reply is no completion: {error}.") from error

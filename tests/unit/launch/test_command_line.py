@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.config import CheckpointConfig, RunConfig, TrainerConfig
+from rftmega.config import CheckpointConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.errors import LockedError
 from rftmega.launch.api import folders_locked
 from rftmega.parallel.folder_lock import FILE
@@ -35,6 +35,23 @@ def test_a_run_keeps_others_out_of_its_output_and_of_its_checkpoints(tmp_path: P
         with folders_locked(config_of(tmp_path / "other", checkpoints, every=0)):
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_do_not_push_into_one_folder(tmp_path: Path) -> None:
+    def pushing(output: str, strategy: str = "separate") -> RunConfig:
+        config = config_of(tmp_path / output)
+        config.strategy = strategy  # type: ignore[assignment]
+        config.rollout = RolloutConfig(weights_folder=str(tmp_path / "weights"))
+        return config
+
+    with folders_locked(pushing("a")):
+        with (
+            pytest.raises(LockedError, match="weights is in use by another run"),
+            folders_locked(pushing("b")),
+        ):
+            pass
+        with folders_locked(pushing("b", "colocated")):
+            pass
 
 
 def test_without_a_launcher_the_first_rank_holds_the_lock(
