@@ -2,6 +2,7 @@
 message, since they are small.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[s
     """
     try:
         parcel = _decoder.decode(message)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"The adapters of push {version} can't be read: {error}") from error
     if parcel.version != version:
         raise EngineError(
@@ -73,8 +74,11 @@ def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[s
         )
     found = {}
     for each in parcel.tensors:
-        dtype = getattr(torch, each.dtype)
-        if len(each.elements) != torch.Size(each.shape).numel() * dtype.itemsize:
+        dtype = getattr(torch, each.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise EngineError(f"{each.name} of push {version} has no dtype of torch's.")
+        size = math.prod(each.shape) * dtype.itemsize
+        if min(each.shape, default=1) < 1 or len(each.elements) != size:
             raise EngineError(f"{each.name} of push {version} has not the size that was sent.")
         tensor = torch.frombuffer(bytearray(each.elements), dtype=dtype).view(each.shape)
         if sum_of(tensor) != each.checksum:

@@ -84,6 +84,7 @@ class NetworkWeights(RemoteWeights):
         else:
             self.store, self.host = visited(host, port, seconds=seconds), _own_address(host, port)
         self._place = [host, port]
+        self._shapes = {name: shape for name, _, shape in planned(self.tensors)}
         self._links: dict[str, Link] = {}
         self._plans: dict[bytes, EnginePlan] = {}
         self._joins = 0
@@ -198,7 +199,12 @@ class NetworkWeights(RemoteWeights):
             raise EngineFault(f"Worker {worker} of {name} said nothing: {error}") from error
         if told == FAILED:
             raise EngineFault(f"The workers of {name} did not come.")
-        return unpacked_needs(told)
+        try:
+            return unpacked_needs(told, self._shapes)
+        except ValueError as error:
+            raise EngineFault(
+                f"Worker {worker} of {name} asks for what is not there: {error}"
+            ) from error
 
     def _planned(self, needs: Sequence[Needs]) -> EnginePlan:
         """Plans what the workers with these needs receive, the same on every process."""

@@ -34,9 +34,21 @@ def packed_needs(needs: Needs) -> bytes:
     return msgspec.msgpack.encode(needs)
 
 
-def unpacked_needs(told: bytes) -> Needs:
-    """Raises ValueError for what are no needs."""
-    return _needs.decode(told)
+def unpacked_needs(told: bytes, shapes: Mapping[str, Sequence[int]] | None = None) -> Needs:
+    """Raises ValueError for what are no needs; with `shapes` for those that no tensor of these has."""
+    needs = _needs.decode(told)
+    for name, boxes in needs.items() if shapes is not None else ():
+        assert shapes is not None
+        if name not in shapes:
+            raise ValueError(f"there is no {name[:80]!r}")
+        for box in boxes:
+            within = [
+                0 <= start <= stop <= size
+                for (start, stop), size in zip(box, shapes[name], strict=True)
+            ]
+            if not all(within):
+                raise ValueError(f"{name} of {tuple(shapes[name])} has no {box}")
+    return needs
 
 
 def told_tensors(tensors: Iterable[PlannedTensor]) -> list[ToldTensor]:
@@ -71,6 +83,9 @@ class ReceivedBucket:
         dtypes = [(name, _dtype(dtype), shape) for name, dtype, shape in told.tensors]
         self.tensors = [PlannedTensor(*tensor) for tensor in dtypes]
         logical = [LogicalTensor((name,), (shape,), dtype) for name, dtype, shape in self.tensors]
+        places = [place for theirs in told.slices.values() for place, _ in theirs]
+        if places and not 0 <= min(places) <= max(places) < len(logical):
+            raise ValueError(f"a plan of {len(logical)} tensors names number {max(places)}")
         self.layouts = {
             source: Layout([TensorSlice(logical[place], 0, box) for place, box in theirs])
             for source, theirs in told.slices.items()

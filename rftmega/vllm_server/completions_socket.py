@@ -62,17 +62,20 @@ class CompletionsSocket:
             task.cancel()
 
     async def _answer(self, ask: wire.Ask) -> None:
+        output = None  # of the engine: what raises behind it is no fault of the request's
         try:
-            answer: wire.ServerAnswer | wire.Failure = await self._completion(ask)
+            output = await self._generated(ask)
+            answer: wire.ServerAnswer | wire.Failure = _told(ask, output)
         except (VLLMClientError, ValueError, TypeError) as error:
-            answer = wire.Failure(ask.number, str(error), refused=True)
+            answer = wire.Failure(ask.number, str(error), refused=output is None)
         except Exception as error:
             answer = wire.Failure(ask.number, repr(error), refused=False)
         self._running.pop(ask.number, None)
         self._answers.append(answer)
         self._news.set()
 
-    async def _completion(self, ask: wire.Ask) -> wire.ServerAnswer:
+    async def _generated(self, ask: wire.Ask) -> Any:
+        """Returns what the engine gave last."""
         parameters = SamplingParams(
             **ask.sampling, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -87,25 +90,7 @@ class CompletionsSocket:
         )
         async for each in answering:
             output = each
-        choice = output.outputs[0]
-        ids = choice.token_ids
-        pairs = zip(ids, choice.logprobs or (), strict=True)
-        logprobs = array("f", [at[token].logprob for token, at in pairs])
-        spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
-        told = choice.routed_experts
-        routes, shape = b"", list[int]()
-        if told is not None:
-            kind = "uint8" if told.dtype == "uint8" else "int16"
-            routes, shape = told.astype(kind).tobytes(), list(told.shape)
-        return wire.ServerAnswer(
-            wire.renumbered(ask.number, output.prompt_token_ids),
-            wire.integers(ids),
-            logprobs.tobytes(),
-            choice.finish_reason,
-            spans,
-            routes,
-            shape,
-        )
+        return output
 
     async def _hand_out(self) -> None:
         """Sends answers; those that come while others are sent go together."""
@@ -125,3 +110,26 @@ class CompletionsSocket:
             size += len(getattr(answer, "routes", b""))
             taken.append(answer)
         return taken
+
+
+def _told(ask: wire.Ask, output: Any) -> wire.ServerAnswer:
+    """Returns what a trainer is told of vLLM's output."""
+    choice = output.outputs[0]
+    ids = choice.token_ids
+    pairs = zip(ids, choice.logprobs or (), strict=True)
+    logprobs = array("f", [at[token].logprob for token, at in pairs])
+    spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
+    told = choice.routed_experts
+    routes, shape = b"", list[int]()
+    if told is not None:
+        kind = "uint8" if told.dtype == "uint8" else "int16"
+        routes, shape = told.astype(kind).tobytes(), list(told.shape)
+    return wire.ServerAnswer(
+        wire.renumbered(ask.number, output.prompt_token_ids),
+        wire.integers(ids),
+        logprobs.tobytes(),
+        str(choice.finish_reason),
+        spans,
+        routes,
+        shape,
+    )
