@@ -166,14 +166,11 @@ class Servers:
         self._roster.parent.mkdir(parents=True, exist_ok=True)
         with self._roster.with_name(f"{self._roster.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            before = (
-                self._roster.read_text(errors="surrogateescape") if self._roster.exists() else ""
-            )
+            odd = "surrogateescape"  # bytes that are no text stay as they are
+            before = self._roster.read_text(errors=odd) if self._roster.exists() else ""
             kept = [line for line in before.splitlines() if line not in (*new, *gone)]
             draft = self._roster.with_name(f"{self._roster.name}.incomplete")
-            draft.write_text(
-                "".join(f"{line}\n" for line in [*kept, *new]), errors="surrogateescape"
-            )
+            draft.write_text("".join(f"{line}\n" for line in [*kept, *new]), errors=odd)
             os.replace(draft, self._roster)  # a reader sees all of it or none
 
 

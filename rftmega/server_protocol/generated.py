@@ -13,8 +13,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Kind = TypeVar("Kind")
 
 
-class Span(msgspec.Struct):
-    """Span says of which weights tokens are."""
+class WeightSpan(msgspec.Struct):
+    """WeightSpan says of which weights some tokens are."""
 
     version: str
     start: int
@@ -39,7 +39,7 @@ class Choice(msgspec.Struct):
     token_ids: list[TokenId]
     finish_reason: str
     logprobs: Logprobs | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
     @property
     def answer(self) -> wire.ServerAnswer:
@@ -78,7 +78,7 @@ class SGLangMeta(msgspec.Struct):
     finish_reason: SGLangEnd
     output_token_logprobs: list[SGLangToken] | None = None
     output_token_sampling_logprobs: list[float] | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class SGLangReply(msgspec.Struct):
@@ -114,7 +114,7 @@ def of_sglang(reply: Any) -> wire.ServerAnswer:
 
 
 def _answer(
-    ids: Sequence[int], logprobs: Sequence[float], reason: str, spans: Sequence[Span] | None
+    ids: Sequence[int], logprobs: Sequence[float], reason: str, spans: Sequence[WeightSpan] | None
 ) -> wire.ServerAnswer:
     told = [(span.version, span.start, span.end) for span in spans or ()]
     return wire.ServerAnswer(0, wire.integers(ids), array("f", logprobs).tobytes(), reason, told)

@@ -4,12 +4,16 @@ nobody comes in.
 
 import asyncio
 import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rftmega.vllm_server.door import ADAPTER, KEY, PATHS, SAMPLES, Door, headers
+from rftmega.config import RunConfig
+from rftmega.errors import ConfigError
+from rftmega.launch.preflight import preflight
+from rftmega.vllm_server.door import ADAPTER, KEY, PATHS, SAMPLES, Door, given_key, headers
 from rftmega.vllm_server.wire import SOCKET
 
 
@@ -100,6 +104,33 @@ def test_without_a_key_a_server_does_not_come_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(KEY, raising=False)
     with pytest.raises(ValueError, match=f"{KEY} is not set"):
         Door(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("", "is empty"),
+        ("k\n", r"has '\\n' as character 2 of 2"),
+        ("k\u00e4", "has '\u00e4' as character 2 of 2"),
+        ("k\r\nX-Evil: 1", r"has '\\r' as character 2"),
+        (" k", "has ' ' as character 1"),
+        ("k ", "has ' ' as character 2"),
+        ("\tk", r"has '\\t' as character 1"),
+        ("k\0", "as character 2 of 2"),
+        ("\ufeffk", "as character 1"),
+    ],
+)
+def test_what_can_not_be_a_key_starts_nothing_and_is_said(
+    key: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {KEY: key})  # a NUL is in nobody's
+    for build in (lambda: Door(None), given_key, lambda: headers(key)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"{KEY} .*{said}.*openssl rand"):
+            build()
+    config = RunConfig(strategy="separate")
+    config.rollout.addresses = ["http://10.0.0.2:8100"]
+    with pytest.raises(ConfigError, match=f"{KEY} .*{said}"):
+        preflight(config, 1)
 
 
 class Workers:
