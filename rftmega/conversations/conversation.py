@@ -113,8 +113,8 @@ class Conversation:
     def reply(self, messages: Messages) -> None:
         """Says `messages` (of tools, of the user) to the last answer.
 
-        Raises DataError where the conversation would have to be rendered anew and can't be: the
-        template refuses it, or it has pictures.
+        Raises DataError, and changes nothing, where the conversation would have to be rendered anew
+        and can't be: the template refuses it, or it has pictures.
         """
         if self._asked is None:
             raise ValueError("a reply comes behind an answer")
@@ -122,11 +122,11 @@ class Conversation:
         bridge = self.renderer.bridge(
             self._asked, answer, messages, self.tools, history=self.messages
         )
+        if bridge is None:
+            self._begin_anew(messages)
+            return
         self.messages += messages
         self._asked = None
-        if bridge is None:
-            self._begin_anew()
-            return
         self._segments[-1].add(bridge.token_ids, bridge.turns)
         self._context += bridge.token_ids
 
@@ -144,14 +144,16 @@ class Conversation:
         found = [segment.trajectory() for segment in self._segments]
         return [each for each in found if each is not None]
 
-    def _begin_anew(self) -> None:
-        """Begins another trajectory, whose context is the whole conversation."""
+    def _begin_anew(self, messages: Messages) -> None:
+        """Begins another trajectory, whose context is the whole conversation with `messages`."""
         if self._pictures:
             raise DataError(
                 "the chat template rewrites what stands before, and a conversation with pictures can't be rendered anew: take "
                 "a template that keeps it, or end the rollout at the first answer."
             )
-        self._context = self.renderer.render(self.messages, self.tools)
+        self._context = self.renderer.render([*self.messages, *messages], self.tools)
+        self.messages += messages
+        self._asked = None
         self._segments.append(GrowingTrajectory([self._context], len(self._context)))
 
 

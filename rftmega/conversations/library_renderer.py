@@ -8,7 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rftmega.conversations.answer_parsers import Parsed, SampledAnswer, parsed_of
+from rftmega.conversations.answer_parsers import (
+    Parsed,
+    Parser,
+    SampledAnswer,
+    deepseek,
+    llama,
+    parsed_of,
+)
 from rftmega.conversations.replies import Bridge, ChatTokenizer, Messages, Specs
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import read_json_object
@@ -35,6 +42,9 @@ CANDIDATES = {
     "gpt_oss": ("gpt-oss",),
     "hunyuan_v3": ("hy3",),
 }
+# renderers whose answers are read without the library: its pattern of a fence takes minutes for a run
+# of spaces, and it takes a broken call of Llama for words
+READ_HERE: dict[str, Parser] = {"deepseek-v3": deepseek, "deepseek-r1": deepseek, "llama-3": llama}
 SPEC = {
     "type": "function",
     "function": {
@@ -99,11 +109,17 @@ class LibraryRenderer:
 
     def parse(
         self, tokenizer: ChatTokenizer, answer: SampledAnswer, end: Sequence[int], tools: Specs
-    ) -> Parsed:
-        """Takes an answer apart; `end`: the token that ended it, or none."""
+    ) -> Parsed | None:
+        """Takes an answer apart; `end`: the token that ended it, or none. None: the library fails."""
+        if parser := READ_HERE.get(self.name):
+            return parser(tokenizer, answer)
         ids = [*answer.token_ids, *end]
         specs = [dict(each) for each in tools] or None
-        response = self.inner.parse_response(ids, tools=specs, prompt_ids=list(answer.context))
+        try:
+            response = self.inner.parse_response(ids, tools=specs, prompt_ids=list(answer.context))
+        except Exception as error:  # the library's, whatever the model wrote
+            logger.debug("the renderer %s can't read an answer", self.name, exc_info=error)
+            return None
         return parsed_of(tokenizer, answer.token_ids, response)
 
     def bridge(
@@ -116,9 +132,13 @@ class LibraryRenderer:
         """Returns the tokens behind an answer; None where the format rewrites what stands before."""
         known = [*previous_ids, *completion_ids]
         specs = [dict(each) for each in tools] or None
-        found = self.inner.bridge_to_next_turn(
-            list(previous_ids), list(completion_ids), messages, tools=specs
-        )
+        try:
+            found = self.inner.bridge_to_next_turn(
+                list(previous_ids), list(completion_ids), messages, tools=specs
+            )
+        except Exception as error:  # the library's, whatever is said
+            logger.debug("the renderer %s can't go on", self.name, exc_info=error)
+            return None
         if found is None or found.token_ids[: len(known)] != known:
             return None
         indices = found.message_indices[len(known) :]
