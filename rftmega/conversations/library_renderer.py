@@ -16,7 +16,7 @@ from rftmega.conversations.answer_parsers import (
     llama,
     parsed_of,
 )
-from rftmega.conversations.replies import Bridge, ChatTokenizer, Messages, Specs
+from rftmega.conversations.replies import Bridge, ChatTokenizer, Control, Messages, Specs
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import read_json_object
 from rftmega.types import Turn
@@ -201,23 +201,27 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
     try:
         config = config_from_name(name)
         given = dict(tokenizer.chat.given)
-        return create_renderer(_remembering(tokenizer.inner), config, chat_template_kwargs=given)
+        inner = _remembering(tokenizer.inner, tokenizer.control)
+        return create_renderer(inner, config, chat_template_kwargs=given)
     # a special token that the tokenizer lacks, an option that is another template's, no network
     except (AssertionError, ValueError, TypeError, KeyError, OSError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _remembering(inner: Any) -> Any:
+def _remembering(inner: Any, control: Control) -> Any:
     """Returns a tokenizer that keeps the tokens of short texts: a renderer asks for the words of its
     format several times a turn, and transformers takes 0.1 ms for each. It also asks twice a turn
-    whether the tokenizer tells places in the text, by calling its `__call__` with a letter.
+    whether the tokenizer tells places in the text, by calling its `__call__` with a letter. Control
+    tokens that are hidden in a text become letters.
     """
-    kept = lru_cache(REMEMBERED)(lambda text: tuple(inner.encode(text, add_special_tokens=False)))
+    kept = lru_cache(REMEMBERED)(lambda text: tuple(control.encode(text)))
     letter = lru_cache(1)(lambda text, **options: inner(text, **options))
 
     def encode(text: str, *given: Any, **options: Any) -> list[int]:
         if len(text) <= SHORT and not given and options == {"add_special_tokens": False}:
             return list(kept(text))
+        if not given and options == {"add_special_tokens": False}:
+            return control.encode(text)
         found: list[int] = inner.encode(text, *given, **options)
         return found
 
@@ -229,10 +233,17 @@ def _remembering(inner: Any) -> Any:
         return text
 
     def call(text: str, **options: Any) -> Any:
-        return letter(text, **options) if text == "a" else inner(text, **options)
+        if text == "a":
+            return letter(text, **options)
+        if options == {"add_special_tokens": False, "return_offsets_mapping": True}:
+            ids, places = control.encode_places(text)
+            return {"input_ids": ids, "offset_mapping": places}
+        return inner(text, **options)
 
     found = copy.copy(inner)
-    found.encode, found.__call__ = encode, call
+    called = {"__call__": lambda own, text, **options: call(text, **options)}
+    found.__class__ = type(type(inner).__name__, (type(inner),), called)
+    found.encode = encode
     if inner.is_fast and not inner.clean_up_tokenization_spaces:
         found.decode = decode  # see replies.text_of
     return found

@@ -58,6 +58,7 @@ class ToolsEnvironment:
             rewards = await runner.rewards()
         measures = runner.measures | {"turns": float(conversation.turns)}
         measures |= {f"over_{limit}": float(limit == over) for limit in LIMITS}
+        measures["control_tokens"] = float(conversation.control_tokens)
         trajectories = conversation.trajectories()
         if len(trajectories) > 1:
             measures["rewritten"] = len(trajectories) - 1.0

@@ -152,7 +152,7 @@ def says(body: bytes, **headers: str) -> Say:
     ],
 )
 def test_a_reply_that_can_not_be_decoded_is_a_fault(say: Say, why: str) -> None:
-    with pytest.raises(InfrastructureFault, match=f"The tool look gave no answer .*{why}"):
+    with pytest.raises(InfrastructureFault, match=f"The tool look gave no answer: .*{why}"):
         answered(say, {"city": "Rome"})
 
 
