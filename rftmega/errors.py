@@ -9,6 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 
+def described(error: BaseException, *, call: bool = False) -> str:
+    """Returns the class and the message of an error of foreign code, whose own methods may fail;
+    `call`: as Python writes the call that makes it.
+    """
+    name = type(error).__name__
+    try:
+        return repr(error) if call else f"{name}: {error}"
+    except BaseException:  # a SystemExit as well: it would end the thread that tells of the error
+        return f"{name}, which can't be told: it fails as well"
+
+
 class RFTMegaError(Exception):
     """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
 

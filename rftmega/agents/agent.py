@@ -73,6 +73,7 @@ class AgentEnvironment:
             "turns": float(session.turns),
             "trajectories": float(len(trajectories)),
             "over_seconds": float(late),
+            "control_tokens": float(session.control_tokens),
         }
         return Rollout(tuple(trajectories), rewards=rewards_of(given), measures=measures)
 

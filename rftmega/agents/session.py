@@ -104,6 +104,12 @@ class Session:
         answers = [each.conversation.turns for each in self._order if isinstance(each, _Line)]
         return sum(answers) + sum(len(each.turns) for each in self._segments)
 
+    @property
+    def control_tokens(self) -> int:
+        """Counts names of control tokens in what the agent said, which stayed text."""
+        lines = [each for each in self._order if isinstance(each, _Line)]
+        return sum(each.conversation.control_tokens for each in lines)
+
     async def _generated(self, context: Sequence[int], most: int | None) -> Completion:
         self.requests += 1
         try:
@@ -136,13 +142,17 @@ class Session:
             raise RequestRefused(str(error)) from error
 
     def _begun(self, asked: Asked) -> _Line:
-        messages = list(asked.messages)
+        control = self.renderer.tokenizer.control
+        hidden = [
+            control.hidden(each, words=each["role"] != "assistant") for each in asked.messages
+        ]
         try:
-            ids = self.renderer.render(messages, asked.tools)
+            ids = self.renderer.render(hidden, asked.tools)
         except DataError as error:
             raise RequestRefused(str(error)) from error
-        conversation = Conversation(ids, self.renderer, asked.tools, messages=messages)
-        line = _Line(conversation, messages)
+        conversation = Conversation(ids, self.renderer, asked.tools, messages=hidden)
+        conversation.control_tokens = len(control.found(asked.messages, words=True))
+        line = _Line(conversation, list(asked.messages))
         self._lines.append(line)
         self._order.append(line)
         return line

@@ -182,7 +182,10 @@ class VerifiersEnvironment:
         trajectories = session.trajectories()
         if not trajectories:
             raise InfrastructureFault("a rollout of verifiers asked the model nothing")
-        measures = told["metrics"] | {"turns": float(session.turns)}
+        measures = told["metrics"] | {
+            "turns": float(session.turns),
+            "control_tokens": float(session.control_tokens),
+        }
         return Rollout(tuple(trajectories), rewards=told["rewards"], measures=measures)
 
     async def close(self) -> None:

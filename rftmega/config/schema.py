@@ -387,6 +387,11 @@ class DataConfig:
     chat_template_file: str = ""
     """Jinja file with a chat template to use instead of the tokenizer's own."""
 
+    control_tokens: Literal["reject", "text", "control"] = "reject"
+    """Names of the tokenizer's special tokens in the text of records, as <|im_end|>. reject: refuse
+    the record; text: encode them as letters; control: as the tokens, which may end a turn.
+    """
+
     too_long: Literal["error", "drop"] = "error"
     """error: refuse what is over rollout.max_prompt_tokens (max_response_tokens); drop: leave it
     out, with a count.

@@ -1,6 +1,7 @@
 """Reads calls of functions and thinking out of an answer's tokens, in the formats of model families."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,17 @@ THINK, UNTHINK = "<think>", "</think>"
 HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 HARMONY = ("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+FENCE = "```"
+ANALYSIS = re.compile(
+    r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
+)
+LLAMA_CALL = re.compile(r'\{\s*"(?:name|parameters|type"\s*:\s*"function)"')
 NEAR = 8  # tokens at the end of a context in which it may have begun to think
+DEEPEST = 100  # lists and objects within each other in the arguments of a call
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +62,38 @@ Parser = Callable[[ChatTokenizer, SampledAnswer], Parsed]
 
 def call_of(fields: Any, text: str) -> Call:
     """Returns the call that JSON's `fields` describe."""
-    if not isinstance(fields, dict) or not isinstance(name := fields.get("name"), str):
+    name = fields.get("name") if isinstance(fields, dict) else None
+    if not isinstance(name, str) or not _writable([name]):
         return Call("", None, text)
     arguments = fields.get("arguments", fields.get("parameters", {}))
     return Call(name, object_of(arguments), text)
 
 
 def object_of(value: Any) -> dict[str, Any] | None:
-    """Returns a JSON object, which may be written as a string; None for anything else."""
+    """Returns a JSON object, which may be written as a string; None for anything else.
+
+    Numbers that are not finite, text that is not Unicode, numbers of more digits than Python reads
+    and very deep nesting are not JSON that a tool or a chat template could be given.
+    """
     if isinstance(value, str):
         value = _json(value)
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and _writable(value) else None
+
+
+def _writable(value: Any) -> bool:
+    """Returns whether a value can be written as JSON in UTF-8, nested at most DEEPEST times."""
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            return False
+        lists = [each.values() if isinstance(each, dict) else each for each in level]
+        inside = [each for values in lists for each in values]
+        level, depth = [each for each in inside if isinstance(each, dict | list)], depth + 1
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def _json(text: str) -> Any:
@@ -121,7 +153,37 @@ def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     fields = _json(written)
     if isinstance(fields, dict) and "name" in fields:
         return Parsed("", "", (call_of(fields, written),), "", text)
+    if fields is None and LLAMA_CALL.match(written):
+        return Parsed("", "", (Call("", None, written),), "", text)
     return Parsed(text, "", (), text, text)
+
+
+def deepseek(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Reads the calls of DeepSeek: the name, a line feed, and the arguments in a fence.
+
+    The library's own pattern takes time that grows with the cube of a run of spaces.
+    """
+    text = text_of(tokenizer, answer.token_ids)
+    reasoning, behind = _thought(tokenizer, answer.context, text)
+    content, begun, section = behind.partition(CALLS_BEGIN)
+    written = section.partition(CALLS_END)[0].split(CALL_BEGIN)[1:]
+    if not begun or not written:
+        return Parsed(behind.strip(), reasoning, (), text, text)
+    spoken = text[: len(text) - len(behind) + len(content)]
+    calls = tuple(_deepseek_call(each) for each in written)
+    return Parsed(content.strip(), reasoning, calls, spoken, text)
+
+
+def _deepseek_call(written: str) -> Call:
+    """Returns the call of `function<｜tool▁sep｜>NAME`, a line feed and the arguments."""
+    body, ended, _ = written.partition(CALL_END)
+    _, separated, named = body.partition(SEPARATOR)
+    name, _, rest = named.strip().partition("\n")
+    rest = rest.strip()
+    if rest.startswith(FENCE) and rest.endswith(FENCE):
+        rest = rest.removeprefix(FENCE).removesuffix(FENCE).removeprefix("json").strip()
+    readable = bool(ended and separated and name.strip())
+    return Call(name.strip(), object_of(rest or "{}") if readable else None, body)
 
 
 def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
@@ -133,8 +195,20 @@ def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     # the answer begins within a message whose head ends the context
     head = [start, *tokenizer.encode_reply("assistant")]
     end = [ids["call_id"]] if answer.ended else []
-    response = parse_gpt_oss(tokenizer.inner, [*head, *answer.token_ids, *end], **ids)
+    try:
+        response = parse_gpt_oss(tokenizer.inner, [*head, *answer.token_ids, *end], **ids)
+    except Exception as error:  # the library's, whatever the model wrote
+        log.debug("an answer could not be taken apart", exc_info=error)
+        return _unread_channels(text_of(tokenizer, answer.token_ids))
     return parsed_of(tokenizer, answer.token_ids, response)
+
+
+def _unread_channels(text: str) -> Parsed:
+    """Returns an answer of gpt-oss with its thinking, and behind it a call that can't be read."""
+    thoughts = list(ANALYSIS.finditer(text))
+    behind = thoughts[-1].end() if thoughts else 0
+    reasoning = "".join(each[1] for each in thoughts).strip()
+    return Parsed("", reasoning, (Call("", None, text[behind:]),), text[:behind], text)
 
 
 def by_library(name: str) -> Parser:
@@ -147,12 +221,24 @@ def by_library(name: str) -> Parser:
         ids, closing = list(answer.token_ids), token_id(tokenizer, UNTHINK)
         behind = ids.index(closing) + 1 if closing in ids else 0
         reasoning = text_of(tokenizer, ids[: max(0, behind - 1)]).strip().removeprefix(THINK)
-        content, calls = get_tool_parser(name, tokenizer.inner).extract(ids[behind:])
+        try:
+            content, calls = get_tool_parser(name, tokenizer.inner).extract(ids[behind:])
+        except Exception as error:  # the library's, whatever the model wrote
+            log.debug("an answer could not be taken apart", exc_info=error)
+            return unread(tokenizer, answer)
         said = text_of(tokenizer, content).strip("\n")
         response = ParsedResponse(said, reasoning.strip("\n"), calls)
         return parsed_of(tokenizer, ids, response)
 
     return parser
+
+
+def unread(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Returns an answer at which a parser failed: behind its thinking, a call that can't be read."""
+    text = text_of(tokenizer, answer.token_ids)
+    reasoning, behind = _thought(tokenizer, answer.context, text)
+    spoken = text[: len(text) - len(behind)]
+    return Parsed("", reasoning, (Call("", None, behind),), spoken, text)
 
 
 def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any) -> Parsed:
@@ -173,8 +259,9 @@ def _read(call: Any) -> Call:
     from renderers.base import ToolCallParseStatus
 
     readable = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
-    arguments = object_of(call.arguments) if readable else None
-    return Call(call.name or "", arguments, call.raw, call.id or "")
+    if not isinstance(call.name, str) or not _writable([call.name]):
+        return Call("", None, call.raw)
+    return Call(call.name, object_of(call.arguments) if readable else None, call.raw, call.id or "")
 
 
 PARSERS: dict[str, Parser] = {
@@ -182,7 +269,7 @@ PARSERS: dict[str, Parser] = {
     "mistral": mistral,
     "llama-3": llama,
     "gpt-oss": harmony,
-    "deepseek-v3": by_library("deepseek-v3"),
+    "deepseek-v3": deepseek,
     "glm": by_library("glm"),
     "qwen3.5": by_library("qwen3.5"),
 }

@@ -57,11 +57,14 @@ class Conversation:
         messages: Messages,
         pictures: bool = False,
     ):
-        """Begins with `task_ids`, which the chat template makes of `messages` and `tools`."""
+        """Begins with `task_ids`, which the chat template makes of `messages` and `tools`: messages
+        in which control tokens are hidden that are not meant.
+        """
         self.renderer, self.tools = renderer, list(tools)
         self.messages = list(messages)
         self._pictures = pictures
         self.turns = 0
+        self.control_tokens = 0  # whose names the environment said; they stayed text
         self._calls = 0
         self._context: tuple[int, ...] = tuple(task_ids)
         self._segments = [GrowingTrajectory([self._context], len(self._context))]
@@ -81,7 +84,7 @@ class Conversation:
         Raises DataError for a task whose tokens are not what the chat template makes of them;
         `checked` says that they are known to be.
         """
-        messages, pictures = messages_of(task), bool(task.pictures)
+        messages, pictures = renderer.tokenizer.recorded(messages_of(task)), bool(task.pictures)
         found = cls(task.token_ids, renderer, tools, messages=messages, pictures=pictures)
         known = checked or pictures
         if not known and renderer.render(messages, tools) != found.context:
@@ -111,22 +114,27 @@ class Conversation:
         return reply
 
     def reply(self, messages: Messages) -> None:
-        """Says `messages` (of tools, of the user) to the last answer.
+        """Says `messages` (of tools, of the user) to the last answer. Names of control tokens in them
+        stay text.
 
-        Raises DataError where the conversation would have to be rendered anew and can't be: the
-        template refuses it, or it has pictures.
+        Raises DataError, and changes nothing, where the conversation would have to be rendered anew
+        and can't be: the template refuses it, or it has pictures.
         """
         if self._asked is None:
             raise ValueError("a reply comes behind an answer")
+        named = len(self.renderer.tokenizer.control.found(messages, words=True))
+        messages = self.renderer.tokenizer.control.hidden(messages, words=True)
         answer = self._context[len(self._asked) :]
         bridge = self.renderer.bridge(
             self._asked, answer, messages, self.tools, history=self.messages
         )
+        if bridge is None:
+            self._begin_anew(messages)
+            self.control_tokens += named
+            return
+        self.control_tokens += named
         self.messages += messages
         self._asked = None
-        if bridge is None:
-            self._begin_anew()
-            return
         self._segments[-1].add(bridge.token_ids, bridge.turns)
         self._context += bridge.token_ids
 
@@ -144,14 +152,16 @@ class Conversation:
         found = [segment.trajectory() for segment in self._segments]
         return [each for each in found if each is not None]
 
-    def _begin_anew(self) -> None:
-        """Begins another trajectory, whose context is the whole conversation."""
+    def _begin_anew(self, messages: Messages) -> None:
+        """Begins another trajectory, whose context is the whole conversation with `messages`."""
         if self._pictures:
             raise DataError(
                 "the chat template rewrites what stands before, and a conversation with pictures can't be rendered anew: take "
                 "a template that keeps it, or end the rollout at the first answer."
             )
-        self._context = self.renderer.render(self.messages, self.tools)
+        self._context = self.renderer.render([*self.messages, *messages], self.tools)
+        self.messages += messages
+        self._asked = None
         self._segments.append(GrowingTrajectory([self._context], len(self._context)))
 
 

@@ -8,8 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rftmega.conversations.answer_parsers import Parsed, SampledAnswer, parsed_of
-from rftmega.conversations.replies import Bridge, ChatTokenizer, Messages, Specs
+from rftmega.conversations.answer_parsers import (
+    Parsed,
+    Parser,
+    SampledAnswer,
+    deepseek,
+    llama,
+    parsed_of,
+)
+from rftmega.conversations.replies import Bridge, ChatTokenizer, Control, Messages, Specs
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import read_json_object
 from rftmega.types import Turn
@@ -35,6 +42,9 @@ CANDIDATES = {
     "gpt_oss": ("gpt-oss",),
     "hunyuan_v3": ("hy3",),
 }
+# renderers whose answers are read without the library: its pattern of a fence takes minutes for a run
+# of spaces, and it takes a broken call of Llama for words
+READ_HERE: dict[str, Parser] = {"deepseek-v3": deepseek, "deepseek-r1": deepseek, "llama-3": llama}
 SPEC = {
     "type": "function",
     "function": {
@@ -99,11 +109,17 @@ class LibraryRenderer:
 
     def parse(
         self, tokenizer: ChatTokenizer, answer: SampledAnswer, end: Sequence[int], tools: Specs
-    ) -> Parsed:
-        """Takes an answer apart; `end`: the token that ended it, or none."""
+    ) -> Parsed | None:
+        """Takes an answer apart; `end`: the token that ended it, or none. None: the library fails."""
+        if parser := READ_HERE.get(self.name):
+            return parser(tokenizer, answer)
         ids = [*answer.token_ids, *end]
         specs = [dict(each) for each in tools] or None
-        response = self.inner.parse_response(ids, tools=specs, prompt_ids=list(answer.context))
+        try:
+            response = self.inner.parse_response(ids, tools=specs, prompt_ids=list(answer.context))
+        except Exception as error:  # the library's, whatever the model wrote
+            logger.debug("the renderer %s can't read an answer", self.name, exc_info=error)
+            return None
         return parsed_of(tokenizer, answer.token_ids, response)
 
     def bridge(
@@ -116,9 +132,13 @@ class LibraryRenderer:
         """Returns the tokens behind an answer; None where the format rewrites what stands before."""
         known = [*previous_ids, *completion_ids]
         specs = [dict(each) for each in tools] or None
-        found = self.inner.bridge_to_next_turn(
-            list(previous_ids), list(completion_ids), messages, tools=specs
-        )
+        try:
+            found = self.inner.bridge_to_next_turn(
+                list(previous_ids), list(completion_ids), messages, tools=specs
+            )
+        except Exception as error:  # the library's, whatever is said
+            logger.debug("the renderer %s can't go on", self.name, exc_info=error)
+            return None
         if found is None or found.token_ids[: len(known)] != known:
             return None
         indices = found.message_indices[len(known) :]
@@ -181,23 +201,27 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
     try:
         config = config_from_name(name)
         given = dict(tokenizer.chat.given)
-        return create_renderer(_remembering(tokenizer.inner), config, chat_template_kwargs=given)
+        inner = _remembering(tokenizer.inner, tokenizer.control)
+        return create_renderer(inner, config, chat_template_kwargs=given)
     # a special token that the tokenizer lacks, an option that is another template's, no network
     except (AssertionError, ValueError, TypeError, KeyError, OSError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _remembering(inner: Any) -> Any:
+def _remembering(inner: Any, control: Control) -> Any:
     """Returns a tokenizer that keeps the tokens of short texts: a renderer asks for the words of its
     format several times a turn, and transformers takes 0.1 ms for each. It also asks twice a turn
-    whether the tokenizer tells places in the text, by calling its `__call__` with a letter.
+    whether the tokenizer tells places in the text, by calling its `__call__` with a letter. Control
+    tokens that are hidden in a text become letters.
     """
-    kept = lru_cache(REMEMBERED)(lambda text: tuple(inner.encode(text, add_special_tokens=False)))
+    kept = lru_cache(REMEMBERED)(lambda text: tuple(control.encode(text)))
     letter = lru_cache(1)(lambda text, **options: inner(text, **options))
 
     def encode(text: str, *given: Any, **options: Any) -> list[int]:
         if len(text) <= SHORT and not given and options == {"add_special_tokens": False}:
             return list(kept(text))
+        if not given and options == {"add_special_tokens": False}:
+            return control.encode(text)
         found: list[int] = inner.encode(text, *given, **options)
         return found
 
@@ -209,10 +233,17 @@ def _remembering(inner: Any) -> Any:
         return text
 
     def call(text: str, **options: Any) -> Any:
-        return letter(text, **options) if text == "a" else inner(text, **options)
+        if text == "a":
+            return letter(text, **options)
+        if options == {"add_special_tokens": False, "return_offsets_mapping": True}:
+            ids, places = control.encode_places(text)
+            return {"input_ids": ids, "offset_mapping": places}
+        return inner(text, **options)
 
     found = copy.copy(inner)
-    found.encode, found.__call__ = encode, call
+    called = {"__call__": lambda own, text, **options: call(text, **options)}
+    found.__class__ = type(type(inner).__name__, (type(inner),), called)
+    found.encode = encode
     if inner.is_fast and not inner.clean_up_tokenization_spaces:
         found.decode = decode  # see replies.text_of
     return found

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rftmega.conversations.answer_parsers import Call, Parser, SampledAnswer, parser_for
+from rftmega.conversations.answer_parsers import (
+    Call,
+    Parsed,
+    Parser,
+    SampledAnswer,
+    parser_for,
+    unread,
+)
 from rftmega.conversations.library_renderer import LibraryRenderer, library_renderer
 from rftmega.conversations.replies import (
     UNREAD,
@@ -70,15 +77,14 @@ class ConversationRenderer:
         *,
         first: int = 0,
     ) -> Reply:
-        """Takes an answer apart. Calls that carry no id of their own are numbered from `first`."""
+        """Takes an answer apart. Calls that carry no id of their own are numbered from `first`.
+
+        Raises nothing, whatever the model wrote: a call that can't be read has no arguments.
+        """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         size = len(completion_ids) - ended
         answer = SampledAnswer(prompt_ids, list(completion_ids[:size]), ended)
-        if self.library:
-            end = completion_ids[size:]
-            parsed = self.library.parse(self.tokenizer, answer, list(end), tools)
-        else:
-            parsed = self.parser(self.tokenizer, answer)
+        parsed = self._parsed(answer, list(completion_ids[size:]), tools)
         calls = tuple(_numbered(call, first + at) for at, call in enumerate(parsed.calls))
         return Reply(
             parsed.content,
@@ -89,6 +95,16 @@ class ConversationRenderer:
             parsed.text,
             parsed.spoken,
         )
+
+    def _parsed(self, answer: SampledAnswer, end: Sequence[int], tools: Specs) -> Parsed:
+        """Takes an answer apart; one that the library fails at has a call that can't be read."""
+        if not self.library:
+            return self.parser(self.tokenizer, answer)
+        if (parsed := self.library.parse(self.tokenizer, answer, end, tools)) is not None:
+            return parsed
+        parsed = self.parser(self.tokenizer, answer)
+        readable = all(call.arguments is not None for call in parsed.calls)
+        return unread(self.tokenizer, answer) if readable else parsed
 
     def message(self, reply: Reply) -> dict[str, Any]:
         """Returns an answer as a message, in the fields that the folder's chat template reads."""

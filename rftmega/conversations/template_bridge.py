@@ -128,9 +128,9 @@ class TemplateBridge:
         """Returns the tokens of characters `places` of `text`, which stands behind `anchor`."""
         inner = self._tokenizer.inner
         if inner.is_fast:
-            found = inner(anchor + text, add_special_tokens=False, return_offsets_mapping=True)
-            if list(found["input_ids"][-len(ids) :]) == list(ids):
-                offsets = found["offset_mapping"][-len(ids) :]
+            found, offsets = self._tokenizer.control.encode_places(anchor + text)
+            if found[-len(ids) :] == list(ids):
+                offsets = offsets[-len(ids) :]
                 moved = [(first + len(anchor), last + len(anchor)) for first, last in places]
                 return [_tokens(offsets, *each) for each in moved]
         counted = [[len(self._tokenizer.encode_reply(text[:at])) for at in each] for each in places]

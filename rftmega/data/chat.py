@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from rftmega.config import DataConfig
+from rftmega.data.control_tokens import ControlTokens, unescaped
 from rftmega.errors import DataError
 
 Messages = list[dict[str, Any]]  # content: a string, or a list of parts
@@ -48,6 +49,7 @@ class ChatTemplate:
 
     def __init__(self, inner: Any, chat: Chat):
         self._inner, self._chat = inner, chat
+        self.control = ControlTokens(inner, self._source_or_none)
 
     def refuse_unread(self, folder: Path) -> None:
         """Raises DataError for something given to the chat template that it does not read."""
@@ -86,7 +88,8 @@ class ChatTemplate:
         `tools` None: those of the run. Raises DataError for messages that the template refuses.
         """
         chat = self._chat
-        specs = [dict(each) for each in (chat.tools if tools is None else tools)]
+        given = chat.tools if tools is None else tools
+        specs = [self.control.hidden(dict(each), words=True) for each in given]
         try:
             text = self._inner.apply_chat_template(
                 self.with_system(messages),
@@ -96,10 +99,10 @@ class ChatTemplate:
                 add_generation_prompt=open_,
                 **chat.given,
             )
-        except (ValueError, TypeError, TemplateError) as error:
+        except Exception as error:  # the template's own, whatever it is
             raise DataError(f"the tokenizer's chat template can't take it: {error}") from error
         assert isinstance(text, str)
-        return text
+        return unescaped(text)
 
     def source(self) -> str:
         """Returns the template itself. Raises ValueError where the tokenizer has none."""
@@ -107,6 +110,12 @@ class ChatTemplate:
         source = self._inner.get_chat_template(self._chat.template, tools=tools)
         assert isinstance(source, str)
         return source
+
+    def _source_or_none(self) -> str:
+        try:
+            return self.source()
+        except ValueError:
+            return ""
 
     def _names(self, folder: Path) -> set[str]:
         """Returns what the template reads. Raises DataError for one that can't be read."""

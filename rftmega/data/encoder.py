@@ -1,6 +1,6 @@
 """Encodes the values of a record as checked token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class Encoder:
     config: DataConfig
     max_prompt_tokens: int
     max_response_tokens: int = 0  # read by `answer`
+    placeholders: Collection[str] = ()  # of media, see Tokenizer.encode
 
     def prompt(self, value: Any) -> tuple[int, ...]:
         """Returns the token ids of a string or of chat messages."""
@@ -28,7 +29,9 @@ class Encoder:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
             )
-        ids = self.tokenizer.encode(value, chat_template=self.config.chat_template)
+        ids = self.tokenizer.encode(
+            value, chat_template=self.config.chat_template, placeholders=self.placeholders
+        )
         if not ids:
             raise DataError(f"the tokenizer makes no token of {value!r}.")
         _check_length("prompt", ids, "rollout.max_prompt_tokens", self.max_prompt_tokens)

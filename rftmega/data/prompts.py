@@ -64,8 +64,21 @@ def load_prompts(
         reader = PictureReader(processor, config, source, most, tokenizer)
     if config.picture_hosts and processor is not None:
         reader.fetch(each for _, each in records(source) if not isinstance(each, DataError))
-    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
+    encoder = Encoder(
+        tokenizer, config, max_prompt_tokens, placeholders=_placeholders(tokenizer, processor)
+    )
+    parse = partial(_parse, encoder, columns, reader)
     return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
+
+
+def _placeholders(
+    tokenizer: Tokenizer, processor: PictureProcessor | AudioProcessor | None
+) -> list[str]:
+    """Returns the names of control tokens by which a prompt gives the places of its media."""
+    if processor is None:
+        return []
+    video = "" if isinstance(processor, AudioProcessor) else processor.video_text
+    return tokenizer.control.found([processor.text, video])
 
 
 def _parse(

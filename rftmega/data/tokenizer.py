@@ -1,7 +1,8 @@
 """Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ class Tokenizer:
     """The tokenizer of a Hugging Face folder."""
 
     def __init__(
-        self, folder: str | Path, *, trust_remote_code: bool = False, chat: Chat | None = None
+        self,
+        folder: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        chat: Chat | None = None,
+        control_tokens: str = "reject",
     ):
-        """Python files in the folder are run only with `trust_remote_code`.
+        """Python files in the folder are run only with `trust_remote_code`. `control_tokens`: what
+        becomes of their names in prompts and answers, as data.control_tokens says.
 
         Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one
         without an end of sequence.
@@ -37,6 +44,10 @@ class Tokenizer:
         fields = [_read(folder / name) for name in FILES]
         self._inner = _loaded(folder, trust_remote_code)
         self._template = ChatTemplate(self._inner, self._chat)
+        self.control = self._template.control
+        self._control_tokens, self.kept_as_text = control_tokens, 0
+        if self._chat.system:
+            self._use_system(self._chat)
         self._template.refuse_unread(folder)
         self._pieces = Pieces(
             lambda ids: str(self._inner.decode(list(ids), skip_special_tokens=False))
@@ -57,27 +68,49 @@ class Tokenizer:
         if self._vocabulary is not None and (reason := self._stranger(self.stop_ids)):
             raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
-    def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
+    def encode(
+        self,
+        prompt: str | Messages,
+        *,
+        chat_template: bool,
+        placeholders: Collection[str] = (),
+    ) -> tuple[int, ...]:
         """Returns the token ids of a prompt.
 
         Chat messages always go through the template, strings where `chat_template` says so.
+        `placeholders`: names of control tokens that stand for media, and may be in a prompt.
+
+        Raises DataError for an id that the model does not know, and for control tokens in the prompt
+        where the run rejects them.
+        """
+        prompt = self._given(prompt, placeholders)
+        if self._plain(prompt, chat_template):
+            assert isinstance(prompt, str)
+            return self._known(self.control.encode(prompt, add_special_tokens=True))
+        return self.encode_reply(self._template.text(messages_of(prompt), open_=True))
+
+    def encode_said(self, text: str) -> tuple[int, ...]:
+        """Returns the token ids of what a tool or an environment says: names of control tokens in it
+        stay text.
 
         Raises DataError for an id that the model does not know.
         """
-        if self._plain(prompt, chat_template):
-            return self._known(self._inner.encode(prompt))
-        return self._known(
-            self._inner.encode(
-                self._template.text(messages_of(prompt), open_=True), add_special_tokens=False
-            )
-        )
+        return self.encode_reply(self.control.hidden(text, words=True))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of text within a conversation: no special token is put before it.
+        """Returns the token ids of text within a conversation: no special token is put before it, and
+        those that it names are control tokens.
 
         Raises DataError for an id that the model does not know.
         """
-        return self._known(self._inner.encode(text, add_special_tokens=False))
+        return self._known(self.control.encode(text))
+
+    def recorded(self, messages: Messages) -> Messages:
+        """Returns messages of a record that was encoded, with control tokens as they were in it."""
+        if self._control_tokens != "text":
+            return messages
+        hidden: Messages = self.control.hidden(messages)
+        return hidden
 
     @property
     def inner(self) -> Any:
@@ -111,6 +144,7 @@ class Tokenizer:
         With a chat template, that is what the template writes for the assistant's turn, up to its
         end. Raises DataError for a template that does not continue the prompt with the answer.
         """
+        prompt, answer = self._given(prompt), self._given(answer)
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
             return self._known((*self._behind(prompt, answer, special=True), self._end))
@@ -144,6 +178,33 @@ class Tokenizer:
             )
         return True
 
+    def _given(self, value: Any, placeholders: Collection[str] = ()) -> Any:
+        """Returns text or messages of a record with control tokens as the run wants them.
+
+        Raises DataError where it rejects them.
+        """
+        found = [name for name in self.control.found(value) if name not in placeholders]
+        if not found or self._control_tokens == "control":
+            return value
+        if self._control_tokens == "text":
+            self.kept_as_text += len(found)
+            return self.control.hidden(value, but=placeholders)
+        names = ", ".join(dict.fromkeys(found))
+        raise DataError(
+            f"the text has {names}, which the model reads as a control token ({len(found)} in all): it could end a turn or begin "
+            "another. Set data.control_tokens=text to have it read as letters, data.control_tokens=control where it is meant, "
+            "or take it out."
+        )
+
+    def _use_system(self, chat: Chat) -> None:
+        """Has the run's system message begin conversations, with control tokens as in the data."""
+        try:
+            system = self._given(chat.system)
+        except DataError as error:
+            raise DataError(f"data.system_prompt: {error}") from error
+        self._chat = replace(chat, system=system)
+        self._template = ChatTemplate(self._inner, self._chat)
+
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Returns `ids`, all of which the model knows.
 
@@ -172,12 +233,12 @@ class Tokenizer:
         alone, some tokenizers would add a space.
         """
         prompt, whole = (
-            self._inner.encode(text, add_special_tokens=special)
+            self.control.encode(text, add_special_tokens=special)
             for text in (before, before + after)
         )
         if whole[: len(prompt)] == prompt:
-            return list(whole[len(prompt) :])
-        return list(self._inner.encode(after, add_special_tokens=False))
+            return whole[len(prompt) :]
+        return self.control.encode(after)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of an answer, without special tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rftmega.errors import InfrastructureFault
+from rftmega.errors import InfrastructureFault, described
 from rftmega.interfaces import Environment, Model
 from rftmega.types import Prompt, Rollout, Trajectory
 
@@ -43,7 +43,7 @@ class RolloutAttempts:
     def failure(self, error: BaseException, task: Prompt) -> str:
         """Returns what is told of an environment that raised something else."""
         return (
-            f"The environment {type(self.environment).__name__} failed with {error!r} in a rollout of prompt "
+            f"The environment {type(self.environment).__name__} failed with {described(error, call=True)} in a rollout of prompt "
             f"{task.index}. Mend it, or let it catch what a tool may raise."
         )
 

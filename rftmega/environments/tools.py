@@ -8,7 +8,7 @@ from typing import Any
 from rftmega.conversations.conversation import Conversation
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import Reply, Specs, ToolCall
-from rftmega.errors import ContextTooLong
+from rftmega.errors import ContextTooLong, DataError
 from rftmega.interfaces import Model
 from rftmega.options.environments import Tools
 from rftmega.options.parts import implements
@@ -58,6 +58,7 @@ class ToolsEnvironment:
             rewards = await runner.rewards()
         measures = runner.measures | {"turns": float(conversation.turns)}
         measures |= {f"over_{limit}": float(limit == over) for limit in LIMITS}
+        measures["control_tokens"] = float(conversation.control_tokens)
         trajectories = conversation.trajectories()
         if len(trajectories) > 1:
             measures["rewritten"] = len(trajectories) - 1.0
@@ -99,7 +100,7 @@ class ToolsEnvironment:
             if runner.measures["tool_seconds"] >= self.options.limits.rollout_seconds:
                 return "tool_seconds"
             replies = await asyncio.gather(*(_called(runner, call, reply) for call in reply.calls))
-            conversation.reply(list(replies))
+            _say(conversation, list(replies), reply)
             if (given := await runner.turn_reward()) is not None:
                 conversation.reward(given)
             if self.options.max_tokens and said >= self.options.max_tokens:
@@ -119,6 +120,20 @@ class ToolsEnvironment:
         if self.options.over_limit == "zero":
             return replace(rollout, score_zero=True)
         return replace(rollout, lost=f"it ran over its limit of {over}")
+
+
+def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply) -> None:
+    """Says what the tools replied. Where a call could not be read, and a template takes a tool's
+    words behind a readable call alone, the user says them.
+
+    Raises DataError for a template that takes neither.
+    """
+    try:
+        conversation.reply(replies)
+    except DataError:
+        if not reply.problem:
+            raise
+        conversation.reply([{"role": "user", "content": each["content"]} for each in replies])
 
 
 async def _called(runner: ToolRunner, call: ToolCall, reply: Reply) -> dict[str, Any]:

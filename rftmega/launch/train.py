@@ -34,7 +34,12 @@ def _tokenizer(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Toke
     from rftmega.data import Chat, Tokenizer
 
     trusted, chat = config.model.trust_remote_code, Chat.of(config.data, tools=tools)
-    return Tokenizer(config.model.path, trust_remote_code=trusted, chat=chat)
+    return Tokenizer(
+        config.model.path,
+        trust_remote_code=trusted,
+        chat=chat,
+        control_tokens=config.data.control_tokens,
+    )
 
 
 def reinforce(config: RunConfig) -> int:

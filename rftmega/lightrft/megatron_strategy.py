@@ -65,9 +65,13 @@ class LightRFTStrategy(StrategyBase):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """Returns the tokenizer of the model's folder, read when it is first needed."""
+        """Returns the tokenizer of the model's folder, read when it is first needed. Texts come with
+        the control tokens that the caller's chat template wrote.
+        """
         return Tokenizer(
-            self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
+            self.config.model.path,
+            trust_remote_code=self.config.model.trust_remote_code,
+            control_tokens="control",
         )
 
     @cached_property

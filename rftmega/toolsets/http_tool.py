@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.errors import ConfigError, InfrastructureFault, described
 from rftmega.options.tools import HTTPTool
 from rftmega.toolsets.tool import NO_ARGUMENTS, PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.web_address import bearer, checked_address
@@ -72,13 +72,13 @@ class HTTPSession(PlainSession):
         """
         try:
             content = json.dumps(arguments, allow_nan=False).encode()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ToolError(f"wrong arguments of {name}: {error}") from error
         try:
             status, reply = await self._posted(name, content)
-        except httpx.TransportError as error:
+        except Exception as error:  # of the client, its codecs, the address or the system
             raise InfrastructureFault(
-                f"The tool {name} gave no answer: {type(error).__name__}: {error}."
+                f"The tool {name} gave no answer: {described(error)}."
             ) from error
         if 200 <= status < 300:
             return reply

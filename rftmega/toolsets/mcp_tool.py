@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.errors import ConfigError, InfrastructureFault, described
 from rftmega.options.tools import MCPServer
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.web_address import bearer, checked_address
@@ -226,8 +226,10 @@ class Connection:
                 raise ToolError(error.message) from error
             self._lost = True  # also where the server has forgotten the session
             raise InfrastructureFault(f"{self.option}: {error.message}.") from error
-        except (RuntimeError, ValueError) as error:  # a result that breaks the protocol
-            raise InfrastructureFault(f"{self.option}: {_innermost(error)}.") from error
+        except InfrastructureFault:
+            raise
+        except Exception as error:  # a result that breaks the protocol, a stream that is closed
+            raise InfrastructureFault(f"{self.option}: {described(_innermost(error))}.") from error
         finally:
             asked.cancel()
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.errors import ConfigError, InfrastructureFault, described
 from rftmega.toolsets.background_loop import BackgroundLoop
 from rftmega.toolsets.function_schema import OPTION, FunctionSchema
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
@@ -187,33 +187,48 @@ async def reply_of(
 
     Raises ToolError with what it raises, but for InfrastructureFault.
     """
-    given = schema.read(arguments)
     try:
-        value = await _result(partial(function, **given), loop)
-        return (
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        )
+        given = schema.read(arguments)
+        return await _result(partial(function, **given), loop, told=_text)
     except (ToolError, InfrastructureFault):
         raise
     except Exception as error:  # the function's own, whatever it is: the model is told
         log.debug("The tool %s raised an error.", schema.name, exc_info=error)
-        raise ToolError(f"{type(error).__name__}: {error}") from error
+        raise ToolError(described(error)) from error
 
 
-async def _result(function: Callable[[], Any], loop: BackgroundLoop) -> Any:
-    """Calls a function in a thread. Waits in `loop` for a coroutine that it returns."""
+def _text(value: Any) -> str:
+    """Returns what a function returned as text: text as it is, all else as JSON."""
+    if isinstance(value, str):
+        return str.__str__(value)  # of a class of its own, without its methods
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+async def _result(
+    function: Callable[[], Any],
+    loop: BackgroundLoop,
+    told: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Calls a function in a thread, and `told` with what it returns. Waits in `loop` for a coroutine
+    that it returns. Nothing of the user's runs elsewhere, the text of its objects included.
+    """
     if inspect.iscoroutinefunction(function):  # the call runs nothing of the user's yet
-        return await loop.run(_contained(function()))
-    value = await in_thread(function)
-    return await loop.run(_contained(value)) if inspect.isawaitable(value) else value
+        return await loop.run(_contained(function(), told))
+
+    def called() -> Any:
+        value = function()
+        return value if inspect.isawaitable(value) else told(value)
+
+    value = await in_thread(called)
+    return await loop.run(_contained(value, told)) if inspect.isawaitable(value) else value
 
 
-async def _contained(work: Awaitable[Any]) -> Any:
+async def _contained(work: Awaitable[Any], told: Callable[[Any], Any]) -> Any:
     """Waits, and raises RuntimeError for what would end the loop."""
     try:
-        return await work
+        return told(await work)
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(repr(error)) from error
+        raise RuntimeError(described(error, call=True)) from error
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
@@ -232,7 +247,8 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         except BaseException as raised:  # raised again where somebody waits for it
             outcome, error = None, raised
             if isinstance(raised, StopIteration) or not isinstance(raised, Exception):
-                error = RuntimeError(repr(raised))  # no future takes it, or it would end the loop
+                # no future takes it, or it would end the loop
+                error = RuntimeError(described(raised, call=True))
         with _counting:
             _running -= 1
         if not future.set_running_or_notify_cancel():

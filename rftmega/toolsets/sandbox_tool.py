@@ -181,10 +181,15 @@ class SandboxSession(PlainSession):
         with contextlib.suppress(ConnectionError):  # it has ended; what it said before is there
             process.stdin.write(asked)
             await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line.endswith(b"\n"):
+        try:
+            line = await process.stdout.readline()
+            told: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+        except (ValueError, RecursionError) as error:  # a line without an end, or no JSON
+            raise InfrastructureFault(
+                f"environment.sandbox: the sandbox's reply can't be read: {error}."
+            ) from error
+        if not told:
             raise InfrastructureFault("environment.sandbox: the sandbox ended without a word.")
-        told: dict[str, Any] = json.loads(line)
         if "undecided" in told:
             raise InfrastructureFault(f"environment.sandbox: {told['undecided']}.")
         return told

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 
-from rftmega.errors import ConfigError
+from rftmega.errors import ConfigError, described
 from rftmega.types import Prompt
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -58,7 +58,12 @@ class ToolSpec:
 
     def check(self, arguments: Any) -> dict[str, Any]:
         """Returns the arguments. Raises ToolError that says how they do not fit the schema."""
-        wrong = best_match(self._validator.iter_errors(arguments))
+        try:
+            wrong = best_match(self._validator.iter_errors(arguments))
+        except Exception as error:  # a number too large for the schema's arithmetic, a broken $ref
+            raise ToolError(
+                f"the arguments of {self.name} can't be compared with its schema: {described(error)}"
+            ) from error
         if wrong is not None:
             where = "".join(f"[{step!r}]" for step in wrong.absolute_path)
             raise ToolError(f"wrong arguments of {self.name}: arguments{where}: {wrong.message}")

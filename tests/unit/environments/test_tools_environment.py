@@ -14,7 +14,7 @@ from rftmega.errors import ConfigError, ContextTooLong, DataError, Infrastructur
 from rftmega.options.environments import SingleTurn, Tools
 from rftmega.options.tools import ToolLimits
 from rftmega.types import Completion, Prompt, Rollout
-from tests.chat_formats import FORMATS, tokenizer
+from tests.chat_formats import FORMATS, Format, tokenizer
 
 FORM = FORMATS["hermes"]
 SOURCE = '''
@@ -86,12 +86,20 @@ class Says:
 class Played:
     """One rollout of the environment with these options, of a model that says these texts."""
 
-    def __init__(self, path: Path, *texts: str, room: int = 10**6, label: str = "", **options: Any):
+    def __init__(
+        self,
+        path: Path,
+        *texts: str,
+        room: int = 10**6,
+        label: str = "",
+        form: Format = FORM,
+        **options: Any,
+    ):
         (path / "my_tools.py").write_text(SOURCE)
         chosen = {"tools": [f"{path}/my_tools.py:add", f"{path}/my_tools.py:Shop"]} | options
         self.options = Tools(**chosen)
         specs = specs_of(self.options)
-        self.tokenizer = tokenizer(path / "model", FORM, tools=specs)
+        self.tokenizer = tokenizer(path / "model", form, tools=specs)
         environment = create(self.options, self.tokenizer)
         assert isinstance(environment, ToolsEnvironment)
         ids = self.tokenizer.encode("1+3?", chat_template=True)
@@ -156,6 +164,24 @@ def test_what_the_model_does_wrong_is_told_to_it_and_counted(
     (words,) = played.told()
     assert told in words
     assert played.rollout.measures["tool_errors"] == 1
+    assert not played.rollout.lost
+
+
+@pytest.mark.parametrize("broken", ["9" * 5000, "[" * 2000, "1e999", '"\\ud800"'])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_degenerate_call_is_told_to_the_model_in_every_format(
+    name: str, broken: str, tmp_path: Path
+) -> None:
+    form = FORMATS[name]
+    place = form.call.rindex("1") if name == "glm" else form.call.index("1", form.call.index('"a"'))
+    odd = form.call[:place] + broken + form.call[place + 1 :]
+    played = Played(tmp_path, odd, form.final, form=form)
+    *_, trajectory = played.rollout.trajectories
+    context = trajectory.token_ids[~trajectory.loss_mask].tolist()
+    assert "The call could not be read" in played.tokenizer.inner.decode(context)
+    assert played.learnt(-1).endswith(form.final)
+    measures = played.rollout.measures
+    assert (measures["turns"], measures["tool_calls"], measures["tool_errors"]) == (2, 1, 1)
     assert not played.rollout.lost
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 from aiohttp import web
 
@@ -130,6 +131,52 @@ def test_a_connection_that_breaks_off_is_a_fault() -> None:
 
     with pytest.raises(InfrastructureFault, match="gave no answer"):
         answered(say, {"city": "a"})
+
+
+def says(body: bytes, **headers: str) -> Say:
+    """Answers with these bytes, whatever its headers say of them."""
+
+    async def say(request: web.Request) -> web.Response:
+        return web.Response(body=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("say", "why"),
+    [
+        (says(b"no gzip", content_encoding="gzip"), "DecodingError"),
+        (says(b"no deflate", content_encoding="deflate"), "DecodingError"),
+        (says(b"x\xff" * 100, content_type="text/plain; charset=idna"), "UnicodeError"),
+        (says(b"x\xff" * 100, content_type="text/plain; charset=punycode"), "Error"),
+    ],
+)
+def test_a_reply_that_can_not_be_decoded_is_a_fault(say: Say, why: str) -> None:
+    with pytest.raises(InfrastructureFault, match=f"The tool look gave no answer: .*{why}"):
+        answered(say, {"city": "Rome"})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.InvalidURL("no address"),
+        httpx.TooManyRedirects("round and round"),
+        httpx.StreamClosed(),
+        UnicodeError("no host's name"),
+        OSError("no files left"),
+        RuntimeError("the client is closed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_the_client_raises_is_a_fault(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stream(*given: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(httpx.AsyncClient, "stream", stream)
+    with pytest.raises(InfrastructureFault, match=f"{type(error).__name__}: {error}"):
+        answered(in_turn((200, "rain")), {"city": "Rome"})
 
 
 def test_a_server_that_is_late_is_a_fault_by_the_tools_own_limit() -> None:

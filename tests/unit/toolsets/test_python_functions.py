@@ -85,6 +85,41 @@ def raises(what: str) -> None:
            "fault": InfrastructureFault("the service is gone")}[what]
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+    __repr__ = __str__
+
+
+class MuteExit(SystemExit):
+    __str__ = __repr__ = Mute.__str__
+
+
+def mute(kind: str) -> None:
+    """Raises what can't be told, or returns it."""
+    if kind == "returned":
+        return Mute()
+    if kind == "nested":
+        return {"a": [Mute()]}
+    raise MuteExit() if kind == "exit" else Mute()
+
+
+async def mute_later(kind: str) -> None:
+    """The same, in a coroutine."""
+    return mute(kind)
+
+
+class Shout(str):
+    def encode(self, *given, **options):
+        raise Mute()
+
+
+def shouts() -> str:
+    """Returns a text of a class of its own."""
+    return Shout("hey")
+
+
 def silent(a: int) -> int:
     return a
 
@@ -240,6 +275,21 @@ def test_a_function_runs_in_a_thread_of_its_own(file: str) -> None:
 def test_what_a_function_raises_is_told_to_the_model(file: str, what: str, says: str) -> None:
     (reply,) = replied(functions(file, "raises"), ("raises", {"what": what}))
     assert (reply.text, reply.failed) == (says, True)
+
+
+@pytest.mark.parametrize("kind", ["raised", "exit", "returned", "nested"])
+def test_what_a_function_raises_or_returns_need_not_be_telling(file: str, kind: str) -> None:
+    toolset = functions(file, "mute", "mute_later", "shouts")
+
+    async def work(runner: ToolRunner) -> None:
+        for name in ("mute", "mute_later"):
+            reply = await runner.call(name, {"kind": kind})
+            assert reply.failed
+            assert reply.text.startswith(("error: Mute", "error: RuntimeError: "))
+            # the loops that ran it still run
+            assert (await runner.call("shouts", {})).text == "hey"
+
+    in_rollout(work, toolset)
 
 
 def test_a_function_may_say_that_the_infrastructure_failed(file: str) -> None:

@@ -253,6 +253,24 @@ def test_a_schema_fetches_nothing() -> None:
         spec.check({"a": 1})
 
 
+@pytest.mark.parametrize(
+    ("properties", "n"),
+    [
+        ({"n": {"type": "integer", "multipleOf": 0.5}}, 10**4000),
+        ({"n": {"$ref": "#/nowhere"}}, 1),
+    ],
+)
+def test_arguments_that_a_schema_can_not_be_held_to_are_the_models_failure(
+    properties: dict[str, Any], n: Any
+) -> None:
+    tool = OneTool(lambda n: n)
+    tool.spec = ToolSpec("say", "Says.", {"type": "object", "properties": properties})
+    (reply,), measures = called(tool, {"n": n})
+    assert reply.failed
+    assert "the arguments of say can't be compared with its schema" in reply.text
+    assert measures["tool_errors"] == 1
+
+
 def test_a_tool_is_told_as_openais_api_has_it() -> None:
     told = {"name": "t", "description": "T.", "parameters": NUMBER}
     assert ToolSpec("t", "T.", NUMBER).openai() == {"type": "function", "function": told}
