@@ -18,7 +18,7 @@ from rftmega.device.random_stream import RandomStream
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.adapters import ShardedAdapters
+from rftmega.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
@@ -213,6 +213,9 @@ class FSDPModelManager:
             folder = PEFTFolder(lora.path, option="model.lora.path")
             folder.check(lora, adapters.targets)
             adapters.load(folder.whole)
+            for weight in held:
+                compare_copies(weight, folder)
+            folder.refuse_rest(gather_objects(folder.looked_at))
         else:
             adapters.load(beginning(self.cfg.trainer.seed))
 

@@ -16,6 +16,7 @@ from rftmega.options.adapters import (
     RANKS,
     LoRA,
 )
+from rftmega.options.peft_fields import foreign_fields
 
 NAMES = ("alpha", "rslora", "targets", "push", "base_on_host", "dropout", "path", "evaluated")
 TOWERS = ("vision_config", "audio_config")
@@ -148,12 +149,14 @@ def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
     if not folder:
         return []
     try:
-        rank = read_json_object(Path(folder) / "adapter_config.json").get("r")
+        fields = read_json_object(Path(folder) / "adapter_config.json")
     except (OSError, RFTMegaError):
         return [f"{said} has no adapter_config.json that can be read: it is no folder of PEFT."]
+    found = [f"{said}: {reason}." for reason in foreign_fields(fields)]
+    rank = fields.get("r")
     if not isinstance(rank, int) or rank > lora.rank:
-        return [f"{said} has rank {rank}; engines serve up to model.lora.rank={lora.rank}."]
-    return []
+        found.append(f"{said} has rank {rank}; engines serve up to model.lora.rank={lora.rank}.")
+    return found
 
 
 def _path(config: RunConfig) -> list[str]:
