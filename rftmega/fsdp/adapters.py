@@ -68,6 +68,13 @@ class ShardedAdapters:
         self._deltas: dict[str, PairDelta] = {}  # by the layer
         self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and all of it
 
+    def train(self, learning: bool) -> None:
+        """Switches pairs between learning, which may drop, and scoring."""
+        for layer in self.layers.values():
+            layer.training = learning
+        for stack in self.stacks.values():
+            stack.train(learning)
+
     def places(self, places: Places) -> Places:
         """Returns where the pairs' tensors lie in their parameters, by the folder's places.
 
