@@ -31,7 +31,10 @@ def dropped_by(hf_config: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, Mapping):
             inner = dropped_by({"model_type": family, **value})
             found |= {f"{name}.{field}": share for field, share in inner.items()}
-        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            if drops(name, family=family):
-                found[name] = float(value)
+        elif _is_share(value) and drops(name, family=family):
+            found[name] = float(value)
     return found
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -113,9 +113,7 @@ class HFConfig(Mapping[str, Any]):
         """Raises CheckpointError for fields that nobody asked for and that might change the model."""
         family = self._fields.get("model_type", "")
         unread = sorted(
-            name
-            for name in self._given - self._read - NEUTRAL
-            if not drops(name, family=family)
+            name for name in self._given - self._read - NEUTRAL if not drops(name, family=family)
         )
         if unread:
             said = ", ".join(f"{name}={json.dumps(self._fields[name])}" for name in unread)

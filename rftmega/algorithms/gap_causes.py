@@ -83,8 +83,8 @@ def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
         if _disagree(first, again, evidence, limits):
             return Cause(
                 "chance",
-                f"the trainer gives the same rows other log-probabilities each time, by up to {_largest(first, again, evidence)}: "
-                "its forward pass draws random numbers (dropout, noise in a router) or a kernel of it is not deterministic. "
+                "the trainer gives the same rows other log-probabilities each time, by up to "
+                f"{_largest(first, again, evidence)}: its forward pass draws random numbers (dropout, noise in a router) or a kernel of it is not deterministic. "
                 "So the gap says nothing of weights and pushes",
             )
     if _disagree(first, evidence.old_logp, evidence, limits):

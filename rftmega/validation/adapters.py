@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from rftmega.config.pushed_adapters import served_rank
 from rftmega.config.schema import RunConfig
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
@@ -120,7 +121,7 @@ def _evaluated(config: RunConfig) -> list[str]:
         return []
     said = "model.lora.evaluated"
     found = []
-    if lora.push != "adapters" or config.strategy != "colocated":
+    if not served_rank(config) or config.strategy != "colocated":
         found.append(
             f"{said} needs model.lora.push=adapters and strategy=colocated: engines with merged weights, and servers, "
             "answer with the policy alone. Leave it out."

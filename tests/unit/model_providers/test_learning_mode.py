@@ -28,7 +28,9 @@ class Draws(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         shares = [each for each in (*given, *(named or {}).values()) if isinstance(each, float)]
         attends = "scaled_dot_product" in str(function)
         if torch.Tag.nondeterministic_seeded in function.tags and (not attends or any(shares[:1])):
