@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
+from rftmega.converters.dropout_fields import drops
 from rftmega.converters.nested_fields import NEUTRAL, flattened
 from rftmega.errors import CheckpointError
 
@@ -16,10 +17,6 @@ REQUIRED = (
 )
 ONLY: Mapping[str, Any] = {
     "activation_function": "gelu",
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
     "scale_embedding": False,
 }
 # names that transformers reads as others
@@ -75,7 +72,7 @@ def _tower(given: Any) -> dict[str, Any]:
     reasons += [f"{name} is missing" for name in REQUIRED if fields.get(name) is None]
     known = {*REQUIRED, *ONLY, *NEUTRAL, *ALSO_NEUTRAL, "initializer_range"}
     for name, value in fields.items():
-        if name not in known:
+        if name not in known and not drops(name):
             reasons.append(f"{name}={value!r} is not honoured here")
         elif value is not None and (said := _wrong(name, value)):
             reasons.append(f"{name} is {value!r}, not {said}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
+from rftmega.converters.dropout_fields import drops
 from rftmega.errors import CheckpointError
 
 # of vision_config, which change no number, or follow from others
@@ -84,7 +85,7 @@ class VisionFields:
         reasons = [f"{name} is missing" for name in self.required if fields.get(name) is None]
         known = {*self.required, *self.defaults, *self.only, *NEUTRAL, "rope_parameters"}
         for name, value in fields.items():
-            if name not in known:
+            if name not in known and not drops(name):
                 reasons.append(f"{name}={value!r} is not honoured here")
             elif value is not None and (said := _wrong(name, value)):
                 reasons.append(f"{name} is {value!r}, not {said}")

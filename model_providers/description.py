@@ -144,20 +144,17 @@ def decoder(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
-    attention_dropout: float = 0.0,
     partial_rope: bool = False,
 ) -> ModelDescription:
     """Describes what the families have in common: Llama's shape. A family changes the rest with
     dataclasses.replace.
 
-    `head_dim` is that of a family whose heads follow from other fields. `attention_dropout` is what
-    a family's published models say, beside 0. `partial_rope`: its attention can leave the end of a
-    head as it is. Raises CheckpointError for heads that can't be.
+    `head_dim` is that of a family whose heads follow from other fields. `partial_rope`: its
+    attention can leave the end of a head as it is. Raises CheckpointError for heads that can't be.
     """
     config.only("hidden_act", "silu", why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
-    config.only("attention_dropout", 0.0, attention_dropout, why="set model.dropout instead")
     config.get(FIELD)
     block_scales(config)  # or another way of quantising, which is refused
     heads = config["num_attention_heads"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.converters import completed, flattened
+from rftmega.converters.dropout_fields import drops
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
 
@@ -110,7 +111,11 @@ class HFConfig(Mapping[str, Any]):
 
     def refuse_unread(self) -> None:
         """Raises CheckpointError for fields that nobody asked for and that might change the model."""
-        if unread := sorted(self._given - self._read - NEUTRAL):
+        family = self._fields.get("model_type", "")
+        unread = sorted(
+            name for name in self._given - self._read - NEUTRAL if not drops(name, family=family)
+        )
+        if unread:
             said = ", ".join(f"{name}={json.dumps(self._fields[name])}" for name in unread)
             raise CheckpointError(
                 f"config.json of this {self._fields.get('model_type')} model says {said}, which is not honoured here. "

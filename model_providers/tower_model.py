@@ -13,6 +13,8 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
+from rftmega.model_providers.learning_mode import allow_recomputation, learn
+
 
 class TowerModel(GPTModel):
     """TowerModel is one pipeline chunk; the first has the tower, under the name `place`."""
@@ -26,7 +28,14 @@ class TowerModel(GPTModel):
         if tower is not None:
             setattr(self, self.place, tower.requires_grad_(not frozen))
             if self.config.recompute_granularity == "full" and not frozen:
-                tower.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                allow_recomputation(tower)
+
+    def train(self, mode: bool = True) -> "TowerModel":
+        """Switches between learning, which may drop, and scoring; the tower never drops."""
+        super().train(mode)
+        if isinstance(tower := getattr(self, self.place, None), nn.Module):
+            learn(tower, mode)
+        return self
 
     def _scattered(self, hidden: Tensor) -> Tensor:
         """Returns this process's part under sequence parallelism."""

@@ -196,8 +196,9 @@ class Policy(Scorer, Protocol):
 
         Each `group_size` consecutive rows come before `loss_fn` together.
 
-        The metrics have "optimizer_steps" (1, or 0 where gradients were not finite),
-        "skipped_steps" (the opposite), and counts, whose names begin with types.COUNT. An
+        The metrics have "optimizer_steps" (1, or 0 where no step was taken), "skipped_steps" (1 where
+        gradients were not finite), "empty_steps" (1 where there was nothing to learn from: no weight
+        moves), and counts, whose names begin with types.COUNT. An
         `experience` without old log-probs gets them from this step's forward pass: `scored` is told
         them on every process before the optimizer acts, and may raise instead.
         """

@@ -1,7 +1,7 @@
 """Shards describe what a process holds of a model in Hugging Face's terms, whatever backend built it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -86,6 +86,21 @@ class Shard:
             return view
         return (view.float() + self.addend.of(local)).to(view.dtype)
 
+    def rounding(self) -> Tensor:
+        """Returns [2] float64: the sum of squares of what rounding takes of the addend where it is
+        added, and that of the addend.
+        """
+        found = torch.zeros(2, dtype=torch.float64)
+        for part in self.parts if self.addend is not None else ():
+            assert self.addend is not None
+            ends = zip(part.offset, shape_of(part.box), strict=True)
+            local = tuple((start, start + size) for start, size in ends)
+            view, added = narrowed(self.tensor.detach(), local), self.addend.of(local)
+            kept = self.elements(part).float() - view.float()
+            found[0] += (kept - added.to(kept)).double().square().sum().cpu()
+            found[1] += added.double().square().sum().cpu()
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedAdapters:
@@ -123,6 +138,16 @@ class ShardBox:
     offset: tuple[int, ...]  # of the box in it
     tensor: Tensor  # the box, a view
     written: bool  # by this process, not by another that holds the same
+
+
+@torch.no_grad()
+def lost_share(shards: Iterable[Shard], everyones: Callable[[Tensor], Tensor]) -> float:
+    """Returns how much of what adapters add to weights is lost where both are merged and rounded:
+    |error| / |addend|, 0 where nothing is added. `everyones` sums a tensor over all processes.
+    """
+    own = sum((shard.rounding() for shard in shards), torch.zeros(2, dtype=torch.float64))
+    lost, added = everyones(own).tolist()
+    return math.sqrt(lost / added) if added else 0.0
 
 
 def is_linear(name: str) -> bool:

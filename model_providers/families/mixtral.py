@@ -8,7 +8,6 @@ from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:
-    config.only("router_jitter_noise", 0.0, why="training would see other weights than the engine")
     model = decoder(config)
     experts = Experts(
         number=number_of_experts(config),

@@ -6,8 +6,6 @@ from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:
-    for name in ("resid_pdrop", "embd_pdrop"):
-        config.only(name, 0.0, why="set model.dropout instead")
     config.get("original_max_position_embeddings")  # of longrope
     model = decoder(config, partial_rope=True)
     if model.rope.kind != "default":

@@ -47,10 +47,12 @@ class Evidence:
     after_push: Gap | None
     checksums: Sequence[SliceChecksums]  # of the push before the answers
     has_experts: bool
+    # by the trainer, of the same rows, in two more scoring passes
+    rescored: tuple[Tensor, ...] = ()
 
 
 class Cause(NamedTuple):
-    """`kind` is weights, tokens, sampling transform, experts' routes or numbers."""
+    """`kind` is chance, weights, tokens, sampling transform, experts' routes or numbers."""
 
     kind: str
     why: str
@@ -58,7 +60,7 @@ class Cause(NamedTuple):
 
 def cause_of(evidence: Evidence, limits: Limits) -> Cause:
     """Returns the first cause that the evidence shows, in the order of what explains most."""
-    for look in (_weights, _tokens, _transform, _stale, _routes):
+    for look in (_chance, _weights, _tokens, _transform, _stale, _routes):
         if found := look(evidence, limits):
             return found
     return _numbers(evidence, limits)
@@ -70,6 +72,40 @@ def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
     return (
         len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
     )
+
+
+def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
+    """Looks at the trainer alone: where it does not agree with itself, nothing else can be told."""
+    if not evidence.rescored:
+        return None
+    first, *others = evidence.rescored
+    for again in others:
+        if _disagree(first, again, evidence, limits):
+            return Cause(
+                "chance",
+                "the trainer gives the same rows other log-probabilities each time, by up to "
+                f"{_largest(first, again, evidence)}: its forward pass draws random numbers (dropout, noise in a router) or a kernel of it is not deterministic. "
+                "So the gap says nothing of weights and pushes",
+            )
+    if _disagree(first, evidence.old_logp, evidence, limits):
+        return Cause(
+            "chance",
+            "two scoring passes of the trainer agree, and the pass that the update learns in gives the same rows other "
+            f"log-probabilities, by up to {_largest(first, evidence.old_logp, evidence)}: it drops something (model.dropout), "
+            "adds noise, or its weights were changed in between. So the gap says nothing of weights and pushes",
+        )
+    return None
+
+
+def _disagree(one: Tensor, other: Tensor, evidence: Evidence, limits: Limits) -> bool:
+    """Says that two passes differ, by more than a few experts of a mixture that are nearly tied."""
+    beyond = (gaps_of(one, other, evidence.mask) > limits.percentile).double().mean().item()
+    few = evidence.has_experts and beyond <= FEW
+    return not few and not matches(one, other, evidence.mask, limits)
+
+
+def _largest(one: Tensor, other: Tensor, evidence: Evidence) -> str:
+    return f"{float(gaps_of(one, other, evidence.mask).max()):.2g}"
 
 
 def _weights(evidence: Evidence, limits: Limits) -> Cause | None:

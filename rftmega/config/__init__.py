@@ -5,6 +5,7 @@ Importing this costs nothing: no torch, no Megatron.
 
 from rftmega.config.config_diff import changes
 from rftmega.config.load import load, parse_override, plugins_of
+from rftmega.config.pushed_adapters import SERVED_WORDS, served_rank, why_merged
 from rftmega.config.schema import (
     CheckpointConfig,
     CriticConfig,
@@ -27,6 +28,7 @@ from rftmega.options.algorithms import AlgorithmConfig, KLConfig
 __all__ = [
     "COLUMNS_OF_A_SCALE",
     "LONGEST_CYCLE",
+    "SERVED_WORDS",
     "AlgorithmConfig",
     "CheckpointConfig",
     "CriticConfig",
@@ -46,7 +48,9 @@ __all__ = [
     "load",
     "parse_override",
     "plugins_of",
+    "served_rank",
     "shares",
     "split_source",
+    "why_merged",
     "without_secrets",
 ]

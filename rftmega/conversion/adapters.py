@@ -86,6 +86,7 @@ def merge(
             f"{adapter} has an adapter for {found!r}, which is the output head of {source} as well: PEFT adds it to the "
             "embedding alone, and a merged folder can't. Untie the folder first."
         )
+    _compare_copies(files, pairs)
     planned = [
         PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names
     ]
@@ -107,6 +108,21 @@ def merge(
         (target / PROGRESS).unlink()
     added, lost = (math.fsum(said[name] for said in done.values()) for name in ("added", "lost"))
     return Merged(len(modules), _share(lost, added), changed)
+
+
+def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
+    """Raises CheckpointError where the adapter was learnt beside other frozen weights than those of a
+    folder.
+    """
+    for name in files.names:
+        shape = files.shape_of(name)
+
+        def is_held(copy: Tensor, name: str = name, shape: tuple[int, ...] = shape) -> bool:
+            weight = files.whole(name, shape)
+            return torch.equal(copy.to(weight.dtype), weight)
+
+        pairs.compare(name, shape, is_held)
+    pairs.refuse_copies([pairs.looked_at])
 
 
 def _merged_file(

@@ -1,9 +1,15 @@
 """ColocatedWeights brings the policy to the device before its weights move."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from rftmega.interfaces import LateWeights, WeightSync
+from rftmega.parallel.collectives import all_reduce
+from rftmega.shards import Shard, lost_share
 from rftmega.types import Metrics, SliceChecksums
+
+sum_of_all: Any = partial(all_reduce, op="sum")
 
 
 class Phases(Protocol):
@@ -20,12 +26,17 @@ class Phases(Protocol):
 class ColocatedWeights:
     """ColocatedWeights is a WeightSync that gives the device to the policy first."""
 
-    def __init__(self, weights: WeightSync, phases: Phases):
-        self.weights, self.phases = weights, phases
+    def __init__(self, weights: WeightSync, phases: Phases, merged: Sequence[Shard] | None = None):
+        """`merged`: shards whose adapters are added and rounded for a push, which tells of it; None,
+        on all processes alike: nothing is.
+        """
+        self.weights, self.phases, self.merged = weights, phases, merged
 
     def push(self, *, version: int) -> Metrics:
         self.phases.push()
         metrics = self.weights.push(version=version)
+        if self.merged is not None:
+            metrics["push_lost_share"] = lost_share(self.merged, sum_of_all)
         return metrics | self.phases.pushed(int(metrics["push_buffer_bytes"]))
 
     def push_to_late(self) -> int:

@@ -78,10 +78,14 @@ class EnginePool:
         self.speaks = place == 0  # the others do what the engine's first process says
         self.host = host_memory.current()
 
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
-        """Returns what brings the policy's shards into all engines; every process calls it."""
+    def weight_sync(
+        self, shards: Sequence[Shard], *, bucket_bytes: int, rounds: bool = False
+    ) -> WeightSync:
+        """Returns what brings the policy's shards into all engines; every process calls it. `rounds`:
+        adapters are merged into weights that have fewer digits, and a push tells what that loses.
+        """
         sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
-        self.weights = ColocatedWeights(sync, self.phases)
+        self.weights = ColocatedWeights(sync, self.phases, shards if rounds else None)
         return self.weights
 
     def adapter_sync(

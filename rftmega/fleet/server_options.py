@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega import device
-from rftmega.config import RolloutConfig, RunConfig
+from rftmega.config import RolloutConfig, RunConfig, served_rank
 from rftmega.rollout.eight_bits import described
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
 from rftmega.vllm_server import door
@@ -86,7 +86,7 @@ def arguments_of_run(config: RunConfig, *, unquantised: Sequence[str] = ()) -> l
         model.path,
         config.rollout,
         dtype=model.dtype,
-        adapter_rank=model.lora.served_rank,
+        adapter_rank=served_rank(config),
         unquantised=unquantised,
     )
 

@@ -65,6 +65,11 @@ class AdaptedStack:
 
         return adapted
 
+    def train(self, learning: bool) -> None:
+        """Switches the pairs between learning, which may drop, and scoring."""
+        for pairs in self.pairs.values():
+            pairs.training = learning
+
     def matrices(self) -> Iterator[Tensor]:
         """Yields A and B of each pair, of all experts."""
         for pairs in self.pairs.values():

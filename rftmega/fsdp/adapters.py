@@ -26,11 +26,11 @@ from rftmega.fsdp.module import LogProbHead, Network
 from rftmega.fsdp.weight import Weight
 from rftmega.hf_folders.adapted_layers import WEIGHT, adapted_of, pair_of
 from rftmega.hf_folders.parameter_places import Placed
-from rftmega.hf_folders.peft_folder import Whole
+from rftmega.hf_folders.peft_folder import PEFTFolder, Whole
 from rftmega.hf_folders.tensor_plan import Split
 from rftmega.low_rank.embedding import EmbeddingWithPair
 from rftmega.low_rank.linear import LinearWithPair, PairDelta
-from rftmega.shards import Shard
+from rftmega.shards import Box, Shard, narrowed
 
 Places = dict[str, list[Placed]]
 
@@ -67,6 +67,13 @@ class ShardedAdapters:
         self.weights: list[Weight] = []  # A and B of each layer, one after the other
         self._deltas: dict[str, PairDelta] = {}  # by the layer
         self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and all of it
+
+    def train(self, learning: bool) -> None:
+        """Switches pairs between learning, which may drop, and scoring."""
+        for layer in self.layers.values():
+            layer.training = learning
+        for stack in self.stacks.values():
+            stack.train(learning)
 
     def places(self, places: Places) -> Places:
         """Returns where the pairs' tensors lie in their parameters, by the folder's places.
@@ -228,3 +235,20 @@ class ShardedAdapters:
         finally:
             for each in held:
                 each.off = False
+
+
+def compare_copies(weight: Weight, folder: PEFTFolder) -> None:
+    """Compares the rows that this process holds of a weight with the copies of it that a folder has."""
+    for shard in weight.shards():
+        for number, (name, shape) in enumerate(
+            zip(shard.logical.names, shard.logical.shapes, strict=True)
+        ):
+            parts = list(shard.views(number))
+
+            def is_held(copy: Tensor, parts: list[tuple[Box, Tensor]] = parts) -> bool:
+                return all(
+                    torch.equal(narrowed(copy, box).to(elements), elements)
+                    for box, elements in parts
+                )
+
+            folder.compare(name, shape, is_held)

@@ -18,7 +18,7 @@ from rftmega.device.random_stream import RandomStream
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.adapters import ShardedAdapters
+from rftmega.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
@@ -40,6 +40,7 @@ from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_
 from rftmega.json_files import read_json_object
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
+from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate
 from rftmega.passes.reached_adapters import ReachedAdapters
@@ -86,7 +87,7 @@ class FSDPModelManager:
         if placement.tensor > 1:
             self._share_layers()
         if cfg.parallel.recompute == "full":
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            allow_recomputation(self.model)
         if self.adapters is not None:
             head = self.network.head.parameters() if value_model else ()
             self.adapters.freeze(self.network, self.dtype, beside=head)
@@ -213,6 +214,9 @@ class FSDPModelManager:
             folder = PEFTFolder(lora.path, option="model.lora.path")
             folder.check(lora, adapters.targets)
             adapters.load(folder.whole)
+            for weight in held:
+                compare_copies(weight, folder)
+            folder.refuse_rest(gather_objects(folder.looked_at))
         else:
             adapters.load(beginning(self.cfg.trainer.seed))
 
@@ -303,8 +307,10 @@ class FSDPModelManager:
         return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
 
     def train(self, learning: bool) -> None:
-        """Switches between learning and scoring."""
-        self.network.train(learning)
+        """Switches between learning and scoring: adapters alone may drop."""
+        learn(self.network, learning)
+        if self.adapters is not None:
+            self.adapters.train(learning)
 
     def zero_grad(self) -> None:
         for weight in self.learnt:

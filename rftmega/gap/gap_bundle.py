@@ -18,6 +18,7 @@ from rftmega.errors import DataError
 from rftmega.types import Rows, SliceChecksums
 
 ABOUT, TENSORS = "bundle.json", "tensors.safetensors"
+RESCORED = "rescored_logp_"  # before the number of a scoring pass
 FORMAT = 2  # since 2 it has the mask
 
 
@@ -50,6 +51,7 @@ class GapBundle:
         }
         if evidence.untempered_logp is not None:
             tensors["untempered_logp"] = evidence.untempered_logp
+        tensors |= {f"{RESCORED}{n}": logp for n, logp in enumerate(evidence.rescored)}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
         about = {
             "format": FORMAT,
@@ -101,6 +103,7 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
         after_push=None if after is None else Gap(**after),
         checksums=[_checksums(each) for each in about["checksums"]],
         has_experts=about["has_experts"],
+        rescored=tuple(tensors[name] for name in sorted(tensors) if name.startswith(RESCORED)),
     )
     return GapBundle(
         step=about["step"],

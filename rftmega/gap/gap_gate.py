@@ -140,6 +140,7 @@ class GapGate:
         worst = samples.select(index).padded()
         rows, versions = worst.rows, worst.versions
         score = self.machinery.policy.log_probs
+        rescored = (score(rows).logp, score(rows).logp)  # before another push, like the first
         evidence = Evidence(
             whole=gap,
             share_beyond=(gaps > self.limits.percentile).double().mean().item(),
@@ -151,6 +152,7 @@ class GapGate:
             after_push=self._gap_after_push(samples.prompts, step),
             checksums=checksums,
             has_experts=self.machinery.numerics.has_experts,
+            rescored=rescored,
         )
         return GapBundle(
             step=step,

@@ -26,7 +26,7 @@ def on_meta(config: Any, attention: str) -> PreTrainedModel:
             config, dtype=torch.float32, attn_implementation=chosen, trust_remote_code=False
         )
     model.tie_weights()
-    return model
+    return model.eval()
 
 
 def words_of(model: PreTrainedModel) -> nn.Module:

@@ -5,7 +5,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,15 +26,16 @@ from rftmega.hf_folders.adapter_card import write_card
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.json_files import read_json_object
 from rftmega.options.adapters import LoRA, scaling_of
+from rftmega.options.peft_fields import foreign_fields
 from rftmega.shards import OF_WORDS
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module of transformers' model
-# that change what an adapter is, with what they are where they change nothing
 # copies of frozen weights, which PEFT writes beside the pairs of embedding and head
-COPIES = tuple(f"{name}.base_layer{WEIGHT}" for name in OF_WORDS)
-UNKNOWN: dict[str, Any] = {
+COPY = f".base_layer{WEIGHT}"
+COPIES = tuple(name + COPY for name in OF_WORDS)
+WRITTEN: dict[str, Any] = {  # of what an adapter could be besides, as PEFT says that it is not
     **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
     **{"bias": "none", "modules_to_save": None, "layers_to_transform": None},
     **{"rank_pattern": {}, "alpha_pattern": {}},
@@ -58,6 +59,15 @@ def beginning(seed: int) -> Whole:
     return drawn
 
 
+class LookedAt(NamedTuple):
+    """LookedAt holds names of tensors of a folder: those that a process has read, and copies of frozen
+    weights that are not the model's.
+    """
+
+    read: set[str]
+    changed: set[str]
+
+
 class PEFTFolder:
     """PEFTFolder reads the adapters of one folder."""
 
@@ -70,14 +80,10 @@ class PEFTFolder:
         self._named = f"{option}: " if option else ""
         said = read_json_object(self.folder / CONFIG)
         modules: Any = said.get("target_modules")
-        found = [
-            f"{name}={said[name]} is not known here"
-            for name, plain in UNKNOWN.items()
-            if said.get(name, plain) not in (plain, None)
-        ]
+        found = foreign_fields(said)
         if (kind := said.get("peft_type")) != "LORA":
             found.append(f"peft_type={kind} is not LORA")
-        if not isinstance(modules, list):
+        if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
             found.append(f"target_modules={modules} is no list of modules")
         if not isinstance(said.get("r"), int) or not isinstance(
             said.get("lora_alpha"), int | float
@@ -89,13 +95,25 @@ class PEFTFolder:
         self.rslora = bool(said.get("use_rslora"))
         self.targets = {name.rsplit(".", 1)[-1] for name in modules}
         self.files = HFFolder(self.folder)
-        if odd := sorted(
-            name for name in self.files.names if not name.endswith((*DOWNS, *UPS, *COPIES))
-        ):
-            self._refuse([f"{odd[0]!r} is no matrix of a pair"])
+        self._refuse_odd(modules)
+        self._read: set[str] = set()
+        self._changed: set[str] = set()
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         raise CheckpointError(f"{self._named}{self.folder / CONFIG}: {'; '.join(reasons)}.")
+
+    def _refuse_odd(self, targets: Sequence[str]) -> None:
+        """Raises CheckpointError for tensors that are no matrix of a whole pair, or of a pair on a
+        module that is none of the `targets`.
+        """
+        names = set(self.files.names)
+        pairs = {PREFIX + each for module in self.modules for each in pair_names(module)}
+        copies = {name for name in names if name.endswith(COPIES)}
+        if odd := sorted(names - pairs - copies):
+            self._refuse([f"{odd[0]!r} is no matrix of a pair"])
+        for module in self.modules:
+            if not any(f".{module}".endswith(f".{target}") for target in targets):
+                self._refuse([f"a pair is on {module!r}, which target_modules do not name"])
 
     def check(self, lora: LoRA, targets: Iterable[str]) -> None:
         """Raises CheckpointError where the options ask for other adapters, on other modules than
@@ -146,7 +164,46 @@ class PEFTFolder:
 
         Raises CheckpointError where it is missing or of another shape.
         """
+        self._read.add(PREFIX + name)
         return self.files.whole(PREFIX + name, shape)
+
+    def compare(self, weight: str, shape: tuple[int, ...], held: Callable[[Tensor], bool]) -> None:
+        """Looks at PEFT's copy of a frozen weight, where there is one. `held` says whether it is what
+        this process holds of the model's own.
+        """
+        name = PREFIX + weight.removesuffix(WEIGHT) + COPY
+        if name in self.files:
+            self._read.add(name)
+            if not held(self.files.whole(name, shape)):
+                self._changed.add(name)
+
+    @property
+    def looked_at(self) -> LookedAt:
+        """Returns what this process has read, for `refuse_rest`."""
+        return LookedAt(self._read, self._changed)
+
+    def refuse_copies(self, everyones: Sequence[LookedAt]) -> None:
+        """Raises CheckpointError for copies of frozen weights that are others than the model's: the
+        adapter was learnt beside those.
+        """
+        if changed := sorted(set().union(*(each.changed for each in everyones))):
+            self._refuse(
+                [
+                    f"{changed[0]!r} is another matrix than the model's own, which PEFT would replace by it. Write it into the "
+                    "model's folder first"
+                ]
+            )
+
+    def refuse_rest(self, everyones: Sequence[LookedAt]) -> None:
+        """Raises CheckpointError for tensors that no process has read, and as `refuse_copies`."""
+        self.refuse_copies(everyones)
+        if rest := sorted(set(self.files.names).difference(*(each.read for each in everyones))):
+            self._refuse(
+                [
+                    f"{rest[0]!r} ({len(rest)} such) has no place in this model, so it would be left out. Take the folder of "
+                    "the model that the adapter was made for"
+                ]
+            )
 
 
 def _told(value: float | bool) -> str:
@@ -215,7 +272,7 @@ def write_config(
         "base_model_name_or_path": base,
         "lora_dropout": dropout,
         "inference_mode": True,
-        **UNKNOWN,
+        **WRITTEN,
         "modules_to_save": modules or None,
     }
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from rftmega import device
-from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
@@ -41,8 +41,6 @@ from rftmega.vllm_server import door
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
 HEAD = "score.weight"  # of a value model
-# models beside whose embedding and head vLLM 0.32 has a place for adapters
-SERVED_WORDS = ("llama", "phi3", "qwen3")
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 

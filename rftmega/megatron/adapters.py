@@ -16,7 +16,7 @@ from rftmega.config import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.converters import shard, shard_shape
 from rftmega.converters.adapters import UP, AdaptedLayer, target_of
 from rftmega.converters.rules import located
-from rftmega.hf_folders.peft_folder import Whole
+from rftmega.hf_folders.peft_folder import PEFTFolder, Whole
 from rftmega.kernels.packed_weights import PackedWeight, pack
 from rftmega.layers.adapter import (
     AdaptedExperts,
@@ -207,6 +207,17 @@ def counted_once(base: Sequence[tuple[Bound, Replicas]]) -> Iterator[Shard]:
     for item, pieces in base:
         if item.rule.exported and not any(any(piece) for piece in pieces):
             yield item.shard()
+
+
+def compare_copies(item: Bound, folder: PEFTFolder) -> None:
+    """Compares what this process holds of a weight with the copies of it that a folder has."""
+    (first, *_), held = item.rule.hf, item.parameter.detach()
+
+    def is_held(copy: Tensor) -> bool:
+        return torch.equal(shard(item.rule, [copy], item.rank, item.ranks).to(held), held)
+
+    if len(item.rule.hf) == 1:  # as embedding and head are
+        folder.compare(item.hf_names[0], first.shape, is_held)
 
 
 def pack_base(base: Sequence[Bound]) -> list[PackedWeight]:

@@ -48,7 +48,13 @@ from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward
-from rftmega.megatron.adapters import Adapters, Replicas, counted_once, pack_base
+from rftmega.megatron.adapters import (
+    Adapters,
+    Replicas,
+    compare_copies,
+    counted_once,
+    pack_base,
+)
 from rftmega.megatron.binding import Bound, bind
 from rftmega.megatron.load import (
     HEAD,
@@ -66,6 +72,7 @@ from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
 from rftmega.optimizers import offload
 from rftmega.optimizers.build import build_optimizer
+from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.topology import Topology
 from rftmega.passes.reached_adapters import ReachedAdapters
 from rftmega.shards import Shard
@@ -266,6 +273,9 @@ class MegatronModelManager:
             folder = PEFTFolder(lora.path, option="model.lora.path")
             folder.check(lora, self.adapters.targets)
             self.adapters.load(folder.whole)
+            for item, _ in base:
+                compare_copies(item, folder)
+            folder.refuse_rest(gather_objects(folder.looked_at))
         else:
             self.adapters.load(beginning(self.cfg.trainer.seed))
 

@@ -50,9 +50,10 @@ class LoRA:
     output head, embed_tokens and lm_head, have one where they are named.
     """
 
-    push: Literal["merged", "adapters"] = "merged"
-    """What engines get: weights with the adapters added, rounded to the engine's precision, or the
-    adapters by themselves, unrounded (vLLM).
+    push: Literal["auto", "merged", "adapters"] = "auto"
+    """What engines get: the adapters by themselves, unrounded (vLLM), or weights with the adapters
+    added, rounded to the engine's precision, which in bfloat16 loses much of a small update. auto:
+    adapters where the engine takes them (docs/adapters.md).
     """
 
     base_on_host: Literal["whole", "int8"] = "whole"
@@ -90,11 +91,6 @@ class LoRA:
         if self.base_on_host != "whole":  # the frozen weights are rounded
             said["base_on_host"] = self.base_on_host
         return said
-
-    @property
-    def served_rank(self) -> int:
-        """Returns the rank of the adapters that engines get as such; 0 where they get none."""
-        return self.rank if self.push == "adapters" else 0
 
 
 def experts_targeted(targets: Sequence[str]) -> bool:

@@ -212,7 +212,8 @@ class ModelRunner:
         `interfaces.Policy.step`.
 
         Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite
-        gradients is skipped on all processes alike. Raises NothingLearnt where a loss that has a
+        gradients is skipped on all processes alike, and so is one whose losses count nothing: its
+        gradient is 0, and weight decay alone would move the weights. Raises NothingLearnt where a loss that has a
         gradient gives the adapters none.
         """
         before = {name: recorder.counted(name) for name in COUNTED}
@@ -231,13 +232,20 @@ class ModelRunner:
         if scored is not None:
             scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
         metrics = self._mean([sums for sums, _ in found], losses)
-        taken, grad_norm = self.stepped.optimizer_step()
-        if grad_norm == 0 and self.cfg.model.lora.rank:
+        empty = not metrics["count"]  # of all processes
+        taken, grad_norm = (False, 0.0) if empty else self.stepped.optimizer_step()
+        if empty:
+            self.stepped.zero_grad()
+        elif grad_norm == 0 and self.cfg.model.lora.rank:
             self._refuse_lost_gradient(batches, [stats for _, stats in found])
         if taken:
             self.after_step()
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        metrics |= {"optimizer_steps": float(taken), "skipped_steps": float(not taken)}
+        metrics |= {
+            "optimizer_steps": float(taken),
+            "skipped_steps": float(not taken and not empty),
+            "empty_steps": float(empty),
+        }
         return metrics | {COUNT + name: recorder.counted(name) - before[name] for name in COUNTED}
 
     def _to_learn(

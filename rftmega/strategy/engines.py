@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rftmega.columns.expert_routes import RoutedModel
-from rftmega.config import RunConfig
+from rftmega.config import RunConfig, served_rank
 from rftmega.converters import table
 from rftmega.converters.rules import instances
 from rftmega.model_providers.description import Experts, describe
@@ -54,7 +54,7 @@ def create(
             dtype=config.model.dtype,
             stop_ids=stop_ids,
             logs=logs,
-            adapter_rank=config.model.lora.served_rank,
+            adapter_rank=served_rank(config),
             routed=routed,
             unquantised=kept,
             vocabulary=vocabulary,
@@ -68,7 +68,7 @@ def create(
         world,
         dtype=config.model.dtype,
         stop_ids=stop_ids,
-        adapter_rank=config.model.lora.served_rank,
+        adapter_rank=served_rank(config),
         evaluated=config.model.lora.evaluated,
         routed=routed,
         unquantised=kept,

@@ -1,16 +1,21 @@
 """Writes a model of a run as Hugging Face folders."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import weights
 from rftmega.config import TrainerConfig
 from rftmega.hf_folders import export_folder, peft_folder
-from rftmega.shards import TrainedAdapters
+from rftmega.parallel.collectives import all_reduce
+from rftmega.shards import TrainedAdapters, lost_share
 from rftmega.strategy.backend import Trainable
+
+log = logging.getLogger(__name__)
 
 
 def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None:
@@ -40,9 +45,26 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
         quantised=trainer.export_quantised,
     )
     if (adapters := model.adapters()) is not None:
+        _tell_rounding(model, folder, write=write)
         held = (*adapters.shards, *adapters.head)
         alone = weights.Exporter(held, model.replica_group, bucket_bytes=bucket_bytes)
         _export_adapters(alone, adapters, model.path, Path(f"{folder}_adapter"), write=write)
+
+
+def _tell_rounding(model: Trainable, folder: str | Path, *, write: bool) -> None:
+    """Says what merging took of the adapters, where weights have fewer digits than they; a collective."""
+    if model.dtype == torch.float32:
+        return
+    lost = lost_share(model.shards(), lambda mine: torch.as_tensor(all_reduce(mine, "sum")))
+    if write:
+        log.warning(
+            "%s: adapters were merged into weights of %s, and rounding took %.1f %% of what they add. %s_adapter has them whole: "
+            "serve that, or merge it in float32 (rftmega convert merge, of a float32 folder).",
+            folder,
+            str(model.dtype).removeprefix("torch."),
+            100 * lost,
+            folder,
+        )
 
 
 def _export_adapters(

@@ -7,8 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
-from rftmega.config import LoRA, RunConfig
+from rftmega.config import LoRA, RunConfig, served_rank, why_merged
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.dispatch.streaming_pool import StreamingPool
@@ -127,8 +129,14 @@ class ReinforcementStrategy:
     def _weight_sync(self, pool: EnginePool) -> WeightSync:
         """Returns what brings the policy to the engines, as model.lora.push says."""
         actor = self.actor
-        if self.config.model.lora.push == "merged":
-            return pool.weight_sync(actor.shards(), bucket_bytes=self._bucket_bytes)
+        if not served_rank(self.config):
+            if self.is_main and self.config.model.lora.rank:
+                log.info(
+                    "Engines get merged weights: %s. push_lost_share says how much of what adapters add is lost by rounding.",
+                    why_merged(self.config) or "model.lora.push=merged",
+                )
+            rounds = bool(self.config.model.lora.rank) and actor.dtype != torch.float32
+            return pool.weight_sync(actor.shards(), bucket_bytes=self._bucket_bytes, rounds=rounds)
         adapters = actor.adapters()
         assert adapters is not None, "model.lora.push=adapters needs adapters"
         source = AdapterSource(adapters, actor.replica_group)

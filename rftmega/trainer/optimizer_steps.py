@@ -12,6 +12,8 @@ from torch import Tensor
 from rftmega.trainer.journal import Journal
 from rftmega.types import COUNT, Auxiliary, Experience, LossFn, Metrics, TokenStats, Told
 
+# of steps whose gradient was not finite, and of those without anything to learn
+NOT_TAKEN = ("skipped_steps", "empty_steps")
 SEED_STRIDE = 1_000_003  # keeps the orders of one step apart from those of the next
 
 
@@ -64,7 +66,7 @@ def take_steps(
     The rows of `auxiliary` are split over them.
 
     Returns the mean of each metric over the steps taken (over all where none was), and the sums of
-    "optimizer_steps", "skipped_steps" and of counts. Steps that the `journal` has of a run that was
+    "optimizer_steps", "skipped_steps", "empty_steps" and of counts. Steps that the `journal` has of a run that was
     stopped are not taken again. Raises AssertionError for `scored` (see `interfaces.Policy.step`)
     with several mini-batches, Preempted where the run is to stop.
     """
@@ -106,11 +108,12 @@ def merged(steps: Sequence[Metrics]) -> Metrics:
     """Returns the metrics of several optimizer steps as one: means over those that were taken, sums
     of what is counted, the most of memory.
     """
-    averaged = [step for step in steps if not step.get("skipped_steps")] or steps
+    taken = [step for step in steps if not any(map(step.get, NOT_TAKEN))]
+    averaged = taken or steps
     found: Metrics = {}
     for name in steps[0]:
-        if name.startswith(COUNT) or name in ("optimizer_steps", "skipped_steps"):
-            found[name] = sum(step[name] for step in steps)
+        if name.startswith(COUNT) or name in ("optimizer_steps", *NOT_TAKEN):
+            found[name] = sum(step.get(name, 0.0) for step in steps)
         elif name.startswith("memory_"):
             found[name] = max(step[name] for step in steps)
         else:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from rftmega.config.pushed_adapters import served_rank
 from rftmega.config.schema import RunConfig
 from rftmega.errors import RFTMegaError
 from rftmega.json_files import read_json_object
@@ -16,6 +17,7 @@ from rftmega.options.adapters import (
     RANKS,
     LoRA,
 )
+from rftmega.options.peft_fields import foreign_fields
 
 NAMES = ("alpha", "rslora", "targets", "push", "base_on_host", "dropout", "path", "evaluated")
 TOWERS = ("vision_config", "audio_config")
@@ -119,7 +121,7 @@ def _evaluated(config: RunConfig) -> list[str]:
         return []
     said = "model.lora.evaluated"
     found = []
-    if lora.push != "adapters" or config.strategy != "colocated":
+    if not served_rank(config) or config.strategy != "colocated":
         found.append(
             f"{said} needs model.lora.push=adapters and strategy=colocated: engines with merged weights, and servers, "
             "answer with the policy alone. Leave it out."
@@ -148,12 +150,14 @@ def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
     if not folder:
         return []
     try:
-        rank = read_json_object(Path(folder) / "adapter_config.json").get("r")
+        fields = read_json_object(Path(folder) / "adapter_config.json")
     except (OSError, RFTMegaError):
         return [f"{said} has no adapter_config.json that can be read: it is no folder of PEFT."]
+    found = [f"{said}: {reason}." for reason in foreign_fields(fields)]
+    rank = fields.get("r")
     if not isinstance(rank, int) or rank > lora.rank:
-        return [f"{said} has rank {rank}; engines serve up to model.lora.rank={lora.rank}."]
-    return []
+        found.append(f"{said} has rank {rank}; engines serve up to model.lora.rank={lora.rank}.")
+    return found
 
 
 def _path(config: RunConfig) -> list[str]:

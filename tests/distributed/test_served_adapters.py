@@ -52,7 +52,7 @@ class Served:
         )  # fmt: skip
         self.engine = ServerEngine(
             folder, config, world, dtype="float32", stop_ids=[1], logs=adapter.parent / "servers",
-            adapter_rank=lora.served_rank,
+            adapter_rank=lora.rank,
         )  # fmt: skip
         held = self.actor.adapters()
         assert held is not None

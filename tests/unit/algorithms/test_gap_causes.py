@@ -127,3 +127,25 @@ def test_the_worst_rows_come_first_by_their_mean_and_what_stands_outside_the_mas
         [[False, True, True, True], [False, True, True, False], [False, True, False, False]]
     )
     assert worst_rows(ragged(engine), ragged(trainer), ragged(mask), 2).tolist() == [2, 1]
+
+
+def test_a_trainer_that_does_not_agree_with_itself_comes_before_all_else() -> None:
+    off = evidence(one_in(2, 0.5))
+    off = replace(off, after_push=log_prob_gap(off.old_logp, off.old_logp, MASK))
+    assert cause_of(replace(off, rescored=(off.old_logp, off.old_logp)), LIMITS).kind == "weights"
+    drawn = off.old_logp + one_in(3, 0.2)
+    found = cause_of(replace(off, rescored=(off.old_logp, drawn)), LIMITS)
+    assert found.kind == "chance"
+    assert "each time, by up to 0.2" in found.why
+    found = cause_of(replace(off, rescored=(drawn, drawn)), LIMITS)
+    assert found.kind == "chance"
+    assert "the pass that the update learns in" in found.why
+
+
+def test_a_few_experts_that_are_tied_between_two_passes_are_not_chance() -> None:
+    off = evidence(one_in(40, 0.5), has_experts=True)
+    drawn = off.old_logp + one_in(40, 0.2)
+    found = cause_of(replace(off, rescored=(off.old_logp, drawn)), LIMITS)
+    assert found.kind == "experts' routes"
+    without = replace(off, rescored=(off.old_logp, drawn), has_experts=False)
+    assert cause_of(without, LIMITS).kind == "chance"

@@ -88,7 +88,6 @@ OTHER: dict[str, list[Any]] = {  # values to try beside those above
 }  # fmt: skip
 STRICTER = {  # refused, though transformers builds a model of it
     "hidden_act": ["gelu"],
-    "attention_dropout": [0.1],
     "attention_bias": [True],
     "attention_out_bias": [True],
     "mlp_bias": [True],

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.algorithms.gap_causes import Limits
+from rftmega.algorithms.gap_causes import Limits, cause_of
 from rftmega.config import RolloutConfig
 from rftmega.errors import GapExceeded
 from rftmega.experience import collect, complete
+from rftmega.gap.gap_bundle import GapBundle
 from rftmega.gap.gap_gate import LIMITS, GapGate, limits_of
 from rftmega.interfaces import OneProcess
 from rftmega.rollout import ScriptedEngine
@@ -125,6 +126,28 @@ def test_where_caches_of_earlier_weights_are_kept_new_answers_alone_are_looked_a
     machinery.off = 0.5
     with pytest.raises(GapExceeded):
         keeping.check(samples, old, 3)
+
+
+def test_a_policy_that_drops_while_it_scores_is_named_before_another_push(tmp_path: Path) -> None:
+    machinery = Machinery()
+    samples = rollout(machinery, version=0)
+    old = machinery.log_probs(samples.rows).logp
+    plain, passes = machinery.log_probs, []
+
+    def drawing(rows: Any, **how: Any) -> Any:
+        passes.append(len(machinery.pushed))
+        found = plain(rows, **how)
+        return TokenStats(found.logp + 0.1 * torch.rand(found.logp.shape), None)
+
+    machinery.log_probs = drawing  # type: ignore[method-assign]
+    for row in range(len(samples)):
+        samples.behaviour_logp[row].add_(0.5)
+    with pytest.raises(GapExceeded, match="Cause: chance: the trainer gives the same rows other"):
+        gate(machinery, tmp_path).check(samples, old, 0)
+    assert passes[:2] == [0, 0], "a push came before the rows were scored twice"
+    kept = GapBundle.load(tmp_path / "step_000000")
+    assert len(kept.evidence.rescored) == 2
+    assert cause_of(kept.evidence, kept.limits).kind == "chance"
 
 
 def test_all_processes_stop_where_one_finds_the_gap_too_large(tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_metrics_are_means_over_the_steps_taken_and_counts_are_sums() -> None:
     }
 
 
+def test_a_step_without_anything_to_learn_is_counted_and_in_no_mean() -> None:
+    empty = {"loss": 0.0, "optimizer_steps": 0.0, "skipped_steps": 0.0, "empty_steps": 1.0}
+    good = {"loss": 3.0, "optimizer_steps": 1.0, "skipped_steps": 0.0, "empty_steps": 0.0}
+    assert merged([empty, good, good]) == {
+        "loss": 3.0,
+        "optimizer_steps": 2.0,
+        "skipped_steps": 0.0,
+        "empty_steps": 1.0,
+    }
+    assert merged([empty, empty])["empty_steps"] == 2
+
+
 def test_steps_that_were_taken_before_a_resume_are_not_taken_again_but_counted() -> None:
     parts = Schedule(4).mini_batches(TEN, 0)
     first, again = Notes(), Notes()

@@ -1,0 +1,40 @@
+"""Finds the fields of a config.json that say what a model drops, or adds as noise, while it learns.
+
+They are of the run that made the folder. Here `model.dropout` alone says what an update drops, and
+scoring and generation drop nothing.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# attention_dropout, attn_pdrop, layerdrop, drop_path_rate, router_jitter_noise, moe_jitter_eps, ...
+NAMES = re.compile("drop|jitter")
+# by model_type: PhiMoE chooses experts by it in every pass, whether it learns or not
+COMPUTED = {"phimoe": ("router_jitter_noise",)}
+
+
+def drops(name: str, *, family: str = "") -> bool:
+    """Returns whether a field of this name is about what a model of the `family` (model_type) drops
+    while it learns.
+    """
+    return NAMES.search(name) is not None and name not in COMPUTED.get(family, ())
+
+
+def dropped_by(hf_config: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the fields of a config.json that say that something is dropped, with those of its
+    parts, as {"attention_dropout": 0.1, "vision_config.drop_path_rate": 0.2}.
+    """
+    found: dict[str, float] = {}
+    family = str(hf_config.get("model_type", ""))
+    for name, value in hf_config.items():
+        if isinstance(value, Mapping):
+            inner = dropped_by({"model_type": family, **value})
+            found |= {f"{name}.{field}": share for field, share in inner.items()}
+        elif _is_share(value) and drops(name, family=family):
+            found[name] = float(value)
+    return found
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,44 @@
+"""Decides what engines get of a policy with adapters: these by themselves, or merged weights."""
+
+from pathlib import Path
+
+from rftmega.config.schema import RunConfig
+from rftmega.errors import RFTMegaError
+from rftmega.json_files import read_json_object
+from rftmega.options.adapters import OF_WORDS
+
+# dense models (model_type) beside whose layers vLLM 0.32 serves adapters, as pushes of them were tried;
+# of the first three, beside embedding and head as well
+SERVED_WORDS = ("llama", "phi3", "qwen3")
+SERVED = (*SERVED_WORDS, "mistral", "qwen2")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def served_rank(config: RunConfig) -> int:
+    """Returns the rank of the adapters that engines get as such; 0 where they get merged weights."""
+    lora = config.model.lora
+    as_such = lora.push == "adapters" or (lora.push == "auto" and not why_merged(config))
+    return lora.rank if as_such else 0
+
+
+def why_merged(config: RunConfig) -> str:
+    """Returns why engines can't take the adapters of a run by themselves; "" where they can."""
+    rollout, lora = config.rollout, config.model.lora
+    if rollout.engine != "vllm":
+        return f"rollout.engine={rollout.engine} takes merged weights"
+    if rollout.transport == "checkpoint":
+        return "rollout.transport=checkpoint is for servers that take merged weights"
+    if rollout.quantization != "none":
+        return f"rollout.quantization={rollout.quantization} was not tried with adapters"
+    try:
+        fields = read_json_object(Path(config.model.path) / "config.json")
+    except (OSError, RFTMegaError):
+        return f"{config.model.path} has no config.json that can be read"
+    family = fields.get("model_type")
+    if any(fields.get(name) for name in EXPERTS):
+        return "vLLM takes no experts' weights in a push once it serves adapters"
+    if family not in SERVED:
+        return f"vLLM was not tried with adapters of {family} models"
+    if set(lora.targets) & set(OF_WORDS) and family not in SERVED_WORDS:
+        return f"vLLM leaves adapters on embedding and head out of models of {family}"
+    return ""

@@ -1,0 +1,49 @@
+"""Says at the start of a run what of it may surprise: dropout of config.json that does not act, and
+bfloat16 on a processor that is slow at it.
+"""
+
+import logging
+from pathlib import Path
+
+from rftmega import device
+from rftmega.config import RunConfig
+from rftmega.converters.dropout_fields import dropped_by
+from rftmega.device.cpu_speed import bfloat16_ratio
+from rftmega.json_files import read_json_object
+
+SLOW = 1.5  # times as long as float32
+
+log = logging.getLogger(__name__)
+
+
+def tell(config: RunConfig) -> None:
+    """Logs the notes, on one process."""
+    for note in (_dropout(config), _bfloat16(config)):
+        if note:
+            log.warning("%s", note)
+
+
+def _dropout(config: RunConfig) -> str:
+    """Returns what the folder's config.json drops, and that it does not; "" where it says nothing."""
+    path = Path(config.model.path) / "config.json"
+    found = dropped_by(read_json_object(path)) if path.is_file() else {}
+    if not found:
+        return ""
+    said = ", ".join(f"{name}={share:g}" for name, share in found.items())
+    return (
+        f"{path} says {said}. That is of the run that made the model, and nothing is dropped by it here: scoring and generation "
+        f"never drop, and an update drops what model.dropout={config.model.dropout:g} says."
+    )
+
+
+def _bfloat16(config: RunConfig) -> str:
+    """Returns how slow bfloat16 is here; "" where the model is not computed in it on a CPU."""
+    if config.model.dtype != "bfloat16" or device.current().type != "cpu":
+        return ""
+    ratio = bfloat16_ratio()
+    said = f"Products of matrices in bfloat16 take {ratio:.1f} times as long as in float32 on this processor"
+    if ratio < SLOW:
+        return f"{said}."
+    return (
+        f"{said}, which has no instructions for them. Set model.dtype=float32, unless the memory for it is missing."
+    )

@@ -1,0 +1,61 @@
+"""Reads adapter_config.json: which of PEFT's fields say that an adapter computes something else than
+a product of two matrices beside each weight, scaled by `lora_alpha` and `r`.
+
+The fields are those of LoraConfig in peft 0.21.2.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# read here, or without influence on what a saved adapter computes: bookkeeping, how it was learnt
+READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules"),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "lora_dropout", "runtime_config", "megatron_core"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # of init_lora_weights
+        "qalora_group_size",  # of use_qalora
+    }
+)
+# change what is computed, with the values of an adapter without them; null is always one
+PLAIN: dict[str, tuple[Any, ...]] = {
+    **{"use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,)},
+    **{"bias": ("none",), "modules_to_save": ([],), "layers_to_transform": ([],)},
+    **{"rank_pattern": ({},), "alpha_pattern": ({},)},
+    **{"layers_pattern": ([], ""), "exclude_modules": ([], ""), "target_parameters": ([],)},
+    **{"trainable_token_indices": ([], {}), "layer_replication": ([],), "megatron_config": ({},)},
+    **{"alora_invocation_tokens": (), "use_qalora": (False,), "ensure_weight_tying": (False,)},
+    **{"arrow_config": (), "kasa_config": (), "velora_config": ()},
+    **{"monteclora_config": (), "use_bdlora": (False,)},
+}
+INITS = "init_lora_weights"
+# leave the frozen weights as they are. The others (pissa, olora, corda, loftq, lora_ga) subtract their
+# first product from them, so that the saved pairs belong to weights that no folder has.
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+EMPTY = (None, False, [], {}, "")  # a field that is not known says nothing with these
+
+
+def foreign_fields(said: Mapping[str, Any]) -> list[str]:
+    """Lists the fields of an adapter_config.json that ask for another computation, each with its
+    value and why.
+    """
+    found = []
+    for name, value in said.items():
+        if name == INITS:
+            found += _of_init(value)
+        elif name in PLAIN:
+            if value is not None and value not in PLAIN[name]:
+                found.append(f"{name}={value} is not known here: it changes what is computed")
+        elif name not in READ and value not in EMPTY:
+            found.append(f"{name}={value} is no field that is known here")
+    return found
+
+
+def _of_init(value: Any) -> list[str]:
+    if value in PLAIN_INITS and not (isinstance(value, int) and not isinstance(value, bool)):
+        return []
+    return [
+        f"{INITS}={value} changed the frozen weights when the adapter was made, and the matrices belong to those. Save it with "
+        "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it an adapter of the "
+        "original weights, or merge it with PEFT"
+    ]
