@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from rftmega.config import RewardConfig
 from rftmega.errors import DataError
 from rftmega.options.parts import IMPLEMENTATIONS
-from rftmega.rewards import code, math, multiple_choice
+from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
 from rftmega.rewards.functions import function_part, missing_columns
 from rftmega.rewards.judge import JudgePart
+from rftmega.rewards.math import MathPart
+from rftmega.rewards.math import complaints as math_complaints
 from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
 from rftmega.rewards.reasoning import Reasoning
@@ -28,9 +30,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     ),
     "exact_match": lambda config, decode: each(exact_match_rule(config.answer_pattern)),
     "format": lambda config, decode: each(format_rule(config.format_pattern)),
-    "math": lambda config, decode: math.MathPart(
-        workers=config.workers, seconds=config.math_seconds
-    ),
+    "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
     "multiple_choice": lambda config, decode: each(multiple_choice.multiple_choice),
     "remote": lambda config, decode: RemotePart(
         config.remote_url,
@@ -44,7 +44,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
 # part -> label -> why it can't work with it, of the labels given
 LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
     "code": lambda config, labels: told(code.complaint, labels),
-    "math": lambda config, labels: math.complaints(labels, workers=config.workers),
+    "math": lambda config, labels: math_complaints(labels, workers=config.workers),
     "multiple_choice": lambda config, labels: told(multiple_choice.complaint, labels),
 }
 

@@ -40,6 +40,7 @@ PLAINLY = Reasoning.plain(decode)
         ("7</think>42", "42"),  # the prompt, or nobody, began it
         ("<think>a<think>b</think>42", "42"),
         ("<think>7</think>8</think>42", "42"),
+        ("4<think>7</think>5</think>42", "42"),
         ("<think>7", None),
         ("42<think>7", None),
         ("<think>7</think>42<think>", None),
