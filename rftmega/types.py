@@ -208,13 +208,21 @@ class Rollout:
         """Returns what rewards see as the answer: the policy's last turn, where the environment tells
         turns, and otherwise all that the last trajectory has behind its prompt.
         """
+        begin, end = self._response
+        ids: list[int] = self.trajectories[-1].token_ids[begin:end].tolist()
+        return ids
+
+    @property
+    def context_ids(self) -> list[int]:
+        """Returns what stands before `response_ids` in the last trajectory."""
+        ids: list[int] = self.trajectories[-1].token_ids[: self._response[0]].tolist()
+        return ids
+
+    @property
+    def _response(self) -> tuple[int, int]:
         last = self.trajectories[-1]
         answers = [turn for turn in last.turns if turn.role == "assistant"]
-        begin, end = last.prompt_length, len(last)
-        if answers:
-            begin, end = answers[-1].start, answers[-1].stop
-        ids: list[int] = last.token_ids[begin:end].tolist()
-        return ids
+        return answers[-1][1:3] if answers else (last.prompt_length, len(last))
 
     @property
     def truncated(self) -> bool:

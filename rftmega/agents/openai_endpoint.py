@@ -8,6 +8,13 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from rftmega.agents.request_shapes import (
+    ResponsesRequest,
+    body_of,
+    checked,
+    quoted,
+    unpacked,
+)
 from rftmega.agents.session import Session
 from rftmega.agents.wire import RequestRefused, Said
 from rftmega.agents.wire_chat import asked_in_chat, chunks_in_chat, said_in_chat
@@ -16,6 +23,7 @@ from rftmega.agents.wire_responses import (
     events_in_responses,
     said_in_responses,
 )
+from rftmega.agents.wire_tokens import asked_in_tokens
 from rftmega.conversations.replies import text_of
 from rftmega.types import Completion
 
@@ -82,7 +90,10 @@ class Endpoint:
                 web.post("/inference/v1/generate", self._guarded(self._generate)),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        # unpacked here, where what is no gzip is an answer and no broken connection
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -98,13 +109,12 @@ class Endpoint:
                 refused = RequestRefused("this key opens no rollout", 401, "invalid_api_key")
                 return web.json_response(refused.body(), status=401)
             try:
-                body = await request.json() if request.can_read_body else {}
+                encoding = request.headers.get("Content-Encoding", "")
+                content = unpacked(await request.read(), encoding, LARGEST_REQUEST)
+                body = body_of(content, request.charset)
                 return await handler(request, session, body)
             except RequestRefused as error:
                 return web.json_response(error.body(), status=error.status)
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-                said = RequestRefused(f"the request can't be read: {type(error).__name__}: {error}")
-                return web.json_response(said.body(), status=400)
 
         return guarded
 
@@ -128,9 +138,9 @@ class Endpoint:
     async def _responses(self, request: Any, session: Session, body: Any) -> "web.StreamResponse":
         from aiohttp import web
 
-        previous = body.get("previous_response_id")
+        previous = checked(ResponsesRequest, body).previous_response_id or ""
         if previous and previous not in session.responses:
-            raise RequestRefused(f"there is no response {previous} in this rollout.", 404)
+            raise RequestRefused(f"there is no response {quoted(previous)} in this rollout.", 404)
         asked = asked_in_responses(body, session.responses.get(previous, []))
         said: Said = await session.ask_from_outside(body, asked)
         number = secrets.token_hex(8)
@@ -144,7 +154,10 @@ class Endpoint:
     async def _generate(self, request: Any, session: Session, body: Any) -> "web.Response":
         from aiohttp import web
 
-        completion: Completion = await session.ask_from_outside(body, None)
+        asked = asked_in_tokens(body, session.renderer)
+        completion: Completion = await session.ask_from_outside(
+            body.get("sampling_params") or {}, asked
+        )
         names = [f"token_id:{each}" for each in completion.token_ids]
         logprobs: list[dict[str, Any]] = [
             {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}

@@ -1,10 +1,10 @@
 """Session answers the requests of one rollout's agent, and makes trajectories of them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from rftmega.agents.wire import Asked, RequestRefused, Said, check_sampling, same
+from rftmega.agents.wire import Asked, RequestRefused, Said, Tokens, check_sampling, same
 from rftmega.conversations.conversation import Conversation, GrowingTrajectory
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import Messages, text_of
@@ -39,13 +39,14 @@ class Session:
         self._order: list[_Line | GrowingTrajectory] = []
         self._loop = asyncio.get_running_loop()
 
-    async def ask_from_outside(self, body: Mapping[str, Any], asked: Asked | None) -> Any:
-        """Answers a request of another thread's loop: Said, or a Completion where `asked` is None,
-        of a request in tokens.
+    async def ask_from_outside(self, body: Mapping[str, Any], asked: Asked | Tokens) -> Any:
+        """Answers a request of another thread's loop: Said, or a Completion of one in tokens.
 
-        Raises RequestRefused.
+        `body`: what has its parameters of sampling. Raises RequestRefused.
         """
-        work = self.answer(body, asked) if asked else self.continued(body)
+        work: Coroutine[Any, Any, Said | Completion]
+        tokens = isinstance(asked, Tokens)
+        work = self.continued(body, asked) if tokens else self.answer(body, asked)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(future)
 
@@ -66,16 +67,12 @@ class Session:
         line.busy = False
         return said
 
-    async def continued(self, body: Mapping[str, Any]) -> Completion:
-        """Answers a request in tokens, as vLLM's /inference/v1/generate takes it.
-
-        Raises RequestRefused for one that can't be answered.
-        """
-        params = body.get("sampling_params") or {}
+    async def continued(self, params: Mapping[str, Any], asked: Tokens) -> Completion:
+        """Answers a request in tokens. Raises RequestRefused for one that can't be answered."""
         check_sampling(params, self.sampling)
-        token_ids = tuple(body["token_ids"])
+        token_ids = asked.token_ids
         fitting = [each for each in self._segments if _begins(token_ids, each)]
-        completion = await self._generated(token_ids, params.get("max_tokens"))
+        completion = await self._generated(token_ids, asked.max_tokens)
         # while it was generated another request may have gone on from there
         known = [each for each in fitting if _begins(token_ids, each)]
         if known:
@@ -112,6 +109,7 @@ class Session:
 
     async def _generated(self, context: Sequence[int], most: int | None) -> Completion:
         self.requests += 1
+        most = None if most is None else min(most, self.model.row_tokens)
         try:
             return await self.model.generate(context, max_tokens=most)
         except ContextTooLong as error:

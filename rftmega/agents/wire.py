@@ -33,6 +33,14 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens is a request in token ids."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Said:
     """Said is the answer to a request."""
 
@@ -89,12 +97,9 @@ def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
         neutral = name == "top_k" and given in (-1, 0) and value == 0
         if given is not None and given != value and not neutral:
             raise RequestRefused(
-                f"{name}={given} is not the run's, which is {value:g}: what the model says is learnt from as the run draws it. "
-                f"Leave {name} out, or change the run's rollout options."
+                f"{name}={ascii(given)[:80]} is not the run's, which is {value:g}: what the model says is learnt from as the run "
+                f"draws it. Leave {name} out, or change the run's rollout options."
             )
-    for name in ("logit_bias", "stop", "top_logprobs"):
-        if body.get(name):
-            raise RequestRefused(f"{name} is not offered by an endpoint of a training run.")
     if body.get("tool_choice") not in (None, "auto"):
         raise RequestRefused("tool_choice can only be auto: a model that is forced can't learn.")
 
@@ -118,8 +123,10 @@ def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Returns a call as messages of chat templates have it: arguments in a dictionary."""
     try:
         fields = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the arguments of a call of {name} are no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestRefused(f"the arguments of a call of {name} are no JSON object.")
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": fields}}
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rftmega.agents.request_shapes import ChatRequest, checked, refuse_unread
 from rftmega.agents.wire import (
     Asked,
     RequestRefused,
@@ -18,9 +19,9 @@ ROLES = {"developer": "system", "function": "tool"}
 
 def asked_in_chat(body: Mapping[str, Any]) -> Asked:
     """Reads a request. Raises RequestRefused for one that has no messages, or other than text."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestRefused("messages must be a list, and not empty.")
+    checked(ChatRequest, body)
+    refuse_unread(body)
+    messages = body["messages"]
     if (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise RequestRefused("response_format can only be text: tokens are drawn without bounds.")
     most = body.get("max_completion_tokens") or body.get("max_tokens")

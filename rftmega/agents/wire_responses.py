@@ -4,6 +4,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rftmega.agents.request_shapes import (
+    CallItem,
+    FunctionTool,
+    MessageItem,
+    OutputItem,
+    checked,
+    refuse_unread,
+)
 from rftmega.agents.wire import (
     Asked,
     RequestRefused,
@@ -22,6 +30,9 @@ def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
 
     Raises RequestRefused for items and tools that are neither text nor functions.
     """
+    refuse_unread(body)
+    if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
+        raise RequestRefused("text.format can only be text: tokens are drawn without bounds.")
     given = body.get("input") or []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = body.get("instructions")
@@ -43,12 +54,14 @@ def _add(messages: Messages, item: Mapping[str, Any]) -> None:
     if kind == "reasoning":  # as we give none, it is of another model
         return
     if kind == "function_call_output":
+        checked(OutputItem, item, "input")
         output = text_content(item["output"])
         reply = {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
         messages.append(reply)
         return
     if kind not in ("message", "function_call"):
         raise RequestRefused(f"an item of type {kind!r}: give messages and calls of functions.")
+    checked(MessageItem if kind == "message" else CallItem, item, "input")
     role = "assistant" if kind == "function_call" else ROLES.get(item["role"], item["role"])
     goes_on = role == "assistant" and messages and messages[-1]["role"] == "assistant"
     if not goes_on:
@@ -64,6 +77,7 @@ def _add(messages: Messages, item: Mapping[str, Any]) -> None:
 def _spec(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RequestRefused(f"a tool of type {tool.get('type')!r}: give functions.")
+    checked(FunctionTool, tool, "tools")
     function = {"name": tool["name"], "description": tool.get("description") or ""}
     return {"type": "function", "function": function | {"parameters": tool.get("parameters") or {}}}
 

@@ -433,6 +433,12 @@ class RewardConfig:
     response.
     """
 
+    reasoning_markers: list[str] = field(default_factory=list)
+    """The two texts that a model's reasoning stands between, as [<scratch>, </scratch>]. Reasoning
+    is removed before an answer is graded, and an answer that does not finish it scores 0; format
+    and functions of your own see it. Empty: those of the chat template, and <think>.
+    """
+
     format: float = 0.0
     """Weight of: the answer matches format_pattern from start to end."""
 

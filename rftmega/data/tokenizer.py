@@ -118,6 +118,12 @@ class Tokenizer:
         return self._inner
 
     @property
+    def size(self) -> int:
+        """Returns how many ids there are that both the tokenizer and the model know."""
+        own = len(self._inner)
+        return own if self._vocabulary is None else min(own, self._vocabulary)
+
+    @property
     def chat(self) -> Chat:
         """Returns how messages become text."""
         return self._chat

@@ -47,7 +47,7 @@ def reinforce(config: RunConfig) -> int:
     from rftmega import environments
     from rftmega.data import prompts_of, ptx_of
     from rftmega.parallel.environment import whole_number
-    from rftmega.rewards import MajorityReward, check_prompts, create
+    from rftmega.rewards import MajorityReward, Reasoning, check_prompts, create
 
     tokenizer = _tokenizer(config, environments.specs_of(config.environment))
     environment = environments.create(config.environment, tokenizer)
@@ -65,7 +65,8 @@ def reinforce(config: RunConfig) -> int:
         ranks=whole_number("WORLD_SIZE", 1),
     )
     ptx = ptx_of(config, tokenizer)
-    reward = create(config.reward, tokenizer.decode)
+    reasoning = Reasoning.of(config.reward.reasoning_markers, tokenizer)
+    reward = create(config.reward, tokenizer.decode, reasoning)
 
     from rftmega.callbacks.checkpointing import resume
     from rftmega.callbacks.observers import evaluation_of_prompts
@@ -83,9 +84,7 @@ def reinforce(config: RunConfig) -> int:
             environment=environment,
         )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
-        learnt = (
-            MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
-        )
+        learnt = MajorityReward(reasoning, size, pattern) if config.reward.majority else reward
         trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
         parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
         evaluation = evaluation_of_prompts(config, held_out, reward)

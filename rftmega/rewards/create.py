@@ -1,7 +1,7 @@
 """Builds a reward from a run's options."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rftmega.config import RewardConfig
 from rftmega.errors import DataError
@@ -13,8 +13,10 @@ from rftmega.rewards.format import format_rule
 from rftmega.rewards.functions import function_part, missing_columns
 from rftmega.rewards.judge import JudgePart
 from rftmega.rewards.math import MathPart
+from rftmega.rewards.math import complaints as math_complaints
 from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
+from rftmega.rewards.reasoning import Reasoning
 from rftmega.rewards.remote import RemotePart
 from rftmega.types import Prompt
 from rftmega.user_code.functions import RewardFunction, function_of, name_of
@@ -39,20 +41,24 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     ),
     "judge": lambda config, decode: JudgePart(config, decode),
 }
-LABELS: dict[str, Callable[[str], str | None]] = {  # part -> why it can't work with a label
-    "code": code.complaint,
-    "multiple_choice": multiple_choice.complaint,
+# part -> label -> why it can't work with it, of the labels given
+LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
+    "code": lambda config, labels: told(code.complaint, labels),
+    "math": lambda config, labels: math_complaints(labels, workers=config.workers),
+    "multiple_choice": lambda config, labels: told(multiple_choice.complaint, labels),
 }
 
 
-def create(config: RewardConfig, decode: Decode) -> MixedReward:
+def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = None) -> MixedReward:
     """Creates the reward of `config`, with the parts that have a weight.
 
-    `decode` turns token ids into text.
+    `decode` turns token ids into text; `reasoning` removes what isn't graded, None: <think> blocks.
 
     Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular
-    expression.
+    expression, or reads reasoning.
     """
+    reasoning = reasoning or Reasoning.plain(decode)
+    reasoning.refuse(config.answer_pattern, "reward.answer_pattern")
     used = parts_of(config)
     parts = {name: make(config, decode) for name, make in PARTS.items() if name in used}
     for name, function in functions_of(config).items():
@@ -62,7 +68,7 @@ def create(config: RewardConfig, decode: Decode) -> MixedReward:
         if name in used:
             function, where = IMPLEMENTATIONS[type(options)], f"reward.custom.{name}"
             parts[name] = function_part(function, where, decode, options=options)
-    return MixedReward(config, parts, decode)
+    return MixedReward(config, parts, decode, reasoning)
 
 
 def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:
@@ -87,12 +93,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
                 for kind, n in sorted(unknown.items())
             )
         )
-    problems = [
-        f"reward.{name}: {why} (prompt {prompt.index})."
-        for prompt in prompts
-        for name in weights_of(config, prompt.kind)
-        if name in LABELS and (why := LABELS[name](prompt.label))
-    ]
+    problems = _unreadable(config, prompts)
     functions = functions_of(config)
     problems += [
         f"reward.functions: {name} asks for {missing}, which is no column (prompt {prompt.index})."
@@ -102,3 +103,23 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
     ]
     if problems:
         raise DataError.first_of(problems)
+
+
+def told(complaint: Callable[[str], str | None], labels: Iterable[str]) -> dict[str, str]:
+    """Returns label -> complaint, of those labels that have one."""
+    return {label: why for label in labels if (why := complaint(label))}
+
+
+def _unreadable(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Lists the prompts whose label a part that scores them can't read."""
+    scored = {prompt.kind: weights_of(config, prompt.kind).keys() for prompt in prompts}
+    found = {}
+    for name, complaints in LABELS.items():
+        if labels := {each.label: None for each in prompts if name in scored[each.kind]}:
+            found[name] = complaints(config, labels)
+    return [
+        f"reward.{name}: {found[name][prompt.label]} (prompt {prompt.index})."
+        for prompt in prompts
+        for name in found
+        if name in scored[prompt.kind] and prompt.label in found[name]
+    ]

@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 
 from rftmega.rewards.answer import answer_of
-from rftmega.rewards.part import Decode
+from rftmega.rewards.reasoning import Reasoning
 from rftmega.rewards.vote import vote_rewards
 from rftmega.types import Prompt, Rollout
 
@@ -18,11 +18,12 @@ class MajorityReward:
 
     whole_groups = True
 
-    def __init__(self, decode: Decode, size: int, pattern: str = ""):
-        """`size`: answers a prompt. `pattern`: of what in a response votes, see `answer_of`; raises
-        ConfigError where it is no regular expression.
+    def __init__(self, reasoning: Reasoning, size: int, pattern: str = ""):
+        """`reasoning` reads responses; one that doesn't finish its reasoning does not vote. `size`:
+        answers a prompt. `pattern`: of what in a response votes, see `answer_of`; raises ConfigError
+        where it is no regular expression.
         """
-        self.decode, self.size, self.answer_of = decode, size, answer_of(pattern)
+        self.reasoning, self.size, self.answer_of = reasoning, size, answer_of(pattern)
 
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
@@ -34,7 +35,11 @@ class MajorityReward:
         assert len(rollouts) % self.size == 0, (
             f"{len(rollouts)} answers are no whole groups of {self.size}"
         )
-        answers = [self.answer_of(self.decode(rollout.response_ids)) for rollout in rollouts]
+        answers = [self._answer(rollout) for rollout in rollouts]
         groups = [answers[begin : begin + self.size] for begin in range(0, len(answers), self.size)]
         scores = [score for group in vote_rewards(groups) for score in group]
         return [{"majority": score, "reward": score} for score in scores]
+
+    def _answer(self, rollout: Rollout) -> str | None:
+        graded = self.reasoning.read(rollout.context_ids, rollout.response_ids).graded
+        return None if graded is None else self.answer_of(graded)

@@ -4,10 +4,11 @@ signals to a main thread.
 
 import json
 import queue
+import re
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from rftmega.errors import RewardError
 from rftmega.rewards.part import Answer, Undecided
 
 STARTING = 120.0  # seconds: imports from a cold disk
+LABEL_SECONDS = 60.0  # that reading a label may take, before training on a machine that is busy
+NUMBER = re.compile(r"-?\d+(\.\d+)?")  # what certainly can be read
 GRACE = 10.0  # seconds beyond the worker's own alarm, before it is killed from here
 
 
@@ -28,8 +31,9 @@ class MathWorker:
         self.seconds = seconds
         self.process: subprocess.Popen[str] | None = None
 
-    def equal(self, response: str, label: str) -> float:
-        """Returns 1 where the response's last expression equals the label's, 0 otherwise.
+    def equal(self, response: str | None, label: str) -> float:
+        """Returns 1 where the response's last expression equals the label's, 0 otherwise; of a
+        response None, 1 where an expression can be read of the label.
 
         Undecided where telling takes too long or ends the process.
 
@@ -96,7 +100,12 @@ class MathPart:
             self.free.put(MathWorker(seconds))
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        return list(self.threads.map(self._score, answers))
+        asked = [(answer.response, answer.label) for answer in answers]
+        return list(self.threads.map(self._score, asked))
+
+    def read(self, labels: Sequence[str]) -> list[float]:
+        """Returns 1 for each label of which an expression can be read."""
+        return list(self.threads.map(self._score, [(None, label) for label in labels]))
 
     def close(self) -> None:
         """Ends the processes; they end with this one anyway."""
@@ -104,9 +113,24 @@ class MathPart:
         while not self.free.empty():
             self.free.get().close()
 
-    def _score(self, answer: Answer) -> float:
+    def _score(self, asked: tuple[str | None, str]) -> float:
         worker = self.free.get()
         try:
-            return worker.equal(answer.response, answer.label)
+            return worker.equal(*asked)
         finally:
             self.free.put(worker)
+
+
+def complaints(labels: Iterable[str], *, workers: int) -> dict[str, str]:
+    """Returns label -> why no answer could equal it, of those that can't be read."""
+    unsure = [label for label in dict.fromkeys(labels) if not NUMBER.fullmatch(label)]
+    part = MathPart(workers=workers, seconds=LABEL_SECONDS)
+    try:
+        read = part.read(unsure)
+    finally:
+        part.close()
+    return {
+        label: f"the label {label!r} holds no expression that math-verify can read: write one in LaTeX, or plain"
+        for label, found in zip(unsure, read, strict=True)
+        if not found
+    }

@@ -1,30 +1,173 @@
 """A process that compares expressions, run as a script: a JSON line [response, label, seconds] in,
-a JSON line of 0 or 1 out.
+a JSON line of 0 or 1 out. A response null asks whether anything can be read of the label.
 
 Started by `math.py`, which ends it; imports nothing of this package, so that it starts in half a
-second.
+second. What math-verify misreads (currency, numbers in a base, congruences, scientific notation)
+or takes for equal (sets and tuples, e and E, tiny numbers) is looked at here.
 """
 
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
+from decimal import Decimal
+from itertools import product
+from typing import Any
 
 from math_verify import parse, verify
+from sympy import E, Eq, Expr, N, Symbol, UnevaluatedExpr
 
 MEMORY = 4 << 30  # bytes of address space
+FAR = 5e-4  # relative: numbers below 1 that differ by more are not equal
+NOTHING = 1e-40  # smaller is the rounding of an expression that is 0
+LARGEST_EXPONENT = 400
+MARKS = ("$", "\\boxed", "\\(", "\\[")
+CURRENCY = re.compile(r"(?<!\\)\\\$")
+# 1e-5, 1.6e-19, 2E3; 2e-3 may be Euler's number twice, minus 3
+SCIENTIFIC = re.compile(
+    r"(?<![\w.\\])(?:1(?=e)|\d+\.\d+|\d+(?=E)|\d+(?=e[+-]?\d\d))[eE][+-]?\d{1,3}(?![\w.]*\w)"
+)
+BASED = re.compile(
+    r"(?<![\w.\\])\(?(?P<digits>(?=[A-Z.]*\d)[\dA-Z]+(?:\.[\dA-Z]+)?)\)?_(?:(?P<one>\d)(?!\d)|\{(?:\\text\{)?(?P<base>\d+|[a-z]+)\}{1,2}"
+    r"|\\text\{(?P<word>[a-z]+)\})"
+)
+WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+BASES = {word: str(number) for number, word in enumerate(WORDS, start=2)} | {"sixteen": "16"}
+CONGRUENT = re.compile(r"(?<![a-z])\\?[pb]?mod(?![a-z])|\\equiv(?![a-z])")
+CONGRUENCE = re.compile(
+    r"(?:(?P<name>\w+)(?:=|\\equiv))?(?P<residue>-?\d+)\(?\\?[pb]?mod\{?(?P<modulus>[1-9]\d*)\}?\)?"
+)
+BRACKETS = {"{": "}", "(": ")"}
+MATH = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def equal(response: str, label: str) -> bool:
     """Returns whether the response's last expression equals the label's. math-verify's time-outs
     are off: the alarm ends this process.
     """
-    # else the whole label is the expression
-    marked = any(sign in label for sign in ("$", "\\boxed", "\\(", "\\["))
-    gold = parse(label if marked else f"\\boxed{{{label}}}", parsing_timeout=None)
-    return bool(gold) and verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)
+    response, label = plain(response), plain(label)
+    said, right = final(response), final(label)
+    alone = response.count("\\boxed") == 1 or response.strip() == label.strip()
+    if alone and said and said == right:
+        return True
+    told = compared(said, right)
+    if told is not None:
+        return told
+    golds, answers = expressions(label), parse(response, parsing_timeout=None)
+    return any(
+        verify([gold], [answer], timeout_seconds=None) and not misjudged(gold, answer)
+        for gold, answer in product(golds, answers)
+    )
+
+
+def expressions(label: str) -> list[Any]:
+    """Returns what can be read of a label: an expression, or text with one in it."""
+    marked = any(sign in label for sign in MARKS)
+    found = parse(label, parsing_timeout=None) if marked else []
+    return list(found or parse(f"\\boxed{{{label.replace('$', '')}}}", parsing_timeout=None))
+
+
+def plain(text: str) -> str:
+    """Returns text without currency signs, and numbers without scientific notation."""
+    return SCIENTIFIC.sub(_decimal, CURRENCY.sub("", text))
+
+
+def _decimal(number: re.Match[str]) -> str:
+    value = Decimal(number[0])
+    return f"{value:f}" if abs(value.adjusted()) < LARGEST_EXPONENT else number[0]
+
+
+def final(text: str) -> str:
+    """Returns the last expression as it is written, words apart by one space: that of the last box,
+    else of the last formula, else the last line.
+    """
+    found = text.strip()
+    if (at := found.rfind("\\boxed{")) >= 0:
+        inside = found[at + len("\\boxed") :]
+        found = inside[1 : closing(inside)]
+    elif formulas := MATH.findall(found):
+        found = next(filter(None, formulas[-1]))
+    else:
+        found = found.splitlines()[-1] if found else ""
+    found = re.sub(r"\\[,;! ]|\\left(?![a-z])|\\right(?![a-z])", "", found)
+    return " ".join(found.split()).removesuffix(".")
+
+
+def closing(text: str) -> int:
+    """Returns the place of what closes the bracket that the text begins with; its length where
+    nothing does.
+    """
+    depth, opening = 0, text[0]
+    for at, sign in enumerate(text):
+        depth += (sign == opening) - (sign == BRACKETS[opening])
+        if not depth:
+            return at
+    return len(text)
+
+
+def compared(said: str, right: str) -> bool | None:
+    """Returns whether two expressions are equal by what math-verify passes over; None where it can
+    tell.
+    """
+    one, other = based(said), based(right)
+    if one != other:
+        return False
+    said, right = said.replace(" ", ""), right.replace(" ", "")
+    if other and BASED.fullmatch(right):
+        return True
+    if CONGRUENT.search(right):
+        return congruence(said) == congruence(right)
+    return False if {listed(said), listed(right)} == {"{", "("} else None
+
+
+def based(text: str) -> tuple[str, str] | None:
+    """Returns digits and base of the last number in another base than ten; None for no such."""
+    for found in reversed(list(BASED.finditer(text))):
+        base = found["one"] or found["base"] or found["word"]
+        base = BASES.get(base, base)
+        return None if base == "10" else (found["digits"], base)
+    return None
+
+
+def congruence(text: str) -> tuple[int, str] | str:
+    """Returns residue and modulus of a congruence; the text itself for no such."""
+    simple = re.sub(r"\\text\{(\w*)\}", r"\1", text)
+    found = CONGRUENCE.fullmatch(simple)
+    if found is None:
+        return text
+    return int(found["residue"]) % int(found["modulus"]), found["modulus"]
+
+
+def listed(text: str) -> str:
+    """Returns the bracket around two or more elements; "" for anything else."""
+    inner = text.replace("\\{", "{").replace("\\}", "}")
+    if inner[:1] not in BRACKETS or closing(inner) != len(inner) - 1:
+        return ""
+    depth = 0
+    for sign in inner[1:-1]:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and not depth:
+            return inner[0]
+    return ""
+
+
+def misjudged(gold: Any, answer: Any) -> bool:
+    """Returns whether math-verify finds two expressions equal that are not."""
+    one, other = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
+    if any(side == E for side in (one, other)) and any(
+        isinstance(side, Symbol) and side.name == "e" for side in (one, other)
+    ):
+        return True
+    numbers = isinstance(one, Expr) and isinstance(other, Expr)
+    if not numbers or not (one.is_number and other.is_number):
+        return False
+    if one.has(UnevaluatedExpr) or other.has(UnevaluatedExpr):  # a percentage
+        return False
+    size = max(abs(N(one)), abs(N(other)))
+    return bool(NOTHING < size < 1 and abs(N(one) - N(other)) > FAR * size)
 
 
 def main() -> None:
@@ -46,7 +189,8 @@ def main() -> None:
         response, label, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            score = int(equal(response, label))
+            readable = response is None and expressions(plain(label))
+            score = int(bool(readable) or (response is not None and equal(response, label)))
         # whatever a parser of free text finds to raise, MemoryError and RecursionError among it
         except Exception:
             score = 0

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rftmega.config import RewardConfig
 from rftmega.errors import RewardError
 from rftmega.rewards.part import Answer, Decode, Part, Undecided
+from rftmega.rewards.reasoning import Reasoning
 from rftmega.types import Prompt, Rollout
 
 ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
 TURNS = "turns"  # the rewards that an environment gave for turns, which weigh 1
 MAY_BE_UNDECIDED = ("math", "code", "judge")
+OF_ALL = "format"  # sees reasoning, which a pattern may ask for
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
@@ -42,9 +45,19 @@ class MixedReward:
     Holds nothing that changes, so threads may share it as far as the parts do.
     """
 
-    def __init__(self, config: RewardConfig, parts: Mapping[str, Part], decode: Decode):
-        """`parts`: at least those of `parts_of(config)`."""
-        self.config, self.parts, self.decode = config, parts, decode
+    def __init__(
+        self,
+        config: RewardConfig,
+        parts: Mapping[str, Part],
+        decode: Decode,
+        reasoning: Reasoning | None = None,
+    ):
+        """`parts`: at least those of `parts_of(config)`. `reasoning`: reads responses; None: as
+        `Reasoning.plain` does.
+        """
+        self.config, self.parts = config, parts
+        self.reasoning = reasoning or Reasoning.plain(decode)
+        self._own = {*config.function_names(), *config.custom}
 
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
@@ -65,7 +78,7 @@ class MixedReward:
                 for row, asked in enumerate(weights)
                 if name in asked or (name == ALWAYS and answers[row].label)
             ]
-            values = part([answers[row] for row in rows]) if rows else []
+            values = self._values(name, part, [answers[row] for row in rows])
             for row, value in zip(rows, values, strict=True):
                 if value is None:
                     continue
@@ -93,6 +106,20 @@ class MixedReward:
             for score, asked in zip(scores, weights, strict=True)
         ]
 
+    def _values(self, name: str, part: Part, answers: Sequence[Answer]) -> Sequence[float | None]:
+        """Returns what a part gives for answers; built-in parts give 0 where the reasoning is not
+        finished, without being asked.
+        """
+        if name in self._own:
+            return part(answers) if answers else []
+        finished = [
+            answer if name == OF_ALL else replace(answer, response=answer.graded)
+            for answer in answers
+            if answer.graded is not None
+        ]
+        given = iter(part(finished) if finished else [])
+        return [0.0 if answer.graded is None else next(given) for answer in answers]
+
     def _given(self, rollout: Rollout, prompt: Prompt) -> dict[str, float]:
         """Returns the environment's own rewards, and the sum of those of turns as "turns".
 
@@ -118,12 +145,14 @@ class MixedReward:
 
     def _answer(self, prompt: Prompt, rollout: Rollout) -> Answer:
         ids = rollout.response_ids
+        read = self.reasoning.read(rollout.context_ids, ids)
         return Answer(
-            self.decode(ids),
+            read.response,
             prompt.label,
             prompt.kind,
             prompt.token_ids,
             ids,
             prompt.record,
             rollout.trajectories,
+            read.graded,
         )

@@ -10,7 +10,8 @@ from rftmega.types import Trajectory
 class Answer:
     """Answer is one rollout's response as text.
 
-    The last four are for the remote part and for functions of a user's own; a rule never sees them.
+    `response` is without reasoning where a built-in part but "format" is asked. The fields behind
+    `kind` are for the remote part and for functions of a user's own; a rule never sees them.
     """
 
     response: str
@@ -20,6 +21,7 @@ class Answer:
     completion_ids: Sequence[int] = ()
     record: str = ""  # see Prompt.record
     trajectories: tuple[Trajectory, ...] = ()
+    graded: str | None = None  # the response without reasoning; None: the reasoning is not finished
 
 
 class Undecided(float):

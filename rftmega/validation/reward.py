@@ -93,6 +93,12 @@ def reward_parts(config: RunConfig) -> list[str]:
             needed = " or ".join(f"reward.{name}" for name in readers)
             named = shown(f"reward.{option}", getattr(reward, option))
             found.append(f"{named} needs a weight of {needed}: nothing else reads it.")
+    if (markers := reward.reasoning_markers) and not (
+        len(markers) == 2 and all(map(str.strip, markers)) and markers[0] != markers[1]
+    ):
+        found.append(
+            f"reward.reasoning_markers={markers} must be two different texts, as [<think>, </think>], or none."
+        )
     if "remote" in used and reward.remote_url and not _is_address(reward.remote_url):
         found.append(
             "reward.remote_url is no address. Write http://host:port/path, or https://...; in a password, / is %2F, @ is %40."

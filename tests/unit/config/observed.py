@@ -58,6 +58,7 @@ class Letters:
     """A tokenizer: the ids of 1, 2 and 3 are 0, 1 and 2; 3 ends an answer."""
 
     stop_ids = (STOP,)
+    template = SimpleNamespace(source=lambda: "")
 
     def __init__(self, seen: Seen, folder: str | Path, **settings: Any):
         seen.append(("tokenizer", settings))

@@ -164,6 +164,7 @@ OPTIONS: dict[str, Live] = {
     "data.too_long": Live("drop", ("rollout.max_prompt_tokens=3",)),
     "reward.exact_match": Live("2", dead=MAJORITY),
     "reward.answer_pattern": Live("1", dead=("algorithm.task=sft",)),
+    "reward.reasoning_markers": Live("['1', '2']", dead=("algorithm.task=sft",)),
     "reward.format": Live("1", ("reward.format_pattern=1+",), dead=MAJORITY),
     "reward.format_pattern": Live("2+", ("reward.format=1", "reward.format_pattern=1+"), dead=()),
     "reward.math": Live("1", dead=MAJORITY),

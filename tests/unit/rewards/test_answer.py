@@ -2,7 +2,7 @@ import pytest
 
 from rftmega.config import RewardConfig
 from rftmega.errors import ConfigError
-from rftmega.rewards import MajorityReward, create
+from rftmega.rewards import MajorityReward, Reasoning, create
 from rftmega.rewards.answer import answer_of
 from rftmega.types import Prompt, Rollout
 from tests.rollouts import answered
@@ -50,7 +50,7 @@ def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_mat
 def test_responses_vote_with_their_answers_and_those_without_one_do_not() -> None:
     prompt = Prompt((1,))
     answers = [said(text) for text in ("12+30=42", "25+17=042", "20+22=43", "17", "17", "17")]
-    found = MajorityReward(decode, 6, r"=(\d+)")([prompt] * 6, answers)
+    found = MajorityReward(Reasoning.plain(decode), 6, r"=(\d+)")([prompt] * 6, answers)
     assert [score["reward"] for score in found] == [1, 1, 0, 0, 0, 0]
 
 

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rftmega.config import RewardConfig
+from rftmega.errors import DataError
+from rftmega.rewards import check_prompts
 from rftmega.rewards.create import create
 from rftmega.rewards.math import STARTING, MathPart, MathWorker
 from rftmega.rewards.part import Answer, Undecided
@@ -48,6 +50,150 @@ def test_equal_expressions_score_however_they_are_written_and_nothing_raises(
     part: MathPart, response: str, label: str, equal: float
 ) -> None:
     assert score(part, response, label) == equal
+
+
+LABELS = r"""
+\$5
+\$18.90
+\$32,\!348
+\$ 12
+15\$
+$18.90
+5\%
+0.1\overline{6}
+50\text{ cents}
+3 \text{ feet}
+90^\circ
+12\,\text{m}
+1,\!045,\!000
+6.02 \times 10^{23}
+1.6e-19
+9.1e-31
+-3
+.5
+3\frac{1}{2}
+\frac34
+\dfrac{9}{7}
+1/2
+11\sqrt2
+\frac{1 + \sqrt{5}}{2}
+1 \pm \sqrt{2}
+2\pi i
+6 - 5i
+e
+E
+2e
+e^{i\pi/3}
+\log_2 3
+\binom{5}{2}
+a_1
+4210_5
+52_{8}
+1011_2
+(1011)_2
+1011_{\text{two}}
+2k+2
+3R^2
+(x-2)(x-3)
+y=2x+3
+n=2
+1 \le x \le 3
+x \in [-2,7]
+(-\infty, 3]\cup[5,\infty)
+\left[ -\frac{1}{2}, 3 \right)
+(1,2)
+(6,31,-1)
+\left(\frac{3}{2}, -13\right)
+\{1, 2, 3\}
+1,-2
+\emptyset
+1 mod 4
+1 \pmod 4
+n \equiv 1 \pmod{4}
+10:30
+3\!:\!4
+\text{6:00 p.m.}
+\text{(A)}
+\textbf{(B)}
+(C)
+A
+B,C
+\text{Evelyn}
+\text{June 20}
+\text{even}
+yes
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+\begin{bmatrix} 1 \\ 0 \end{bmatrix}
+\overrightarrow{AB}
+\lfloor 3.7 \rfloor
+\left| x \right|
+\infty
+4 \text{ or } 5
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_label_matches_itself_in_a_box_in_a_formula_and_alone(part: MathPart, label: str) -> None:
+    assert score(part, f"So it is \\boxed{{{label}}}.", label) == 1.0
+    assert score(part, label, label) == 1.0
+    if not label.startswith("$"):
+        assert score(part, f"So it is ${label}$.", label) == 1.0
+    assert score(part, r"So it is \boxed{123457}.", label) == 0.0
+    assert part.read([label]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "equal"),
+    [
+        (r"\boxed{5}", r"\$5", 1.0),
+        (r"\boxed{\$6}", r"\$5", 0.0),
+        (r"It costs \$18.90", r"\$18.90", 1.0),
+        ("$52_9$", "52_8", 0.0),
+        ("$52_{8}$", "52_8", 1.0),
+        ("The answer is 52_8", "52_8", 1.0),
+        (r"\boxed{52}", "52_8", 0.0),
+        (r"\boxed{1011}", "1011_2", 0.0),
+        (r"\boxed{1011_2}", "1011", 0.0),
+        ("The answer is 1011_2", "1011", 0.0),
+        (r"\boxed{1011_2}", "1011_3", 0.0),
+        (r"\boxed{1011}", "1011_{10}", 1.0),
+        (r"\boxed{1.6e-19}", "9.1e-31", 0.0),
+        ("$1.6 \\times 10^{-19}$", r"9.1 \times 10^{-31}", 0.0),
+        (r"\boxed{1.6 \times 10^{-19}}", "1.6e-19", 1.0),
+        (r"\boxed{2 \cdot 10^{-20}}", "10^{-20}", 0.0),
+        (r"\boxed{x = 1.6 \times 10^{-19}}", r"9.1 \times 10^{-31}", 0.0),
+        (r"\boxed{0.012346}", r"\frac{1}{81}", 1.0),
+        (r"\boxed{\sin(\pi)}", "0", 1.0),
+        (r"\boxed{9}", r"9\%", 1.0),
+        (r"\boxed{n = 2}", r"1 \pmod 4", 0.0),
+        (r"\boxed{n = 2}", r"n \equiv 1 \pmod{4}", 0.0),
+        ("4", r"$n \equiv 1 \pmod 4$", 0.0),
+        (r"\boxed{n \equiv 5 \pmod{4}}", r"1 \pmod 4", 1.0),
+        (r"\boxed{1 \pmod 5}", r"1 \pmod 4", 0.0),
+        (r"\boxed{\{1, 2\}}", "(1, 2)", 0.0),
+        (r"\boxed{(1, 2)}", r"\{1, 2\}", 0.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        (r"\boxed{2, 1}", "1, 2", 1.0),
+        (r"\boxed{E}", "e", 0.0),
+        (r"\boxed{e}", "E", 0.0),
+        (r"\boxed{5} or \boxed{6}", "6", 0.0),
+    ],
+)
+def test_what_the_grading_library_passes_over_is_looked_at(
+    part: MathPart, response: str, label: str, equal: float
+) -> None:
+    assert score(part, response, label) == equal
+
+
+def test_a_label_of_which_nothing_can_be_read_is_found_before_training() -> None:
+    config = RewardConfig(math=1.0, workers=1)
+    good = [Prompt((1,), "7"), Prompt((1,), r"\$5", 1)]
+    check_prompts(config, good)
+    check_prompts(RewardConfig(), [Prompt((1,), "")])
+    with pytest.raises(
+        DataError, match=r"reward\.math: the label '' holds no expression.*prompt 7"
+    ):
+        check_prompts(config, [*good, Prompt((1,), "", 7)])
 
 
 def test_a_monstrous_expression_scores_nothing_and_the_next_one_is_answered() -> None:
