@@ -62,6 +62,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {**MIXTURE, "num_experts": 4}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+    "phi": ("PhiConfig", {}),
+    "phi-tied": ("PhiConfig", {"tie_word_embeddings": True}),
+    "phimoe": ("PhimoeConfig", {**MIXTURE, "num_local_experts": 4, "lm_head_bias": True}),
+    "codegen": (
+        "CodeGenConfig",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    ),
     "cohere": ("CohereConfig", {"logit_scale": 0.25, "tie_word_embeddings": True}),
 }
 

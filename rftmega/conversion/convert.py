@@ -5,7 +5,7 @@ resumable, without a GPU.
 import hashlib
 import math
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import pairwise
@@ -71,6 +71,7 @@ from rftmega.parallel.topology import Topology
 # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,
 # whatever was given
 FINEST = 8
+OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 class SourceModel:
@@ -322,22 +323,27 @@ class CheckpointTensors:
 
 
 def told_left_out(folder: Path) -> str | None:
-    """Describes what a conversion of this folder leaves out, by name (the tensors of a layer as
-    one); None where there is nothing.
+    """Describes what a conversion of this folder leaves out, by name (a layer of which nothing stays
+    as one, and what each layer has as its first); None where there is nothing.
     """
     if is_distributed(folder):
         return None
-    counts: dict[str, int] = {}
-    for name in FolderTensors(folder).left_out:
-        layer = re.match(r"model\.layers\.\d+\.", name)
-        counts[f"{layer[0]}*" if layer else name] = (
-            counts.get(f"{layer[0]}*" if layer else name, 0) + 1
-        )
+    tensors = FolderTensors(folder)
+    stay = {layer[0] for each in tensors.planned if (layer := OF_LAYER.match(each.name))}
+    found: dict[str, list[str]] = {}
+    for name in sorted(tensors.left_out):
+        layer = OF_LAYER.match(name)
+        whole = f"{layer[0]}*" if layer and layer[0] not in stay else ""
+        found.setdefault(whole or OF_LAYER.sub("", name), []).append(whole or name)
     said = [
-        name if count == 1 else f"{name} ({count} tensors)"
-        for name, count in sorted(counts.items())
+        names[0] if len(names) == 1 else f"{names[0]} ({len(names)} {_kind(names)})"
+        for names in found.values()
     ]
     return ", ".join(said) or None
+
+
+def _kind(names: Sequence[str]) -> str:
+    return "tensors" if names[0] == names[-1] else "tensors of this name, one a layer"
 
 
 def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:

@@ -27,8 +27,8 @@ from rftmega.fsdp.weight import Weight
 from rftmega.hf_folders.decoder import tower_of
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.hf_folders.meta_decoder import describe
+from rftmega.hf_folders.output_head import names_of_head
 from rftmega.hf_folders.parameter_places import (
-    HEAD,
     Placed,
     differs_from,
     places_of,
@@ -139,7 +139,9 @@ class FSDPModelManager:
         shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
         without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
         wanted = {name: shape for name, shape in shapes.items() if name not in without}
-        heads = {HEAD} if self.value_model or self.description.tied else set()
+        weight, *others = names_of_head(built.model)
+        heads = [weight] if self.description.tied else []
+        heads = [weight, *others] if self.value_model else heads
         found = places_of(built.model, wanted, files, allowed=heads)
         # a value model that starts from a policy has its head at 0
         made = {
@@ -184,7 +186,7 @@ class FSDPModelManager:
         Raises CheckpointError, the same on every process, for weights that are not finite, and for
         an output head that is not the embedding it is tied to.
         """
-        problems = []
+        problems, head = [], names_of_head(self.model)[0]
         for weight in self.weights_held:
             shards = [plan.of(weight.rows) for plan in weight.plans]
             if all(name in files for shard in shards for name in shard.logical.names):
@@ -193,8 +195,8 @@ class FSDPModelManager:
                 weight.rows.zero_()
             if not is_finite(weight.rows):
                 problems.append(f"NaN or infinite weights in {weight.name}")
-            if self._ties(weight) and differs_from(files, HEAD, shards):
-                problems.append(f"{HEAD} is not the embedding, though tie_word_embeddings=true")
+            if self._ties(weight) and differs_from(files, head, shards):
+                problems.append(f"{head} is not the embedding, though tie_word_embeddings=true")
         found = sorted({problem for each in gather_objects(problems) for problem in each})
         if found:
             raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from rftmega.errors import CheckpointError
 from rftmega.fsdp.exchanges import copied
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES
-from rftmega.fsdp.support import logit_scale, refusal_to_pack
+from rftmega.fsdp.support import refusal_to_pack
 from rftmega.hf_folders.decoder import SEEING, read_config
 from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.hf_folders.output_head import OutputHead, output_head
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.low_rank.linear import LinearWithPair
 
@@ -23,21 +24,23 @@ VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 class LogProbHead(nn.Module):
     """LogProbHead gives log-probs of targets and entropies, without ever holding the logits."""
 
-    def __init__(self, linear: nn.Linear, scale: float):
-        """`scale`: what the model multiplies its logits by."""
+    def __init__(self, head: OutputHead):
         super().__init__()
-        self.linear, self.scale = linear, scale
+        self.linear, self.before, self.after = head
         self.shard: VocabularyShard | None = None  # of this process; None: it has all words
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Maps hidden [N, H] and targets [N] to log-probs and entropies, both [N] float32."""
-        weight = self.linear.weight
+        weight, bias = self.linear.weight, self.linear.bias
+        if self.before != 1.0:
+            hidden = hidden * self.before
         if self.shard is None:
             shard = VocabularyShard(0, len(weight), None)
         else:
             shard, hidden = self.shard, copied(hidden, self.shard.group)
         pair = self.linear.factors(hidden) if isinstance(self.linear, LinearWithPair) else None
-        return linear_stats(hidden, weight, targets, temperature / self.scale, shard, pair=pair)
+        divisor = temperature / self.after
+        return linear_stats(hidden, weight, targets, divisor, shard, bias=bias, pair=pair)
 
 
 class ValueLayer(nn.Module):
@@ -133,6 +136,8 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
         unpacked = refusal_to_pack(model)
     except (ValueError, ImportError) as error:  # transformers knows that it takes its own only
         unpacked = str(error)
+    except KeyError as error:  # it has a class for each attention, and none for ours
+        unpacked = f"it has no attention {error}"
     if unpacked is not None:
         model = _with_its_own_attention(path, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,7 +148,7 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
         for parameter, name in zip(head.parameters(), (VALUE_WEIGHT, VALUE_BIAS), strict=False):
             names[id(parameter)] = name
     else:
-        head = LogProbHead(cast(nn.Linear, model.get_output_embeddings()), logit_scale(model))
+        head = LogProbHead(output_head(model))
     sees = config.model_type in SEEING
     if sees and unpacked is not None:
         raise CheckpointError(

@@ -1,19 +1,17 @@
 """Finds out, before there are weights, how a decoder of transformers is run rightly.
 
 Nothing is listed by family. The model's own code runs on the meta device, and what it does there
-decides: whether rows may be packed, and what becomes of the output head's logits.
+decides whether rows may be packed. `hf_folders.output_head`: what becomes of its logits.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rftmega.errors import CheckpointError
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES, Unpackable, attend_rows
 from rftmega.hf_folders.meta_decoder import words_of
 
@@ -92,47 +90,3 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
     finally:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, kept)
         model.set_experts_implementation(experts)
-
-
-class _GivenOutput(MoeModelOutputWithPast):
-    """_GivenOutput is what any decoder gives, with nothing in it but hidden states."""
-
-    rope_deltas = None
-
-
-class _Given(nn.Module):
-    """_Given stands in for a decoder: its hidden states are those that it was made with."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__()
-        self.hidden = hidden
-
-    def forward(self, *_: Any, **__: Any) -> _GivenOutput:
-        return _GivenOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]
-
-
-def logit_scale(model: PreTrainedModel) -> float:
-    """Returns what the model multiplies its head's logits by.
-
-    Its own forward pass is run between a stand-in of the decoder and one of the head. Raises
-    CheckpointError where it does anything else to them, such as capping them: log-probs are made
-    without logits.
-    """
-    given = torch.linspace(-60.0, 60.0, 121)[None, None]
-    prefix, head = model.base_model_prefix, model.get_output_embeddings()
-    (name,) = [name for name, module in model.named_modules() if module is head]
-    decoder = getattr(model, prefix)
-    try:
-        setattr(model, prefix, _Given(given))
-        model.set_submodule(name, nn.Identity())
-        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
-    finally:
-        setattr(model, prefix, decoder)
-        model.set_submodule(name, head)
-    scale = float(logits[0, 0, -1] / given[0, 0, -1])
-    if not torch.allclose(logits.float(), given * scale, rtol=1e-5, atol=1e-6):
-        raise CheckpointError(
-            f"{type(model).__name__} does not take the logits as its output head gives them: it bounds or changes them "
-            "(final_logit_softcapping, say). Log-probs are made without logits here, so this can't be honoured."
-        )
-    return scale

@@ -1,10 +1,13 @@
 """Describes a decoder by transformers' own config, whatever its family."""
 
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rftmega.converters import FAMILIES
 from rftmega.errors import CheckpointError
+from rftmega.json_files import read_json_object
 from rftmega.model_providers.description import Experts, ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.rope import Rope
@@ -39,6 +42,10 @@ def read_config(path: str | Path) -> Any:
     """
     from transformers import AutoConfig
 
+    if unknown := unknown_to_transformers(path):
+        raise CheckpointError(
+            f"{path}: {unknown}, and backend=fsdp trains what it has.{_other(path)}"
+        )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
@@ -61,6 +68,27 @@ def read_config(path: str | Path) -> Any:
             "Take a causal decoder."
         )
     return config
+
+
+def unknown_to_transformers(path: str | Path) -> str:
+    """Says that transformers itself has no model of the type that a folder's config.json names; "" where
+    it has one. Code that comes with a folder is not run.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = _type_of(path)
+    if kind is None or kind in CONFIG_MAPPING:
+        return ""
+    return f"transformers {metadata.version('transformers')} has no model_type={kind} (code that a folder brings is not run)"
+
+
+def _type_of(path: str | Path) -> Any:
+    file = Path(path) / "config.json"
+    return read_json_object(file).get("model_type") if file.is_file() else None
+
+
+def _other(path: str | Path) -> str:
+    return " Take backend=megatron, which has this one." if _type_of(path) in FAMILIES else ""
 
 
 def beyond_its_positions(config: Any, longest: int) -> list[str]:

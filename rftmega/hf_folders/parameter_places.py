@@ -24,12 +24,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from rftmega.converters import NOT_WEIGHTS
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.tensor_plan import Split
 from rftmega.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
 
-HEAD = "lm_head.weight"
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -101,7 +101,9 @@ def places_of(
     strangers = [
         name
         for name in strangers
-        if name not in set(allowed) and not any(re.search(each, name) for each in ignored)
+        if name not in set(allowed)
+        and not re.fullmatch(NOT_WEIGHTS, name)
+        and not any(re.search(each, name) for each in ignored)
     ]
     if strangers:
         raise CheckpointError(

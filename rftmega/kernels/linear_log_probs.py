@@ -40,14 +40,15 @@ def linear_stats(
     temperature: float | Tensor,
     shard: VocabularyShard,
     *,
+    bias: Tensor | None = None,
     pair: tuple[Tensor, Tensor] | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log-prob of each target, entropy), both [N] float32, of softmax(hidden @ weight.T /
-    temperature); differentiable.
+    """Returns (log-prob of each target, entropy), both [N] float32, of softmax((hidden @ weight.T +
+    bias) / temperature); differentiable.
 
-    Of a `pair` of low rank, inner [N, r] and up [V, r], inner @ up.T is added to hidden @ weight.T;
-    inner's gradient is this rank's share as well.
+    `bias` [V] is of this rank's columns. Of a `pair` of low rank, inner [N, r] and up [V, r], inner @
+    up.T is added to hidden @ weight.T; inner's gradient is this rank's share as well.
     `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero
     gradient. The gradient of `hidden` is this rank's share: a sum over the tensor-parallel ranks is
     the caller's (Megatron's mappings do it).
@@ -55,8 +56,9 @@ def linear_stats(
     if not isinstance(temperature, Tensor):
         temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
     inner, up = pair or (None, None)
+    of_tokens = temperature.expand(len(hidden_NH))
     return _LinearStats.apply(
-        hidden_NH, weight_VH, inner, up, targets_N, temperature.expand(len(hidden_NH)), shard, chunk
+        hidden_NH, weight_VH, bias, inner, up, targets_N, of_tokens, shard, chunk
     )
 
 
@@ -70,6 +72,7 @@ class _LinearStats(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         inner: Tensor | None,
         up: Tensor | None,
         targets: Tensor,
@@ -78,7 +81,7 @@ class _LinearStats(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logits = _Logits(hidden, weight, inner, up)
+        logits = _Logits(hidden, weight, bias, inner, up)
         largest, sums, last = _local_sums(logits, targets, temperature, shard, chunk)
         top = largest.clone()
         _reduce(top, shard.group, dist.ReduceOp.MAX)
@@ -105,15 +108,16 @@ class _LinearStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits = _Logits(*ctx.saved_tensors[:4])
-        targets, temperature, largest, log_normaliser, entropy, last = ctx.saved_tensors[4:]
+        logits = _Logits(*ctx.saved_tensors[:5])
+        targets, temperature, largest, log_normaliser, entropy, last = ctx.saved_tensors[5:]
         shard: VocabularyShard = ctx.shard
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(logits.hidden)
         grad_inner = None if logits.inner is None else torch.empty_like(logits.inner)
         # of those that are not frozen
         grad_weight = _zeros_for(logits.weight, ctx.needs_input_grad[1])
-        grad_up = _zeros_for(logits.up, ctx.needs_input_grad[3])
+        grad_bias = _zeros_for(logits.bias, ctx.needs_input_grad[2])
+        grad_up = _zeros_for(logits.up, ctx.needs_input_grad[4])
         pull = torch.zeros_like(log_normaliser) if grad_logp is None else grad_logp / temperature
         spread = None if grad_entropy is None else grad_entropy / temperature
         parts = _parts(len(grad_hidden), ctx.chunk)
@@ -134,12 +138,15 @@ class _LinearStats(torch.autograd.Function):
                 grad_inner[part] = grad @ logits.up
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, given.hidden)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_up is not None:
                 _add_product(grad_up, grad.T, given.inner)
             del grad  # before the next one is made
         of_weight = None if grad_weight is None else grad_weight.to(logits.weight.dtype)
+        of_bias = None if grad_bias is None else grad_bias.to(logits.bias.dtype)
         of_up = None if grad_up is None else grad_up.to(logits.up.dtype)
-        return grad_hidden, of_weight, grad_inner, of_up, None, None, None, None
+        return grad_hidden, of_weight, of_bias, grad_inner, of_up, None, None, None, None
 
 
 class _Logits(NamedTuple):
@@ -147,6 +154,7 @@ class _Logits(NamedTuple):
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
+    bias: Any = None  # [V], or None
     inner: Any = None  # [N, r], or None
     up: Any = None  # [V, r], or None
 
@@ -158,6 +166,8 @@ class _Logits(NamedTuple):
     def made(self, temperature: Tensor) -> Tensor:
         """Returns the logits, in float32, divided by each token's temperature."""
         made = (self.hidden @ self.weight.T).float()
+        if self.bias is not None:
+            made += self.bias
         if self.inner is not None:
             made += self.inner @ self.up.T
         return made.div_(temperature[:, None])

@@ -16,10 +16,12 @@ from rftmega.hf_folders.decoder import (
     describe_any,
     read_config,
     tower_of,
+    unknown_to_transformers,
 )
 from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.hf_folders.output_head import output_head
 from rftmega.hf_folders.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.tensor_plan import styles_of
@@ -65,6 +67,7 @@ def preflight(
         if config.backend == "fsdp":
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
+            found += _output_head(config)
         found += _value_models(config, model) + _adapters(config, model)
         megatron = config.backend == "megatron"
         if (
@@ -237,6 +240,17 @@ def _layout_violations(
     return []
 
 
+def _output_head(config: RunConfig) -> list[str]:
+    """Lists why log-probs can't be made by the model's output head under backend=fsdp."""
+    if config.algorithm.task == "reward_model":
+        return []
+    try:
+        output_head(on_meta(read_config(config.model.path), "eager"))
+    except (CheckpointError, ValueError, ImportError) as error:
+        return [f"model.path={config.model.path}: {error}"]
+    return []
+
+
 def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
     """Lists why the model can't have the adapters that it is to have, or begin with those of a
     folder.
@@ -309,6 +323,9 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
     if config.rollout.engine == "vllm" and on.type == "cpu":
         found += _vllm_on_a_cpu(model)
+    path = config.model.path
+    if config.rollout.engine == "transformers" and (unknown := unknown_to_transformers(path)):
+        found.append(f"rollout.engine=transformers: {unknown}. Set rollout.engine=vllm.")
     return found
 
 
@@ -324,7 +341,11 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
         ]
     if model.head_dim in VLLM_CPU_HEAD_DIMS:
         return []
-    return [f"vLLM's CPU kernels don't know head size {model.head_dim}, only {VLLM_CPU_HEAD_DIMS}."]
+    known = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
+    return [
+        f"rollout.engine=vllm: its kernels for CPUs know no head size {model.head_dim} (head_dim of the model), only {known}. "
+        "Set rollout.engine=transformers."
+    ]
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:

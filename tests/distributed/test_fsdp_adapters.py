@@ -99,7 +99,7 @@ def assert_learns_as_plain_torch(
     parallel: ParallelConfig,
     targets: tuple[str, ...] = (),
 ) -> None:
-    save = save_decoder if variant == "qwen3-next" else save_tiny
+    save = save_decoder if variant in ("qwen3-next", "phi") else save_tiny
     folder = save(tmp_path / "model", variant)
     every = (*plain_adapters.ALL, *plain_adapters.MIXTRAL.values())
     pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=targets or every)
@@ -128,6 +128,7 @@ def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: P
         ("olmo2", (), "FSDP 1 x TP2"),  # norms of all heads
         ("qwen3-moe", OF_ATTENTION[:4], "FSDP 1 x TP2"),
         ("qwen3-next", OF_ATTENTION[:4], "FSDP 2, full recompute"),  # rows are padded
+        ("phi", ("lm_head", "dense", "q_proj"), "FSDP 1 x TP2"),  # a head with a bias
     ],
 )
 def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(

@@ -19,19 +19,21 @@ VOCABULARY, TOKENS, HIDDEN = 11, 6, 5
 
 
 def case(scale: float) -> tuple[torch.Tensor, ...]:
-    """hidden, weight, targets, a temperature a token, and what log-prob and entropy weigh in the
+    """hidden, weight, bias, targets, a temperature a token, and what log-prob and entropy weigh in the
     loss.
     """
     torch.manual_seed(0)
-    hidden, weight = (
+    hidden, weight, bias = (
         torch.randn(TOKENS, HIDDEN, dtype=torch.float64),
         torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64),
+        torch.randn(VOCABULARY, dtype=torch.float64),
     )
     targets = torch.tensor([0, 10, 3, 5, 6, 2])
     temperature = torch.tensor([1.0, 0.7, 2.0, 1.0, 0.5, 1.3], dtype=torch.float64)
     return (
         hidden,
         scale * weight,
+        scale * bias,
         targets,
         temperature,
         torch.randn(TOKENS).double(),
@@ -40,46 +42,52 @@ def case(scale: float) -> tuple[torch.Tensor, ...]:
 
 
 def dense(scale: float) -> tuple[torch.Tensor, ...]:
-    hidden, weight, targets, temperature, on_logp, on_entropy = case(scale)
+    hidden, weight, bias, targets, temperature, on_logp, on_entropy = case(scale)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logp = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    bias.requires_grad_()
+    logp = ((hidden @ weight.T + bias) / temperature[:, None]).log_softmax(-1)
     picked = logp.gather(-1, targets[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
     (picked * on_logp + entropy * on_entropy).sum().backward()
-    return picked.detach(), entropy.detach(), hidden.grad, weight.grad
+    return picked.detach(), entropy.detach(), hidden.grad, weight.grad, bias.grad
 
 
 def sharded_body(world: Any, scale: float, chunk: int) -> tuple[torch.Tensor, ...]:
-    hidden, weight, targets, temperature, on_logp, on_entropy = (
+    hidden, weight, bias, targets, temperature, on_logp, on_entropy = (
         x if x.dtype == torch.int64 else x.float() for x in case(scale)
     )
     width = -(-VOCABULARY // world.size)
     # padding rows that would win many a softmax
     padded = torch.full((width * world.size, HIDDEN), 50.0)
     padded[:VOCABULARY] = weight
-    mine = padded[world.rank * width : (world.rank + 1) * width].clone().requires_grad_()
+    biases = torch.full((width * world.size,), 50.0)
+    biases[:VOCABULARY] = bias
+    own = slice(world.rank * width, (world.rank + 1) * width)
+    mine = padded[own].clone().requires_grad_()
+    bias = biases[own].clone().requires_grad_()
     hidden.requires_grad_()
     shard = Shard.of_rank(width, vocabulary=VOCABULARY, rank=world.rank, group=dist.group.WORLD)
-    logp, entropy = linear_stats(hidden, mine, targets, temperature, shard, chunk=chunk)
+    logp, entropy = linear_stats(hidden, mine, targets, temperature, shard, bias=bias, chunk=chunk)
     (logp * on_logp + entropy * on_entropy).sum().backward()
-    return logp.detach(), entropy.detach(), hidden.grad, mine.grad
+    return logp.detach(), entropy.detach(), hidden.grad, mine.grad, bias.grad
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # of 8, one holds padding only
 @pytest.mark.parametrize(("scale", "chunk"), [(1.0, 1), (3.0, 4), (1000.0, 100)])
 def test_values_and_gradients_equal_dense_autograd(ranks: int, scale: float, chunk: int) -> None:
-    logp, entropy, grad_hidden, grad_weight = dense(scale)
+    logp, entropy, grad_hidden, grad_weight, grad_bias = dense(scale)
     results = run_ranks(ranks, sharded_body, scale, chunk)
-    for found_logp, found_entropy, _, _ in results:
+    for found_logp, found_entropy, *_ in results:
         torch.testing.assert_close(found_logp.double(), logp, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found_entropy.double(), entropy, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
         sum(r[2] for r in results).double(), grad_hidden, atol=1e-5, rtol=1e-5
     )
-    found = torch.cat([r[3] for r in results])
-    torch.testing.assert_close(found[:VOCABULARY].double(), grad_weight, atol=1e-5, rtol=1e-5)
-    assert found[VOCABULARY:].abs().sum() == 0, "padding got a gradient"
+    for number, wanted in ((3, grad_weight), (4, grad_bias)):
+        found = torch.cat([r[number] for r in results])
+        torch.testing.assert_close(found[:VOCABULARY].double(), wanted, atol=1e-5, rtol=1e-5)
+        assert found[VOCABULARY:].abs().sum() == 0, "padding got a gradient"
 
 
 @pytest.mark.parametrize("pick", [0, 1])
@@ -94,11 +102,12 @@ def test_log_prob_alone_and_entropy_alone_have_gradients(pick: int) -> None:
 
 def fused_by(backend: str | None) -> Any:
     """Computes a case of two chunks in bfloat16, with padding: values and gradients."""
-    hidden, weight, targets, temperature, on_logp, on_entropy = (
+    hidden, weight, bias, targets, temperature, on_logp, on_entropy = (
         x if x.dtype == torch.int64 else x.float() for x in case(1.0)
     )
     padded = torch.cat([weight, torch.full((2, HIDDEN), 50.0)])
-    hidden, padded = (x.bfloat16().requires_grad_() for x in (hidden, padded))
+    biases = torch.cat([bias, torch.full((2,), 50.0)])
+    hidden, padded, biases = (x.bfloat16().requires_grad_() for x in (hidden, padded, biases))
     found = []
 
     def compiled(function: Any) -> Any:
@@ -108,10 +117,12 @@ def fused_by(backend: str | None) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_log_probs, "_fused", compiled)
         shard = Shard(0, VOCABULARY, None)
-        logp, entropy = linear_stats(hidden, padded, targets, temperature, shard, chunk=4)
+        logp, entropy = linear_stats(
+            hidden, padded, targets, temperature, shard, bias=biases, chunk=4
+        )
         (logp * on_logp + entropy * on_entropy).sum().backward()
     assert found == ["_row_sums"] * 2 + ["_gradient"] * 2
-    return logp.detach(), entropy.detach(), hidden.grad, padded.grad
+    return logp.detach(), entropy.detach(), hidden.grad, padded.grad, biases.grad
 
 
 def test_what_is_compiled_is_what_is_not() -> None:

@@ -17,6 +17,7 @@ from rftmega.fsdp.sharding import materialise
 from rftmega.fsdp.support import refusal_to_pack
 from rftmega.hf_folders import decoder, meta_decoder
 from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.hf_folders.output_head import OutputHead
 from rftmega.hf_folders.parameter_places import Placed, places_of, plans_of, read
 from rftmega.shards import Shard
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
@@ -27,6 +28,7 @@ TEMPERATURE = 0.8
 PACKED = {
     *("qwen3", "qwen3-tied", "llama", "mistral with a window", "gemma3", "glm4", "olmo2", "phi3"),
     *("gpt-oss", "qwen3-moe", "mixtral", "granite", "cohere"),
+    *("phi", "phi-tied", "phimoe"),
 }
 REFUSED = {"gemma2"}
 
@@ -48,6 +50,7 @@ def loaded(folder: Path) -> tuple[Built, dict[str, list[Placed]], dict[str, Tens
     shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
     places = places_of(built.model, shapes, files, allowed={"lm_head.weight"})
     materialise(built.network, built.model, torch.device("cpu"))
+    built.network.eval()  # phimoe draws its experts while it learns
     named = {built.names[own]: each for own, each in built.network.named_parameters()}
     for name, parameter in named.items():
         read(files, shards_of(name, places[name], parameter.detach()))
@@ -126,7 +129,9 @@ def test_a_model_whose_config_says_more_than_its_attention_is_told_is_not_packed
 
 def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path) -> None:
     folder = save_decoder(tmp_path, "gemma2")
-    with pytest.raises(CheckpointError, match="Gemma2ForCausalLM does not take the logits"):
+    with pytest.raises(
+        CheckpointError, match="Gemma2ForCausalLM can't be trained .* it does not take the logits"
+    ):
         build(str(folder), value_model=False, head_bias=False)
 
 
@@ -211,3 +216,13 @@ def test_a_buffer_that_nobody_makes_anew_is_refused(tmp_path: Path) -> None:
         CheckpointError, match="Forgetful of Qwen3ForCausalLM has buffers .'angles'"
     ):
         materialise(built.network, built.model, torch.device("cpu"))
+
+
+def test_a_scale_before_the_head_leaves_its_bias_alone() -> None:
+    torch.manual_seed(3)
+    linear = torch.nn.Linear(8, VOCABULARY)
+    hidden, targets = torch.randn(5, 8), torch.randint(0, VOCABULARY, (5,))
+    head = fsdp_module.LogProbHead(OutputHead(linear, before=3.0, after=0.25))
+    logp, _ = head(hidden, targets, TEMPERATURE)
+    every = (0.25 * linear(3.0 * hidden) / TEMPERATURE).log_softmax(-1)
+    torch.testing.assert_close(logp, every.gather(-1, targets[:, None])[:, 0], rtol=0, atol=1e-5)

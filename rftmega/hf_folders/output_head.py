@@ -1,0 +1,123 @@
+"""Finds out, before there are weights, how a decoder of transformers makes its logits.
+
+Log-probs are made without logits here, from a linear layer with or without a bias and a factor on
+either side of it. The model's own forward pass says whether that is all: it is run between a stand-in
+of the decoder and one of the output head.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from rftmega.errors import CheckpointError
+
+LARGEST, SMALLEST = 1e4, 1e-2  # of the logits that are tried, on both sides of 0
+
+
+class OutputHead(NamedTuple):
+    """OutputHead says how logits are made: after * linear(before * hidden)."""
+
+    linear: nn.Linear
+    before: float = 1.0
+    after: float = 1.0
+
+
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """Returns the output head of a model, which may be on the meta device.
+
+    Raises CheckpointError, with the class of the model, where it makes its logits in another way,
+    such as capping them, or leaving some of them out.
+    """
+    kind, linear = type(model).__name__, model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        raise _refused(kind, f"its output head is {type(linear).__name__}, no linear layer")
+    words, width = linear.weight.shape
+    hidden = torch.linspace(-1.0, 1.0, width)[None, None]
+    told = _spread(words)[None, None]
+    seen: list[Tensor] = []
+
+    def noted(given: Tensor) -> Tensor:
+        seen.append(given)
+        return told
+
+    def given(*_: Any, **__: Any) -> _GivenOutput:
+        return _GivenOutput(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+    decoder = getattr(model, model.base_model_prefix)
+    try:
+        with torch.no_grad(), _in_place_of(decoder, given), _in_place_of(linear, noted):
+            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
+    except Exception as error:  # whatever its code does with weights that are not there yet
+        raise _refused(
+            kind, f"its forward pass does more than call decoder and output head: {error}"
+        ) from error
+    if len(seen) != 1:
+        raise _refused(kind, f"it calls its output head {len(seen)} times")
+    before = _factor(seen[0], hidden)
+    if before is None:
+        raise _refused(kind, "it changes the hidden states before the output head has them")
+    if logits.shape != told.shape:
+        raise _refused(kind, f"it gives {logits.shape[-1]} of the {words} logits")
+    after = _factor(logits, told)
+    if after is None:
+        raise _refused(
+            kind,
+            "it does not take the logits as its output head gives them: it bounds or changes them "
+            "(final_logit_softcapping, say)",
+        )
+    return OutputHead(linear, before, after)
+
+
+def names_of_head(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the tensors that a folder may have of a model's output head: of its weight,
+    which may be the embedding as well, and of its bias.
+    """
+    head = model.get_output_embeddings()
+    (name,) = [name for name, module in model.named_modules() if module is head]
+    return [f"{name}.weight", f"{name}.bias"]
+
+
+def _refused(kind: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{kind} can't be trained with backend=fsdp: {reason}. Log-probs are made without logits here, from a linear layer, its "
+        "bias and a factor, so this can't be honoured. Take backend=megatron if docs/families.md lists the model."
+    )
+
+
+def _spread(number: int) -> Tensor:
+    """Returns logits of both signs, from small ones to some that any bound would change."""
+    half = torch.logspace(0, 1, (number + 1) // 2, base=LARGEST / SMALLEST) * SMALLEST
+    return torch.cat([-half.flip(0), half])[:number]
+
+
+def _factor(found: Tensor, given: Tensor) -> float | None:
+    """Returns what all of `given` is multiplied by in `found`; None where that is not all."""
+    if found.shape != given.shape:
+        return None
+    factor = float(found[0, 0, 0] / given[0, 0, 0])
+    same = torch.allclose(found.float(), given * factor, rtol=1e-5, atol=1e-6)
+    return factor if same and factor else None
+
+
+class _GivenOutput(MoeModelOutputWithPast):
+    """_GivenOutput is what any decoder gives, with nothing in it but hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        """Is asked for what one decoder or another gives besides, such as its cache."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Has a module answer as `forward` does within a `with` block."""
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]

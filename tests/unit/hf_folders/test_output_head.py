@@ -1,0 +1,132 @@
+"""What is found of how a model makes its logits, against what it was made to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rftmega.errors import CheckpointError
+from rftmega.hf_folders.decoder import read_config
+from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.hf_folders.output_head import names_of_head, output_head
+from tests.tiny_decoders import VOCABULARY, save_decoder
+
+Change = Callable[[Tensor], Any]
+
+
+def built(folder: Path, family: str = "llama") -> PreTrainedModel:
+    return on_meta(read_config(save_decoder(folder, family)), "eager")
+
+
+def changed_logits(model: PreTrainedModel, change: Change) -> None:
+    """Has the model change its logits once it has them."""
+    plain = model.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        answer = plain(*given, **named)
+        answer.logits = change(answer.logits)
+        return answer
+
+    vars(model)["forward"] = forward
+
+
+class BesideHead(nn.Linear):
+    """BesideHead is an output head that is no plain linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.normalize(x))
+
+
+class Prepared(nn.Module):
+    """Prepared changes hidden states, and calls the head then."""
+
+    def __init__(self, head: nn.Linear, change: Change):
+        super().__init__()
+        self.head, self.change = head, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.head(self.change(x))
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("family", "bias", "before", "after"),
+    [
+        ("llama", False, 1.0, 1.0),
+        ("phi", True, 1.0, 1.0),
+        ("phimoe", True, 1.0, 1.0),
+        ("codegen", True, 1.0, 1.0),
+        ("granite", False, 1.0, 0.25),
+        ("cohere", False, 1.0, 0.25),
+    ],
+)
+def test_bias_and_scale_of_the_output_head_are_found(
+    family: str, bias: bool, before: float, after: float, tmp_path: Path
+) -> None:
+    model = built(tmp_path, family)
+    head = output_head(model)
+    assert head.linear is model.get_output_embeddings()
+    assert (head.linear.bias is not None) == bias
+    assert (head.before, head.after) == pytest.approx((before, after))
+    assert "forward" not in vars(head.linear) and "forward" not in vars(model.base_model)
+
+
+def test_a_scale_before_the_head_is_told_from_one_behind_it(tmp_path: Path) -> None:
+    model = built(tmp_path, "phi")
+    linear = model.lm_head
+    model.get_output_embeddings = lambda: linear  # type: ignore[method-assign]
+    model.lm_head = Prepared(linear, lambda hidden: 3 * hidden)
+    changed_logits(model, lambda logits: logits / 2)
+    assert output_head(model)[1:] == pytest.approx((3.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: 30 * torch.tanh(x / 30), "bounds or changes them"),
+        (lambda x: x.clamp(-5000, 5000), "bounds or changes them"),
+        (lambda x: x + 0.01, "bounds or changes them"),
+        (lambda x: x + torch.arange(VOCABULARY), "bounds or changes them"),
+        (lambda x: 0 * x, "bounds or changes them"),
+        (lambda x: x[..., :-3], f"gives {VOCABULARY - 3} of the {VOCABULARY} logits"),
+        (lambda x: torch.cat([x, x[..., :3]], -1), f"gives {VOCABULARY + 3} of the"),
+    ],
+    ids=["cap", "bound", "constant", "bias", "nothing", "slice", "more"],
+)
+def test_what_no_linear_head_computes_is_refused_by_name(
+    change: Change, said: str, tmp_path: Path
+) -> None:
+    model = built(tmp_path)
+    changed_logits(model, change)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        output_head(model)
+    assert str(caught.value).startswith("LlamaForCausalLM can't be trained with backend=fsdp")
+
+
+def test_changed_hidden_states_are_refused(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    linear = model.lm_head
+    model.get_output_embeddings = lambda: linear  # type: ignore[method-assign]
+    model.lm_head = Prepared(linear, nn.functional.normalize)
+    with pytest.raises(CheckpointError, match="changes the hidden states before"):
+        output_head(model)
+    model.lm_head = Prepared(linear, lambda x: linear(x)[..., :32])  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="calls its output head 2 times|does more than"):
+        output_head(model)
+
+
+def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    with torch.device("meta"):
+        model.lm_head = BesideHead(32, VOCABULARY)
+    with pytest.raises(CheckpointError, match="its output head is BesideHead, no linear layer"):
+        output_head(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "phi", "codegen"])
+def test_the_heads_tensors_are_named_as_in_the_folder(family: str, tmp_path: Path) -> None:
+    assert names_of_head(built(tmp_path, family)) == ["lm_head.weight", "lm_head.bias"]
