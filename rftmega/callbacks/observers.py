@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from rftmega.callbacks.alerts import Alerts
 from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
 from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
+from rftmega.callbacks.exporting import Exporting
 from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
 from rftmega.callbacks.learnt_order import LearntOrder
 from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
-from rftmega.callbacks.observer import AtEnd, Observer
+from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import Trajectories
@@ -105,7 +106,7 @@ def observers_of(
     if is_main and task == "rl":
         found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
     if chosen.export:
-        found.append(AtEnd(lambda: export(config.exported)))
+        found.append(Exporting(lambda: export(config.exported), config.exports(), is_main=is_main))
     return found
 
 

@@ -26,6 +26,7 @@ from rftmega.options.bounds import (
 )
 from rftmega.options.environments import GivenEnvironment, SingleTurn, Tools
 from rftmega.options.parts import RewardPart
+from rftmega.options.secrecy import SecretText
 from rftmega.user_code.functions import name_of
 
 
@@ -471,7 +472,7 @@ class RewardConfig:
     remote: float = 0.0
     """Weight of: the number that remote_url answers with."""
 
-    remote_url: str = ""
+    remote_url: SecretText = ""
     """Address that prompts, responses, labels and kinds are posted to as JSON; the answer is
     {"rewards": [float, ...]}.
     """
@@ -885,6 +886,16 @@ class RunConfig:
         """Returns the folder that the trained model is written to."""
         name = "reward_model" if self.algorithm.task == "reward_model" else "policy"
         return f"{self.trainer.output}/{name}"
+
+    def exports(self) -> list[str]:
+        """Returns the folders that the end of the run writes models and adapters to."""
+        if not self.trainer.export:
+            return []
+        found = [self.exported]
+        found += [f"{self.exported}_ema"] if self.algorithm.ema_beta else []
+        if self.model.lora.rank:
+            found += [f"{folder}_adapter" for folder in found]
+        return found
 
     @property
     def late_scoring(self) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rftmega.config.schema import RolloutConfig, RunConfig
+from rftmega.config.secrets import shown
 
 ELSEWHERE = ("addresses", "roster", "tls_ca")
 SGLANG_TRANSPORTS = ("network", "checkpoint")
@@ -18,7 +19,7 @@ def fleet(config: RunConfig) -> list[str]:
         value = getattr(rollout, option)
         if value and value != getattr(RolloutConfig, option, []) and not separate:
             found.append(
-                f"rollout.{option}={value} needs strategy=separate: colocated engines are no servers."
+                f"{shown(f'rollout.{option}', value)} needs strategy=separate: colocated engines are no servers."
             )
     if found or not separate:
         return found + _unread(config)
@@ -98,6 +99,12 @@ def _unread(config: RunConfig) -> list[str]:
 
 
 def _malformed(address: str) -> list[str]:
+    if "@" in address:
+        host = address.rpartition("@")[2]
+        return [
+            f"rollout.addresses has a user or a password before @{host}. Leave them out: a server takes the "
+            "key that RFTMEGA_SERVER_KEY holds, here and there."
+        ]
     parts = urlsplit(address)
     try:
         right = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
