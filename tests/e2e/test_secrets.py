@@ -71,7 +71,7 @@ def started(command: list[str], environment: dict[str, str]) -> tuple[int, str, 
         looking = threading.Thread(target=look)
         looking.start()
         try:
-            said, complained = process.communicate(timeout=240)
+            said, complained = process.communicate(timeout=600)
         finally:
             process.kill()
             ended.set()
