@@ -254,7 +254,7 @@ class TrainingCheckpoints:
         name = retention.settle(draft, self.folder / name).name
         if latest:
             retention.point_to(self.folder, name)
-        retention.rotate(self.folder, max_num=self.keep, max_mem=self.keep_mb)
+        retention.rotate(self.folder, max_num=self.keep, max_mem=self.keep_mb, saved=name)
 
     def _failed(self, name: str, errors: list[str]) -> None:
         draft = self.folder / (name + retention.DRAFT)

@@ -96,7 +96,9 @@ def _file_of(place: str) -> Path | None:
 
 
 def _described(path: Path) -> dict[str, str]:
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    files = (
+        [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    )
     if not all(file.is_file() for file in files):  # a pipe is read once
         return {}
     whole = hashlib.sha256()
