@@ -92,6 +92,7 @@ def observers_of(
                 every=chosen.trajectories,
                 most_bytes=most_bytes,
                 chat=RunChat.of(config, text.chat),
+                warn=_warns(config),
             )
         )
     if is_main and chosen.max_staleness and not config.rollout.ahead:
@@ -100,6 +101,7 @@ def observers_of(
                 f"{chosen.output}/learnt_order.jsonl",
                 prompts_per_step=chosen.prompts_per_step,
                 max_staleness=chosen.max_staleness,
+                warn=_warns(config),
             )
         )
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
@@ -116,8 +118,8 @@ def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
-        JSONLines(f"{output}/metrics.jsonl"),
-        TensorBoard(f"{output}/tensorboard"),
+        JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
+        TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
         Progress(config.trainer.steps, shown),
         Alerts(Path(output) / "metrics.jsonl"),
     ]
@@ -130,3 +132,8 @@ def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
     if chosen.prometheus_port:
         found.append(Prometheus(chosen.prometheus_host, chosen.prometheus_port))
     return found
+
+
+def _warns(config: RunConfig) -> bool:
+    """Returns whether what can't be written is a warning, and does not end the run."""
+    return config.checkpoint.on_failure == "warn"

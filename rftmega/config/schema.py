@@ -803,7 +803,9 @@ class CheckpointConfig:
     """Each also holds the policy (or the reward model) as a Hugging Face folder, hf/."""
 
     on_failure: Literal["stop", "warn"] = "stop"
-    """stop, or warn and train on, when a checkpoint can't be written (a full disk)."""
+    """stop, or warn and train on, when a checkpoint, metrics or trajectories can't be written (a
+    full disk).
+    """
 
 
 @dataclass
