@@ -55,6 +55,10 @@ class CheckpointError(RFTMegaError):
     """A model folder or checkpoint that is missing, incomplete or of another model."""
 
 
+class OutputError(RFTMegaError, OSError):
+    """A file of the run's output that can't be written; names it."""
+
+
 class WeightMismatch(RFTMegaError):
     """Tensors on the two sides of a conversion or a push do not correspond."""
 

@@ -23,6 +23,7 @@ class PlainPolicy:
 
     dtype, layout, label = torch.float32, "one process", "rank 0"
     classifier, replica_group, push_to_rollout = False, None, None
+    sum_of_frozen = None
 
     def __init__(self, config: RunConfig):
         self.path, self.temperature = config.model.path, config.rollout.temperature

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rftmega.config.secrets import holds_secrets
 from rftmega.errors import ConfigError, exit_code_of
 from rftmega.tools import server_step
 
@@ -272,7 +273,7 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
     if chosen.mounts and not chosen.container:
         found.append("--mounts needs --container: without one a rank sees what its node sees.")
     for text in chosen.overrides:
-        if SECRET_IN_URL.search(text):
+        if SECRET_IN_URL.search(text) or holds_secrets(text.split("=")[0]) and "${" not in text:
             found.append(
                 f"{text.split('=')[0]} holds a secret, and would be written down. Leave it in {chosen.config}."
             )

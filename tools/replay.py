@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rftmega.algorithms.gap_causes import cause_of
 from rftmega.algorithms.mismatch import gaps_of, log_prob_gap
+from rftmega.config.secrets import resolved
 from rftmega.errors import CheckpointError, exit_code_of
 from rftmega.gap.gap_bundle import GapBundle
 
@@ -114,7 +115,7 @@ def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
 
 def model_of_the_start(bundle: GapBundle) -> Path | None:
     """The folder that the run began with, where the answers came from it and it is there."""
-    folder = Path(bundle.config["model"]["path"])
+    folder = Path(resolved(bundle.config, "model.path"))
     return folder if bundle.step == 0 and (folder / "config.json").is_file() else None
 
 

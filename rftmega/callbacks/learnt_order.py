@@ -15,9 +15,11 @@ class LearntOrder(StepLines):
 
     what = "learnt groups"
 
-    def __init__(self, path: str | Path, *, prompts_per_step: int, max_staleness: int):
+    def __init__(
+        self, path: str | Path, *, prompts_per_step: int, max_staleness: int, warn: bool = False
+    ):
         """The sizes go into each line: a run with others can't take this order."""
-        super().__init__(path)
+        super().__init__(path, warn=warn)
         self.sizes = {"prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:

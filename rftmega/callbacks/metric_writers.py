@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from rftmega.callbacks.observer import Observer
-from rftmega.callbacks.output_files import set_aside
+from rftmega.callbacks.output_files import set_aside, writing
 from rftmega.callbacks.step_lines import StepLines
 from rftmega.types import Metrics
 
@@ -98,24 +98,28 @@ def _finite(metrics: Metrics) -> dict[str, float | None]:
 class TensorBoard(Observer):
     """Every step's metrics as scalars."""
 
-    def __init__(self, folder: str | Path):
-        self.folder = str(folder)
+    def __init__(self, folder: str | Path, *, warn: bool = False):
+        self.folder, self.warn = Path(folder), warn
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        if not trainer.resumed:
-            set_aside(Path(self.folder))
-        self.writer = SummaryWriter(
-            self.folder, purge_step=trainer.step + 1 if trainer.resumed else None
-        )
+        with writing(self.folder):
+            if not trainer.resumed:
+                set_aside(self.folder)
+            self.writer = SummaryWriter(
+                str(self.folder), purge_step=trainer.step + 1 if trainer.resumed else None
+            )
         if not trainer.resumed:
             self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, trainer.step)
+        with writing(self.folder, warn=self.warn):
+            for name, value in metrics.items():
+                self.writer.add_scalar(name, value, trainer.step)
 
     def on_save(self, trainer: Any) -> None:
-        self.writer.flush()
+        with writing(self.folder, warn=self.warn):
+            self.writer.flush()
 
     def on_end(self, trainer: Any) -> None:
-        self.writer.close()
+        with writing(self.folder, warn=self.warn):
+            self.writer.close()

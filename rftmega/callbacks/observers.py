@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from rftmega.callbacks.alerts import Alerts
 from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
 from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
+from rftmega.callbacks.exporting import Exporting
 from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
 from rftmega.callbacks.learnt_order import LearntOrder
 from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
-from rftmega.callbacks.observer import AtEnd, Observer
+from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import Trajectories
@@ -91,6 +92,7 @@ def observers_of(
                 every=chosen.trajectories,
                 most_bytes=most_bytes,
                 chat=RunChat.of(config, text.chat),
+                warn=_warns(config),
             )
         )
     if is_main and chosen.max_staleness and not config.rollout.ahead:
@@ -99,13 +101,14 @@ def observers_of(
                 f"{chosen.output}/learnt_order.jsonl",
                 prompts_per_step=chosen.prompts_per_step,
                 max_staleness=chosen.max_staleness,
+                warn=_warns(config),
             )
         )
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
     if is_main and task == "rl":
         found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
     if chosen.export:
-        found.append(AtEnd(lambda: export(config.exported)))
+        found.append(Exporting(lambda: export(config.exported), config.exports(), is_main=is_main))
     return found
 
 
@@ -115,8 +118,8 @@ def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
-        JSONLines(f"{output}/metrics.jsonl"),
-        TensorBoard(f"{output}/tensorboard"),
+        JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
+        TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
         Progress(config.trainer.steps, shown),
         Alerts(Path(output) / "metrics.jsonl"),
     ]
@@ -129,3 +132,8 @@ def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
     if chosen.prometheus_port:
         found.append(Prometheus(chosen.prometheus_host, chosen.prometheus_port))
     return found
+
+
+def _warns(config: RunConfig) -> bool:
+    """Returns whether what can't be written is a warning, and does not end the run."""
+    return config.checkpoint.on_failure == "warn"

@@ -4,7 +4,11 @@ reaches the disk.
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from rftmega.errors import OutputError
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +25,23 @@ def set_aside(path: Path) -> None:
         free = path.with_name(f"{path.stem}.{number}{path.suffix}")
     path.rename(free)
     log.info("%s is an earlier run's: it is %s now.", path, free.name)
+
+
+@contextmanager
+def writing(path: Path, *, warn: bool = False) -> Iterator[None]:
+    """Names the file that a `with` block writes where that can't be written, as to a full disk.
+
+    Raises OutputError; with `warn` says it, and what was to be written is left out.
+    """
+    try:
+        yield
+    except OSError as error:
+        told = f"{path} can't be written: {error.strerror or error}."
+        if not warn:
+            raise OutputError(
+                f"{told} Make room or rights there, or choose another trainer.output; checkpoint.on_failure=warn would train on."
+            ) from error
+        log.warning("%s The run goes on without what was to go there.", told)
 
 
 def synchronise(folder: Path) -> None:

@@ -4,11 +4,12 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rftmega.callbacks.observer import Observer
-from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.callbacks.output_files import set_aside, synchronise, writing
 from rftmega.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -23,17 +24,19 @@ class StepLines(Observer):
 
     what = "a step"  # that lines are of, in a warning
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, warn: bool = False):
+        """With `warn` a line that can't be written is left out, with a warning; see `writing`."""
+        self.path, self.warn = Path(path), warn
         self.left_out = self.path.with_name(f"{self.path.stem}.left_out{self.path.suffix}")
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not trainer.resumed:
-            set_aside(self.path)
-        elif self.path.is_file():
-            self._keep_until(trainer.step)
-        self.file = self.path.open("a")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not trainer.resumed:
+                set_aside(self.path)
+            elif self.path.is_file():
+                self._keep_until(trainer.step)
+            self.file = self.path.open("ab", buffering=0)
 
     def _keep_until(self, step: int) -> None:
         """Keeps the lines up to a step.
@@ -62,15 +65,30 @@ class StepLines(Observer):
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes the line of a step, which has its number under "step"."""
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        with writing(self.path, warn=self.warn):
+            append(self.file.fileno(), f"{json.dumps(line)}\n".encode())
 
     def on_save(self, trainer: Any) -> None:
-        os.fsync(self.file.fileno())
-        synchronise(self.path.parent)
+        with writing(self.path, warn=self.warn):
+            os.fsync(self.file.fileno())
+            synchronise(self.path.parent)
 
     def on_end(self, trainer: Any) -> None:
         self.file.close()
+
+
+def append(descriptor: int, line: bytes) -> None:
+    """Writes a line behind a file's end; of one that can't be written nothing stays, so that the
+    next one is not joined to a part of it. Raises OSError.
+    """
+    end = os.fstat(descriptor).st_size
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, end)
+        raise
 
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:

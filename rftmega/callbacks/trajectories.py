@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.callbacks.observer import Observer
-from rftmega.callbacks.output_files import set_aside, synchronise
+from rftmega.callbacks.output_files import set_aside, synchronise, writing
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.columns.ragged import Ragged
 from rftmega.media.placed import Placed, PlacedPicture, unexpanded
@@ -42,10 +42,13 @@ class Trajectories(Observer):
         every: int,
         most_bytes: int,
         chat: RunChat | None = None,
+        warn: bool = False,
     ):
         """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: how messages
-        become tokens, which is written beside.
+        become tokens, which is written beside. With `warn` a file that can't be written is left
+        out, with a warning; see `writing`.
         """
+        self.warn = warn
         self.folder = Path(folder)
         self.chat = chat
         self.decode, self.pieces = decode, pieces
@@ -53,6 +56,10 @@ class Trajectories(Observer):
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         """Removes files of steps to come, which would be taken for this run's."""
+        with writing(self.folder):
+            self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
         if not trainer.resumed:
             set_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,15 +76,18 @@ class Trajectories(Observer):
             self.chat.write(self.folder)
 
     def on_save(self, trainer: Any) -> None:
-        synchronise(self.folder)
+        with writing(self.folder, warn=self.warn):
+            synchronise(self.folder)
 
     def on_experience(
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:
         if trainer.step == 1 or trainer.step % self.every == 0:
             lines = records(trainer.step, samples, experience, self.decode, self.pieces)
-            write(self.folder / name_of(trainer.step), lines)
-            self._trim()
+            path = self.folder / name_of(trainer.step)
+            with writing(path, warn=self.warn):
+                write(path, lines)
+                self._trim()
 
     def _trim(self) -> None:
         sizes = {path: path.stat().st_size for path in self._written()}
@@ -96,8 +106,20 @@ def name_of(step: int) -> str:
 
 
 def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Writes gzip of one JSON object a line; equal lines give equal bytes."""
+    """Writes gzip of one JSON object a line; equal lines give equal bytes.
+
+    Raises OSError, and leaves nothing half-written.
+    """
     draft = path.with_name(f".{path.name}.draft")
+    try:
+        _write(draft, lines)
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _write(draft: Path, lines: Iterator[dict[str, Any]]) -> None:
     with draft.open("wb") as raw:
         with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as packed:
             for line in lines:
@@ -108,7 +130,6 @@ def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
                 )
         raw.flush()
         os.fsync(raw.fileno())
-    draft.rename(path)
 
 
 def records(

@@ -1,9 +1,12 @@
 """Decides which checkpoints of a folder stay, and which is the latest."""
 
+import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from rftmega.errors import CheckpointError
 log = logging.getLogger(__name__)
 LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
 DRAFT = ".incomplete"
+NAMED = re.compile(r"step_(\d+)\b")  # as `TrainingCheckpoints.save` names them
 MARK = ".rftmega-checkpoint"  # a file in each: what others made is never deleted
 
 
@@ -21,7 +25,7 @@ class Saved(NamedTuple):
     """One complete checkpoint."""
 
     name: str
-    age: float  # seconds, or anything that is greater for an older one
+    age: float  # anything that is greater for an older one
     size: int  # bytes
 
 
@@ -40,30 +44,34 @@ def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str
     return gone
 
 
-def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
+def rotate(folder: Path, *, max_num: int, max_mem: float, saved: str = "") -> list[str]:
     """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the
     newest of them, whose saves have died; their names. Call it once the new one is there, which is
     none the worse for what can't be deleted: a warning says so.
+
+    Age goes by steps, whatever clocks say. `saved`: the one that was written last; what is of later
+    steps was given up when an earlier one was resumed, and goes first.
 
     The latest, where that is an older one, stays too, and so does whatever else lies there:
     `folder` may be somebody's home.
     """
     complete = [path for path in folder.iterdir() if is_checkpoint(path)]
-    saved = [
+    last = written_at(folder / saved) if saved else max(map(written_at, complete), default=NEVER)
+    complete.sort(key=lambda path: (written_at(path) <= last, written_at(path)))
+    known = [
         Saved(
             path.name,
-            -path.stat().st_mtime_ns,
+            -place,
             sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         )
-        for path in complete
+        for place, path in enumerate(complete)
     ]
     latest = pointed(folder)
-    gone = [name for name in expired(saved, max_num=max_num, max_mem=max_mem) if name != latest]
-    last = max((-each.age for each in saved), default=0)
+    gone = [name for name in expired(known, max_num=max_num, max_mem=max_mem) if name != latest]
     gone += [
         path.name
         for path in folder.glob(f"*{DRAFT}")
-        if is_draft(path) and path.stat().st_mtime_ns < last
+        if is_draft(path) and begun_at(path, last) < last
     ]
     for name in tuple(gone):
         try:
@@ -72,6 +80,51 @@ def rotate(folder: Path, *, max_num: int, max_mem: float) -> list[str]:
             log.warning("%s can't be deleted, and stays: %s", folder / name, error)
             gone.remove(name)
     return gone
+
+
+class Written(NamedTuple):
+    """When a checkpoint was written, in the order of a run."""
+
+    step: int
+    again: int  # times that its name was taken
+    time: int  # nanoseconds, which decide where nothing else does
+
+
+NEVER = Written(-1, -1, -1)
+
+
+def written_at(checkpoint: Path) -> Written:
+    """Returns the step that its manifest says, or else its name; NEVER without a manifest."""
+    manifest = checkpoint / MANIFEST
+    if not manifest.is_file():
+        return NEVER
+    suffix = checkpoint.name.rpartition(".")[2]
+    step = _step_in(manifest, manifest.stat().st_mtime_ns)
+    named = re.match(NAMED, checkpoint.name)
+    if step is None:
+        step = int(named[1]) if named else -1
+    again = int(suffix) if suffix.isdecimal() else 1
+    return Written(step, again, checkpoint.stat().st_mtime_ns)
+
+
+def begun_at(draft: Path, last: Written) -> Written:
+    """Returns what `written_at` would, as the draft's name has it."""
+    named = re.match(NAMED, draft.name)
+    step = int(named[1]) if named else last.step
+    return Written(step, last.again, draft.stat().st_mtime_ns)
+
+
+@cache
+def _step_in(manifest: Path, changed: int) -> int | None:
+    """Reads the file, which may be long. `changed` is when it was written, so that another one is
+    read. None where it says no step.
+    """
+    try:
+        said = json.loads(manifest.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    step = said.get("step") if isinstance(said, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def begin(folder: Path, name: str) -> Path:
@@ -128,10 +181,11 @@ def before(checkpoint: Path) -> Path | None:
         for path in checkpoint.parent.glob(f"*/{MANIFEST}")
         if not path.parent.name.endswith(DRAFT)
     ]
-    own = checkpoint / MANIFEST
-    age = own.stat().st_mtime_ns if own.is_file() else float("inf")
-    older = [path for path in manifests if path != own and path.stat().st_mtime_ns < age]
-    return max(older, key=lambda path: path.stat().st_mtime_ns).parent if older else None
+    others = [path.parent for path in manifests if path.parent != checkpoint]
+    if (checkpoint / MANIFEST).is_file():
+        own = written_at(checkpoint)
+        others = [path for path in others if written_at(path) < own]
+    return max(others, key=written_at, default=None)
 
 
 def pointed(folder: Path) -> str | None:
@@ -143,9 +197,9 @@ def pointed(folder: Path) -> str | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the whole checkpoint of the folder that was written last."""
+    """Returns the whole checkpoint of the folder that is of the last step."""
     whole = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
-    return max(whole, key=lambda path: (path / MANIFEST).stat().st_mtime_ns, default=None)
+    return max(whole, key=written_at, default=None)
 
 
 def find(folder: Path, tag: str | None) -> Path:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.background_writer import BackgroundWriter
 from rftmega.checkpoint.code_versions import code_versions
+from rftmega.checkpoint.inputs import changed_inputs
 from rftmega.checkpoint.reader import read_manifest
 from rftmega.checkpoint.snapshot import HostCopies
 from rftmega.checkpoint.states import put_together, taken_apart
@@ -38,7 +39,8 @@ class TrainedModel(Protocol):
         """Returns what tells models apart, as JSON has it.
 
         That is "hf_config", "dtype" and "layout". A checkpoint of another layout can be resumed.
-        With adapters also "adapters", and the checksum of the frozen weights, "base".
+        With adapters also "adapters", and the checksum of the frozen weights, "base"; where a
+        reference is kept that of its weights, "reference".
         """
 
     def counters(self) -> dict[str, int]:
@@ -85,6 +87,8 @@ class TrainingCheckpoints:
         self.asynchronous, self.warn, self.export = asynchronous, warn, export
         # what runs: files may be others by the time of a save
         self._code = code_versions() if dist.get_rank() == 0 else {}
+        # what the run has read, on the first process: `launch.input_files`
+        self.inputs: dict[str, dict[str, Any]] = {}
         self._copies = HostCopies()
         self._writing: tuple[str, BackgroundWriter] | None = None
 
@@ -229,9 +233,9 @@ class TrainingCheckpoints:
             read_manifest(given),
             {"config": without_secrets(self.config), "code": self._code},
         )
-        for change in changes(before["config"], now["config"]) + changes(
-            before["code"], now["code"]
-        ):
+        told = changes(before["config"], now["config"])
+        told += changed_inputs(before.get("inputs", {}), self.inputs)
+        for change in told + changes(before["code"], now["code"]):
             log.info("  %s", change)
 
     def _complete(
@@ -250,7 +254,7 @@ class TrainingCheckpoints:
         name = retention.settle(draft, self.folder / name).name
         if latest:
             retention.point_to(self.folder, name)
-        retention.rotate(self.folder, max_num=self.keep, max_mem=self.keep_mb)
+        retention.rotate(self.folder, max_num=self.keep, max_mem=self.keep_mb, saved=name)
 
     def _failed(self, name: str, errors: list[str]) -> None:
         draft = self.folder / (name + retention.DRAFT)
@@ -283,6 +287,7 @@ class TrainingCheckpoints:
             "state": state,
             "config": without_secrets(self.config),
             "code": self._code,
+            "inputs": self.inputs,
             "ranks_written": dist.get_world_size(),
             "models": {name: self._described(model) for name, model in self.models.items()},
         }
@@ -310,11 +315,16 @@ class TrainingCheckpoints:
 
 
 def of_run(
-    config: RunConfig, models: Mapping[str, TrainedModel], export: Callable[[Path], None]
+    config: RunConfig,
+    models: Mapping[str, TrainedModel],
+    export: Callable[[Path], None],
+    frozen: Mapping[str, int] | None = None,
 ) -> TrainingCheckpoints:
-    """Builds the TrainingCheckpoints that a run's config asks for."""
+    """Builds the TrainingCheckpoints that a run's config asks for. `frozen`: checksums of weights
+    that it reads and does not train, by the option that names them.
+    """
     chosen = config.checkpoint
-    return TrainingCheckpoints(
+    found = TrainingCheckpoints(
         Path(chosen.folder or f"{config.trainer.output}/checkpoints"),
         models,
         config,
@@ -324,6 +334,8 @@ def of_run(
         warn=chosen.on_failure == "warn",
         export=export if chosen.hf else None,
     )
+    found.inputs = {name: {"weights": told} for name, told in (frozen or {}).items()}
+    return found
 
 
 def refuse_another(
@@ -336,6 +348,7 @@ def refuse_another(
             f"It holds {', '.join(saved)}, and this run trains a {name}: it is another algorithm's."
         )
     described = model.described()
+    _refuse_another_reference(described, saved[name])
     hf_config, said = json.loads(json.dumps(described["hf_config"])), saved[name]["hf_config"]
     if odd := sorted(
         key for key in hf_config.keys() | said.keys() if hf_config.get(key) != said.get(key)
@@ -361,6 +374,16 @@ def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any
     if described.get("base") != saved.get("base"):
         raise CheckpointError(
             f"Its adapters belong to other weights than those in {described['path']}, which have the same shapes: set model.path."
+        )
+
+
+def _refuse_another_reference(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where both keep a reference, and it has other weights."""
+    here, there = described.get("reference"), saved.get("reference")
+    if None not in (here, there) and here != there:
+        raise CheckpointError(
+            f"It was trained against another reference (algorithm.kl) than the weights in {described['path']}, which have the "
+            "same shapes: set model.path to the model that the run began with, or begin a new run with an export of the policy."
         )
 
 

@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from rftmega.config.load import flatten
-from rftmega.config.secrets import SECRET
+from rftmega.config.secrets import NOT_STORED, hint_of, stored
 from rftmega.config.tree import AS_THE_POLICY
+from rftmega.options.secrecy import SecretText
 
 NOTHING = "(nothing)"
 
@@ -19,11 +20,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     policy is not told twice.
     """
     olds, news = _leaves(before), _leaves(now)
-    pairs = {
-        name: (olds.get(name, NOTHING), news.get(name, NOTHING))
-        for name in {**news, **olds}
-        if name not in SECRET
-    }
+    pairs = {name: (olds.get(name, NOTHING), news.get(name, NOTHING)) for name in {**news, **olds}}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     return [
         f"{name}: {old} -> {new}"
@@ -33,9 +30,16 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, str]:
+    """Returns the options by name, as text; an older version may have stored secrets."""
+    known = {
+        name: stored(value, hint_of(name))
+        for name, value in flatten(tree).items()
+        if value or hint_of(name) != SecretText
+    }
     return {
         name: value if isinstance(value, str) and value else json.dumps(value)
-        for name, value in flatten(tree).items()
+        for name, value in known.items()
+        if value != NOT_STORED
     }
 
 

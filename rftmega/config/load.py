@@ -16,13 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
-from rftmega.config.secrets import SECRET
+from rftmega.config.secrets import holds_secrets, interpolated, shown, without_credentials
 from rftmega.config.tree import (
     AS_THE_POLICY,
     Plugins,
     built,
     default_type,
     hints,
+    listed,
     merged_schema,
     options,
     sections,
@@ -62,12 +63,13 @@ def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
         raise ConfigError(
             f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2."
         )
+    told = name if holds_secrets(name) else repr(text)
     if not value or options(plugins).get(name) is str:  # a regular expression may look like YAML
         return name, value
     try:
         parsed = read_yaml(value)
     except yaml.constructor.ConstructorError as error:
-        raise ConfigError(f"{text!r}: {error.problem}.") from error
+        raise ConfigError(f"{told}: {error.problem}.") from error
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
         return name, value
     if isinstance(parsed, str):
@@ -104,7 +106,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         try:
             OmegaConf.update(config, name, value)
         except OmegaConfBaseException as error:
-            problems.append(_unfit(name, value, error, options(plugins)))
+            problems.append(_unfit(name, value, error, plugins))
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
@@ -117,8 +119,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))
     ]
     if problems:
-        raise ConfigError.listing(str(path), problems)
-    tree: Any = OmegaConf.to_container(config, resolve=True)
+        raise ConfigError.listing(str(path), list(map(without_credentials, problems)))
+    tree: Any = interpolated(
+        OmegaConf.to_container(config), OmegaConf.to_container(config, resolve=True)
+    )
     run = built(RunConfig, tree, plugins)
     assert isinstance(run, RunConfig)
     return run
@@ -405,15 +409,18 @@ def _unknown_type(name: str, value: str, known: list[str]) -> str:
 
 
 def _of_another_part(name: str, value: Any, union: str, chosen: str, having: list[str]) -> str:
-    return f"{name}={value} needs {union}.type={' or '.join(having)}, not {chosen}, which has no such option."
+    return f"{shown(name, value)} needs {union}.type={' or '.join(having)}, not {chosen}, which has no such option."
 
 
-def _unfit(name: str, value: Any, error: OmegaConfBaseException, known: Mapping[str, Any]) -> str:
-    if name in SECRET:
-        return f"{name} must be text."
+def _unfit(name: str, value: Any, error: OmegaConfBaseException, plugins: Plugins) -> str:
+    known = options(plugins)
     kind = known.get(name) or known.get(name.rpartition(".")[0])
-    meant = MEANT[kind] if kind in MEANT else f"something else ({str(error).splitlines()[0]})"
-    return f"{name}={value!r} must be {meant}."
+    if (element := listed(kind)) is not None:
+        meant = f"a list of sections, each with options of: {', '.join(hints(element))}"
+    else:
+        meant = MEANT[kind] if kind in MEANT else f"something else ({str(error).splitlines()[0]})"
+    told = name if holds_secrets(name, plugins) else f"{name}={value!r}"
+    return f"{told} must be {meant}."
 
 
 def _unknown(name: str, known: list[str]) -> str:

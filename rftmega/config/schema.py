@@ -26,6 +26,7 @@ from rftmega.options.bounds import (
 )
 from rftmega.options.environments import GivenEnvironment, SingleTurn, Tools
 from rftmega.options.parts import RewardPart
+from rftmega.options.secrecy import SecretText
 from rftmega.user_code.functions import name_of
 
 
@@ -482,7 +483,7 @@ class RewardConfig:
     remote: float = 0.0
     """Weight of: the number that remote_url answers with."""
 
-    remote_url: str = ""
+    remote_url: SecretText = ""
     """Address that prompts, responses, labels and kinds are posted to as JSON; the answer is
     {"rewards": [float, ...]}.
     """
@@ -813,7 +814,9 @@ class CheckpointConfig:
     """Each also holds the policy (or the reward model) as a Hugging Face folder, hf/."""
 
     on_failure: Literal["stop", "warn"] = "stop"
-    """stop, or warn and train on, when a checkpoint can't be written (a full disk)."""
+    """stop, or warn and train on, when a checkpoint, metrics or trajectories can't be written (a
+    full disk).
+    """
 
 
 @dataclass
@@ -896,6 +899,16 @@ class RunConfig:
         """Returns the folder that the trained model is written to."""
         name = "reward_model" if self.algorithm.task == "reward_model" else "policy"
         return f"{self.trainer.output}/{name}"
+
+    def exports(self) -> list[str]:
+        """Returns the folders that the end of the run writes models and adapters to."""
+        if not self.trainer.export:
+            return []
+        found = [self.exported]
+        found += [f"{self.exported}_ema"] if self.algorithm.ema_beta else []
+        if self.model.lora.rank:
+            found += [f"{folder}_adapter" for folder in found]
+        return found
 
     @property
     def late_scoring(self) -> bool:

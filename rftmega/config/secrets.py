@@ -1,24 +1,185 @@
 """Options that are nobody's business: a config that is stored, published or complained about goes
-without it.
+without them.
+
+A field's mark says which these are (`options.secrecy`). What a file writes as ${oc.env:NAME} stays
+as it is written, and addresses go without user, password and query.
 """
 
-from dataclasses import asdict
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rftmega.config.schema import RunConfig
+from rftmega.config.tree import Plugins, hints, listed, walk
+from rftmega.options.secrecy import Hidden, Interpolated
 
-SECRET = ("reward.remote_url",)  # options that may carry a password
+NOT_STORED = "(not stored)"
+USER = re.compile(r"(?<=://)\S*@")
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+# of a variable or another option, without a default, which may be the secret itself
+REFERENCE = re.compile(r"\$\{(oc\.env:)?[\w.]+\}")
 
 
 def without_secrets(config: RunConfig) -> dict[str, Any]:
     """Returns the options as nested dictionaries, but for those."""
-    tree = asdict(config)
-    for name in SECRET:
+    return _section(config)
+
+
+def shown(name: str, value: Any, plugins: Plugins = ()) -> str:
+    """Returns "name=value", as errors say it; of what holds secrets the name alone."""
+    if holds_secrets(name, plugins) and not isinstance(value, bool | int | float):
+        return name
+    return f"{name}={stored(value)}"
+
+
+def stored(value: Any, hint: Any = None) -> Any:
+    """Returns what is kept of an option's value, whose annotation is `hint`."""
+    if (mark := _mark(hint)) is not None and value:
+        return _hidden(value, mark)
+    if isinstance(value, Interpolated):
+        return without_credentials(value.written)
+    element = listed(hint) if hint is not None else None
+    if element is not None and isinstance(value, list):
+        return [_element(each, element) for each in value]
+    if isinstance(value, Mapping):
+        return {name: stored(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [stored(each) for each in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def without_credentials(text: str) -> str:
+    """Returns an address without user, password and query; other text without the users and
+    passwords of addresses in it.
+    """
+    if ADDRESS.fullmatch(text):
+        text, asked, _ = text.partition("?")
+        return USER.sub("", text) + asked + "..." * bool(asked)
+    return USER.sub("", text)
+
+
+def has_credentials(address: str) -> bool:
+    """Returns whether an address holds a user or a password."""
+    return USER.search(address) is not None
+
+
+def hint_of(name: str, plugins: Plugins = ()) -> Any:
+    """Returns the annotation of a dotted option; None for others."""
+    return _hints(plugins).get(name)
+
+
+@cache
+def holds_secrets(name: str, plugins: Plugins = ()) -> bool:
+    """Returns whether a dotted option holds secrets, or lies in one that does."""
+    parts = name.replace("[", ".").split(".")
+    above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(_bears(hint) for each in above if (hint := hint_of(each, plugins)) is not None)
+
+
+def interpolated(written: Any, resolved: Any) -> Any:
+    """Returns `resolved`, with texts that know how they are `written`; both are the same tree."""
+    if isinstance(resolved, dict) and isinstance(written, dict):
+        return {name: interpolated(written.get(name), each) for name, each in resolved.items()}
+    if isinstance(resolved, list) and isinstance(written, list):
+        return [interpolated(*pair) for pair in zip(written, resolved, strict=True)]
+    if type(resolved) is str and isinstance(written, str) and written != resolved:
+        return Interpolated(resolved, written)
+    if isinstance(written, str) and isinstance(resolved, dict | list):  # a whole part
+        return _all_interpolated(resolved, written)
+    return resolved
+
+
+def resolved(tree: dict[str, Any], name: str) -> str:
+    """Returns a text of a stored config, with what its variables hold here; as it is written where
+    there is one that is not set.
+    """
+    config = OmegaConf.create(tree)
+    try:
+        return str(OmegaConf.select(config, name))
+    except OmegaConfBaseException:
         section, _, leaf = name.rpartition(".")
-        del tree[section][leaf]
-    return tree
+        return str(tree[section][leaf])
 
 
-def shown(name: str, value: Any) -> str:
-    """Returns "name=value", as errors say it; of a secret the name alone."""
-    return name if name in SECRET else f"{name}={value}"
+def _all_interpolated(resolved: Any, written: str) -> Any:
+    if isinstance(resolved, dict):
+        return {name: _all_interpolated(each, written) for name, each in resolved.items()}
+    if isinstance(resolved, list):
+        return [_all_interpolated(each, written) for each in resolved]
+    return Interpolated(resolved, written) if isinstance(resolved, str) else resolved
+
+
+def _section(given: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass of options that are stored."""
+    found = {}
+    for f in fields(given):
+        hint, value = hints(type(given))[f.name], getattr(given, f.name)
+        mark = _mark(hint)
+        kept = _kept(value, hint)
+        if mark is None or mark.part != "all" or REFERENCE.fullmatch(str(kept)):
+            found[f.name] = kept
+    return found
+
+
+def _kept(value: Any, hint: Any) -> Any:
+    if is_dataclass(value):
+        return _section(value)
+    if isinstance(value, dict) and any(map(is_dataclass, value.values())):
+        return {name: _section(each) for name, each in value.items()}
+    if isinstance(value, list) and any(map(is_dataclass, value)):
+        return [_section(each) for each in value]
+    return stored(value, hint)
+
+
+def _element(given: Any, schema: type) -> Any:
+    """Returns what is stored of a dataclass in a list, as a dictionary of it has it."""
+    if not isinstance(given, Mapping):
+        return NOT_STORED
+    known = hints(schema)
+    return {name: stored(value, known.get(name)) for name, value in given.items()}
+
+
+def _hidden(value: Any, mark: Hidden) -> Any:
+    if mark.part == "values" and isinstance(value, Mapping):
+        return {name: _reference(each) for name, each in value.items()}
+    if mark.part == "arguments" and isinstance(value, list):
+        return [stored(value[0]), *map(_without_argument, value[1:])]
+    return _reference(value)
+
+
+def _reference(value: Any) -> str:
+    """Returns the name of the variable that a secret is in; NOT_STORED where it is given itself."""
+    written = value.written if isinstance(value, Interpolated) else str(value)
+    return written if REFERENCE.fullmatch(written) else NOT_STORED
+
+
+def _without_argument(argument: Any) -> str:
+    if (reference := _reference(argument)) != NOT_STORED:
+        return reference
+    name, equals, _ = str(argument).partition("=")
+    if not re.fullmatch(r"--[a-z][\w-]*", name):
+        return NOT_STORED
+    return f"{name}={NOT_STORED}" if equals else name
+
+
+def _mark(hint: Any) -> Hidden | None:
+    if get_origin(hint) is not Annotated:
+        return None
+    return next((each for each in get_args(hint)[1:] if isinstance(each, Hidden)), None)
+
+
+def _bears(hint: Any) -> bool:
+    element = listed(hint)
+    if element is None:
+        return _mark(hint) is not None
+    return any(_bears(each) for each in hints(element).values())
+
+
+@cache
+def _hints(plugins: Plugins) -> dict[str, Any]:
+    return {option.name: option.hint for option in walk(plugins=plugins)}

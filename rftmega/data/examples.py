@@ -1,10 +1,13 @@
 """From records to examples. Every record is checked before the first example is used."""
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rftmega.data.epochs import Examples, identity_of
 from rftmega.errors import DataError
 from rftmega.records import Record, records
 
@@ -23,7 +26,7 @@ def load_examples(
     too_long: str,
     noun: str,
     places: list[str] | None = None,
-) -> list[T]:
+) -> Examples[T]:
     """Returns `parse`(record, examples before it) of every record.
 
     `noun` says in the plural what is made. To `places` is added where each example stands, as
@@ -33,6 +36,7 @@ def load_examples(
     where `too_long` is "drop".
     """
     examples: list[T] = []
+    identities: list[int] = []
     problems: list[str] = []
     dropped = 0
     for where, record in records(source):
@@ -40,6 +44,7 @@ def load_examples(
             if isinstance(record, DataError):
                 raise record
             examples.append(parse(record, len(examples)))
+            identities.append(identity_of(_as_text(record)))
             if places is not None:
                 places.append(where)
         except TooLong as error:
@@ -61,7 +66,24 @@ def load_examples(
         )
     if not examples:
         raise DataError(f"{source} holds no usable {noun.removesuffix('s')}.")
-    return examples
+    return Examples(examples, identities)
+
+
+def _as_text(record: Record) -> str:
+    """Returns a record as a text that is the same wherever the record stands, and read from
+    whichever format; content of media goes by its checksum.
+    """
+
+    def told(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return hashlib.sha256(value).hexdigest()
+        return repr(value)
+
+    ordered = dict(sorted(record.items(), key=lambda item: str(item[0])))
+    try:
+        return json.dumps(ordered, default=told)
+    except (TypeError, ValueError, RecursionError):  # of a user's function: any Python may be there
+        return repr(ordered)
 
 
 def required(record: Record, key: str, option: str) -> Any:

@@ -2,12 +2,12 @@
 weight.
 """
 
-import functools
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from rftmega.config import DataConfig, shares
+from rftmega.data.epochs import Epochs
 
 T = TypeVar("T")
 
@@ -25,13 +25,18 @@ def order_of(
         return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
     sources = [load(source) for source in data.sources]
     return MixedOrder(
-        sources, list(data.sources.values()), batch_size=batch_size, seed=seed, collate=collate
+        sources,
+        list(data.sources.values()),
+        batch_size=batch_size,
+        seed=seed,
+        collate=collate,
+        names=list(data.sources),
     )
 
 
 class PromptOrder(Generic[T]):
     """An endless stream of batches of prompts, or other examples. `position` counts those handed
-    out and is all that a resume needs.
+    out.
     """
 
     def __init__(
@@ -45,7 +50,27 @@ class PromptOrder(Generic[T]):
         """`collate` makes a batch of `batch_size` examples."""
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
-        self._epochs = Epochs(prompts, seed)
+        self._mix([""], [Epochs(prompts, seed)], [1])
+
+    def _mix(
+        self, names: Sequence[str], sources: Sequence[Epochs[T]], weights: Sequence[float]
+    ) -> None:
+        self._names, self._sources, self._shares = names, sources, shares(weights)
+        self._cycle = cycle(self._shares)
+        taken = [0] * len(sources)
+        self._before = []  # how many of the same source come earlier in the cycle
+        for source in self._cycle:
+            self._before.append(taken[source])
+            taken[source] += 1
+        # of each source, what it has given beyond its share of the position, under other weights
+        self._beyond = [0] * len(sources)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Returns the number of examples of each source by its name; "" where there is but one."""
+        return {
+            name: len(source.items) for name, source in zip(self._names, self._sources, strict=True)
+        }
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -53,17 +78,46 @@ class PromptOrder(Generic[T]):
             self.position += self.batch_size
             yield self.collate(batch)
 
-    def state(self) -> dict[str, int]:
-        """Returns the position in the order, as JSON has it."""
-        return {"position": self.position}
+    def state(self) -> dict[str, Any]:
+        """Returns the position in the order, and what was handed out of each source in its present
+        epoch, as JSON has it but for tensors.
+        """
+        counts = zip(self._names, self._sources, self._taken(), strict=True)
+        given = {name: source.state(taken) for name, source, taken in counts}
+        return {"position": self.position, "sources": given}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Goes on behind the examples that were handed out before."""
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on behind the examples that were handed out before. Where data, seed or weights are
+        others now, each source still gives in its present epoch what it has not given in it.
+        """
         self.position = state["position"]
+        if "sources" not in state:  # of an earlier version: the same data
+            return
+        self._beyond = [0] * len(self._sources)
+        known: Mapping[str, Any] = state["sources"]
+        if len(known) == len(self._names) == 1:  # wherever it lies now
+            known = dict(zip(self._names, known.values(), strict=True))
+        due = self._taken()
+        for number, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
+            if name in known:
+                source.load_state(known[name])
+            self._beyond[number] = (known[name]["taken"] if name in known else 0) - due[number]
 
     def at(self, position: int) -> T:
         """Returns the example that is handed out after `position` others."""
-        return self._epochs.at(position)
+        number, place = divmod(position, len(self._cycle))
+        source = self._cycle[place]
+        taken = number * self._shares[source] + self._before[place]
+        return self._sources[source].at(taken + self._beyond[source])
+
+    def _taken(self) -> list[int]:
+        """Returns how many examples each source has given."""
+        number, place = divmod(self.position, len(self._cycle))
+        begun = Counter(self._cycle[:place])
+        return [
+            number * share + begun[source] + self._beyond[source]
+            for source, share in enumerate(self._shares)
+        ]
 
 
 class MixedOrder(PromptOrder[T]):
@@ -80,43 +134,15 @@ class MixedOrder(PromptOrder[T]):
         batch_size: int,
         seed: int,
         collate: Callable[[list[T]], Any] = list,
+        names: Sequence[str] | None = None,
     ):
-        """`weights` (positive, one a source) need not add up to 1."""
+        """`weights` (positive, one a source) need not add up to 1. A resume knows the sources by
+        `names`; None: by their numbers.
+        """
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
-        self._sources = [
-            Epochs(source, f"{seed}/{number}") for number, source in enumerate(sources)
-        ]
-        self._shares = shares(weights)
-        self._cycle = cycle(self._shares)
-        taken = [0] * len(sources)
-        self._before = []  # how many of the same source come earlier in the cycle
-        for source in self._cycle:
-            self._before.append(taken[source])
-            taken[source] += 1
-
-    def at(self, position: int) -> T:
-        number, place = divmod(position, len(self._cycle))
-        source = self._cycle[place]
-        return self._sources[source].at(number * self._shares[source] + self._before[place])
-
-
-class Epochs(Generic[T]):
-    """Epochs repeats all of `items` endlessly, each epoch in an order of its own."""
-
-    def __init__(self, items: Sequence[T], seed: int | str):
-        self.items = items
-        self.seed = seed
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
-
-    def at(self, position: int) -> T:
-        epoch, offset = divmod(position, len(self.items))
-        return self.items[self._order(epoch)[offset]]
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self.items)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+        epochs = [Epochs(source, f"{seed}/{number}") for number, source in enumerate(sources)]
+        self._mix(names or [str(number) for number in range(len(sources))], epochs, weights)
 
 
 def cycle(shares: Sequence[int]) -> list[int]:

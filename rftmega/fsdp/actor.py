@@ -31,6 +31,8 @@ class FSDPActor(FSDPModel):
         self.reference: ReferenceWeights | ShardedAdapters | None = None
         if cfg.algorithm.kl.coef > 0:
             # without its adapters the policy is the model that it began with: no second weights
+            if self.manager.adapters is None:
+                self.sum_of_frozen = self.manager.sum_of_weights()
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
         if cfg.algorithm.ema_beta > 0:
             self.average = AveragedWeights(residency, weights, cfg.algorithm.ema_beta)

@@ -21,6 +21,8 @@ class FSDPCritic(FSDPModel):
         super().__init__(FSDPModelManager(cfg, placement, value_model=True), placement)
         if learns:
             self.manager.setup_model_and_optimizer()
+        else:
+            self.sum_of_frozen = self.manager.sum_of_weights()
         self.runner = FSDPRunner(self.manager, TokenValues)
 
     def values(self, rows: Rows[Column]) -> Column:

@@ -207,10 +207,7 @@ class FSDPModelManager:
     def _adapt(self, adapters: ShardedAdapters) -> None:
         """Gives the adapters what they begin with."""
         lora = self.cfg.model.lora
-        held = [weight for weight in self.weights_held if not weight.learns]
-        own = [weight for weight in held if self.placement.writes(weight.split)]
-        frozen = (shard for weight in own for shard in weight.shards())
-        self.sum_of_base = frozen_weights.sum_of(frozen, self.where)
+        self.sum_of_base = self._sum_of(weight for weight in self.weights_held if not weight.learns)
         adapters.bind(self.learnt)
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")
@@ -221,6 +218,16 @@ class FSDPModelManager:
             folder.refuse_rest(gather_objects(folder.looked_at))
         else:
             adapters.load(beginning(self.cfg.trainer.seed))
+
+    def sum_of_weights(self) -> int:
+        """Returns a checksum of the model's own weights that depends on no layout; a collective."""
+        self.finish_param_sync()
+        return self._sum_of(self.weights_held)
+
+    def _sum_of(self, weights: Iterable[Weight]) -> int:
+        own = (weight for weight in weights if self.placement.writes(weight.split))
+        shards = (shard for weight in own for shard in weight.shards())
+        return frozen_weights.sum_of(shards, self.where)
 
     def _ties(self, weight: Weight) -> bool:
         return weight.embeds and self.description.tied and not self.value_model

@@ -293,16 +293,10 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
 
 def _exports(config: RunConfig) -> list[str]:
     """Folders that the run would have to replace at its end, and may not."""
-    if not config.trainer.export:
-        return []
-    folders = [Path(config.exported)]
-    folders += [Path(f"{config.exported}_ema")] if config.algorithm.ema_beta else []
-    if config.model.lora.rank:
-        folders += [Path(f"{folder}_adapter") for folder in folders]
     return [
         f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
         "another trainer.output, or set trainer.export=false."
-        for folder in folders
+        for folder in map(Path, config.exports())
         if is_anothers(folder)
     ]
 

@@ -70,6 +70,7 @@ def reinforce(config: RunConfig) -> int:
 
     from rftmega.callbacks.checkpointing import resume
     from rftmega.callbacks.observers import evaluation_of_prompts
+    from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
     from rftmega.strategy.reinforcement import ReinforcementStrategy
@@ -91,6 +92,8 @@ def reinforce(config: RunConfig) -> int:
         trainer.callbacks = callbacks_of(
             config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
         )
+        if world.is_main and config.checkpoint.every:
+            strategy.checkpoints.inputs |= inputs_of(config, prompts, held_out, ptx)
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
@@ -106,6 +109,7 @@ def supervise(config: RunConfig) -> int:
 
     from rftmega.callbacks.checkpointing import resume
     from rftmega.callbacks.observers import evaluation_of_rows
+    from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
     from rftmega.strategy.supervised import SupervisedStrategy
@@ -119,6 +123,8 @@ def supervise(config: RunConfig) -> int:
         trainer.callbacks = callbacks_of(
             config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
         )
+        if world.is_main and config.checkpoint.every:
+            strategy.checkpoints.inputs |= inputs_of(config, rows, held_out)
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(rows, steps=config.trainer.steps)
     return config.faults.requeue_code if trainer.stopped else 0

@@ -50,6 +50,8 @@ class MegatronActor(MegatronModel):
         self.reference: ReferenceWeights | Adapters | None = None
         if role == "actor" and cfg.algorithm.kl.coef > 0:
             # without its adapters the policy is the model that it began with: no second weights
+            if self.manager.adapters is None:
+                self.sum_of_frozen = self.manager.sum_of_weights()
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
         self.average = (

@@ -35,6 +35,8 @@ class MegatronCritic(MegatronModel):
         super().__init__(manager, placement)
         if role == "critic":
             self.prepare_to_learn()
+        else:
+            self.sum_of_frozen = manager.sum_of_weights()
         self.runner = MegatronRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows[Column]) -> Column:

@@ -250,6 +250,11 @@ class MegatronModelManager:
             return self.frozen_shards()
         return [self.adapters.merged(item) for item in self.bound if item.rule.exported]
 
+    def sum_of_weights(self) -> int:
+        """Returns a checksum of the model's own weights that depends on no layout; a collective."""
+        held = zip(self.bound, self.replicas, strict=True)
+        return frozen_weights.sum_of(counted_once(list(held)), self.where)
+
     def frozen_shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without what adapters add."""
         return [item.shard() for item in self.bound if item.rule.exported]

@@ -38,6 +38,7 @@ class MegatronModel:
     """
 
     average: AveragedWeights | None = None
+    sum_of_frozen: int | None = None  # of the reference, or of all weights of a reward model
     runner: MegatronRunner
 
     def __init__(self, manager: MegatronModelManager, topology: Topology):
@@ -113,7 +114,8 @@ class MegatronModel:
 
     def described(self) -> dict[str, Any]:
         """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
-        from; of a model with adapters these, and a checksum of its "base".
+        from; of a model with adapters these, and a checksum of its "base"; that of its "reference"
+        where it keeps one.
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {
@@ -125,6 +127,8 @@ class MegatronModel:
         if (adapters := self.manager.adapters) is not None:
             said["adapters"] = cfg.model.lora.told(adapters.targets)
             said["base"] = self.manager.sum_of_base
+        if self.sum_of_frozen is not None:
+            said["reference"] = self.sum_of_frozen
         return said
 
     def counters(self) -> dict[str, int]:

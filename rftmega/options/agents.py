@@ -1,10 +1,11 @@
 """Options of agents that bring a loop of their own, and of environments of other libraries."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from rftmega.options.bounds import Positive
 from rftmega.options.parts import EnvironmentPart
+from rftmega.options.secrecy import SecretCommand, SecretOptions
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Agent(EnvironmentPart):
     api_key, model), which may be `async`. It returns a reward, rewards by name, or None.
     """
 
-    command: list[str] = field(default_factory=list)
+    command: SecretCommand = field(default_factory=list)
     """Program that does a task, in place of a function. It finds OPENAI_BASE_URL, OPENAI_API_KEY,
     OPENAI_MODEL and TASK (JSON) in its environment; its last line may be rewards as JSON.
     """
@@ -47,8 +48,8 @@ class Verifiers(EnvironmentPart):
     environment: str = ""
     """Name of the environment: its taskset, as `verifiers` finds it."""
 
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the environment, as its configuration has them."""
+    options: SecretOptions = field(default_factory=dict)
+    """Options of the environment, as its configuration has them; no value is stored."""
 
     python: str = ""
     """Python of a virtual environment that has `requirements/verifiers.txt` and the environment."""

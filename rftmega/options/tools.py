@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rftmega.options.bounds import Count, NotNegativeInt, Positive
+from rftmega.options.secrecy import SecretCommand, SecretValues
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,16 @@ class MCPServer:
     name: str = ""
     """Name that errors call the server by."""
 
-    command: list[str] = field(default_factory=list)
+    command: SecretCommand = field(default_factory=list)
     """Command that starts the server, which then speaks over its standard input and output."""
 
     url: str = ""
     """Address of a server that speaks streamable HTTP, in place of a command."""
 
-    env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the command, beside HOME, PATH and others of their kind."""
+    env: SecretValues = field(default_factory=dict)
+    """Environment variables of the command, beside HOME, PATH and others of their kind. A key stays
+    out of the file as {API_KEY: "${oc.env:API_KEY}"}; no value is stored.
+    """
 
     key_env: str = ""
     """Environment variable whose value is sent to `url` as a bearer token; empty: none is sent."""

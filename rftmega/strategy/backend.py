@@ -20,6 +20,8 @@ Role = Literal["critic", "reward"]
 class Trainable(TrainedModel, Protocol):
     """Trainable is a model of this run, of which this process holds a part."""
 
+    sum_of_frozen: int | None  # checksum of the reference, or of all weights of a reward model
+
     @property
     def path(self) -> str:
         """Returns the Hugging Face folder that it was built from."""

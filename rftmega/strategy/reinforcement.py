@@ -67,6 +67,11 @@ class ReinforcementStrategy:
         actor = self.actor = self._built(backend.policy(config))
         self.label = actor.label
         judges = self._build_value_models()
+        self._frozen = {
+            "reward.model_path": model.sum_of_frozen
+            for name, model in judges.items()
+            if name == "reward_model" and model.sum_of_frozen is not None
+        }
         self.trained: dict[str, TrainedModel] = {
             name: model for name, model in judges.items() if name == "critic"
         } | {POLICY: actor}
@@ -186,7 +191,7 @@ class ReinforcementStrategy:
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
         """Builds the checkpoints of policy and critic, as checkpoint.* says."""
-        return of_run(self.config, self.trained, self.export)
+        return of_run(self.config, self.trained, self.export, self._frozen)
 
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are."""

@@ -18,9 +18,9 @@ def checked_address(url: str, option: str) -> str:
         fits = False
     if not fits:
         raise ConfigError(f"{option}: url must be http://host:port/path, or https://...")
-    if parts.password:
+    if parts.username or parts.password:
         raise ConfigError(
-            f"{option}: url holds a password. Put a key in a variable that key_env names."
+            f"{option}: url holds a user or a password. Put a key in a variable that key_env names."
         )
     return url
 

@@ -45,6 +45,15 @@ class PromptQueue(Iterator[list[Prompt]]):
         """Hands these out next, in this order."""
         self._waiting.extendleft(reversed(prompts))
 
+    def lacks(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Returns those of `prompts` that do not wait here."""
+        waiting = {prompt.task for prompt in self._waiting}
+        return [prompt for prompt in prompts if prompt.task not in waiting]
+
+    def forget(self, tasks: Sequence[int]) -> None:
+        """Takes the prompts of these numbers out."""
+        self._waiting = deque(each for each in self._waiting if each.task not in {*tasks})
+
     def state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the source's own position, which is behind the
         prompts that wait here.

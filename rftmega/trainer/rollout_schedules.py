@@ -64,7 +64,17 @@ class Synchronous:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None: ...
+    def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
+        """Goes on after a step. Prompts that another schedule had under way, and that nothing was
+        learnt from, come first.
+        """
+        prompts = [Prompt.from_state(prompt) for _, prompt, _ in state.get("under_way", ())]
+        if lacking := trainer.supply.lacks(prompts):
+            trainer.supply.put_back(lacking)
+            log.info(
+                "%d prompts were under way when the run was saved: they are answered anew, before all others.",
+                len(lacking),
+            )
 
 
 class OneAhead(Synchronous):
@@ -100,8 +110,11 @@ class OneAhead(Synchronous):
         return self.stream.state()
 
     def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
-        begun = self.stream.load_state(state)
-        trainer.begin(self.stream.stream, begun)
+        prompts = [Prompt.from_state(prompt) for _, prompt, _ in state["under_way"]]
+        if trainer.supply.lacks(prompts):  # of a schedule that takes groups in another order
+            super().load_state(trainer, state)
+            return
+        trainer.begin(self.stream.stream, self.stream.load_state(state))
 
 
 class Asynchronous(OneAhead):
@@ -120,6 +133,10 @@ class Asynchronous(OneAhead):
         super().__init__(stream, journal)
         self.max_staleness = max_staleness
         self.learnt = LearntGroups([], [], [])  # in the last step
+
+    def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
+        trainer.supply.forget([number for number, *_ in state["under_way"]])
+        trainer.begin(self.stream.stream, self.stream.load_state(state))
 
     def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
         stream, wanted = self.stream, len(batch)

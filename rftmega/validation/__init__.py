@@ -4,6 +4,7 @@ Each section's rules have a file of their own. Importing this costs nothing: no 
 """
 
 from rftmega.config.schema import RunConfig
+from rftmega.config.secrets import without_credentials
 from rftmega.validation.adapters import adapters
 from rftmega.validation.algorithm import algorithm_options, groups_of_one
 from rftmega.validation.asynchronous import asynchronous
@@ -63,9 +64,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         numbers += critic(config, world_size) + logging_options(config)
         numbers += checkpoints(config) + faults(config) + vision(config) + exports(config)
         numbers += adapters(config)
-    return (
-        unknown
-        + numbers
-        + paths(config)
-        + (training_data(config) + files(config) + learnt_order(config) if data else [])
-    )
+    found = unknown + numbers + paths(config)
+    if data:
+        found += training_data(config) + files(config) + learnt_order(config)
+    return [without_credentials(reason) for reason in found]

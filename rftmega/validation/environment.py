@@ -4,6 +4,7 @@ import os
 import shutil
 
 from rftmega.config.schema import RunConfig
+from rftmega.config.secrets import has_credentials
 from rftmega.errors import ConfigError
 from rftmega.options.agents import Agent, Verifiers
 from rftmega.options.environments import Tools
@@ -34,6 +35,13 @@ def _tools(chosen: Tools) -> list[str]:
     for server in chosen.mcp:
         if bool(server.command) == bool(server.url):
             found.append(f"environment.mcp: {server.name or 'a server'} needs a command or a url.")
+    for kind, named in (("http", chosen.http), ("mcp", chosen.mcp)):
+        found += [
+            f"environment.{kind}: the url of {each.name or 'a server'} holds a user or a password. Put a key in a variable "
+            "that key_env names."
+            for each in named
+            if has_credentials(each.url)
+        ]
     return [problem for problem in found if problem]
 
 

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from rftmega.config.addresses import address_of
 from rftmega.config.schema import RolloutConfig, RunConfig
+from rftmega.config.secrets import shown
 
 ELSEWHERE = ("addresses", "roster", "tls_ca")
 SGLANG_TRANSPORTS = ("network", "checkpoint")
@@ -19,7 +20,7 @@ def fleet(config: RunConfig) -> list[str]:
         value = getattr(rollout, option)
         if value and value != getattr(RolloutConfig, option, []) and not separate:
             found.append(
-                f"rollout.{option}={value} needs strategy=separate: colocated engines are no servers."
+                f"{shown(f'rollout.{option}', value)} needs strategy=separate: colocated engines are no servers."
             )
     if found or not separate:
         return found + _unread(config)
@@ -100,11 +101,16 @@ def _unread(config: RunConfig) -> list[str]:
 
 
 def _malformed(address: str) -> list[str]:
+    if "@" in address:
+        host = address.rpartition("@")[2]
+        return [
+            f"rollout.addresses has a user or a password before @{host}. Leave them out: a server takes the "
+            "key that RFTMEGA_SERVER_KEY holds, here and there."
+        ]
     try:
         address_of(address)
     except ValueError as error:
-        shown = address.rpartition("@")[2]  # no password
         return [
-            f"rollout.addresses has {shown!r}: {error}. Give addresses as http://10.0.0.2:8100."
+            f"rollout.addresses has {address!r}: {error}. Give addresses as http://10.0.0.2:8100."
         ]
     return []

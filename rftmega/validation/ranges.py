@@ -86,7 +86,7 @@ def choices_and_ranges(config: RunConfig) -> tuple[list[str], list[str]]:
         elif error["type"] in BOUNDS and math.isfinite(value):
             outside.append(f"{name}={value} must be {BOUNDS[error['type']](error['ctx'])}.")
         elif error["type"] not in BOUNDS and error["type"] != "finite_number":
-            outside.append(f"{shown(name, value)}: {error['msg']}.")
+            outside.append(f"{shown(name, value, _plugins(config))}: {error['msg']}.")
     return unknown, outside
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 from urllib.parse import urlsplit
 
 from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
-from rftmega.config.secrets import shown
+from rftmega.config.secrets import has_credentials, shown
 from rftmega.errors import ConfigError
 from rftmega.user_code.functions import function_of
 
@@ -153,9 +153,9 @@ def _judge(reward: RewardConfig) -> list[str]:
     found, scale = [], reward.judge_scale
     if reward.judge_url and not _is_address(reward.judge_url):
         found.append("reward.judge_url is no address. Write http://host:port/v1, or https://...")
-    elif urlsplit(reward.judge_url).password:
+    elif has_credentials(reward.judge_url):
         found.append(
-            "reward.judge_url holds a password. Put a key in a variable that reward.judge_key_env names."
+            "reward.judge_url holds a user or a password. Put a key in a variable that reward.judge_key_env names."
         )
     if len(scale) != 2 or not scale[0] < scale[1]:
         found.append(

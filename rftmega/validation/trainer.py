@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 from rftmega.config.schema import OptimizerConfig, RunConfig, TrainerConfig
 
@@ -118,7 +119,24 @@ def exports(config: RunConfig) -> list[str]:
         found.append(
             "trainer.export_quantised=true needs trainer.export=true: nothing is written otherwise."
         )
-    return found
+    return found + _replaced(config)
+
+
+def _replaced(config: RunConfig) -> list[str]:
+    """Lists models that the run reads from where it writes its own."""
+    read = {
+        "model.path": config.model.path,
+        "model.lora.path": config.model.lora.path,
+        "critic.path": config.critic.path,
+        "reward.model_path": config.reward.model_path,
+    } | {f"model.lora.evaluated.{name}": path for name, path in config.model.lora.evaluated.items()}
+    written = [Path(folder).resolve() for folder in config.exports()]
+    return [
+        f"{option}={path} is where this run writes its own model, so it can't begin with what is there. Choose another "
+        "trainer.output, or move the model."
+        for option, path in read.items()
+        if path and Path(path).resolve() in written
+    ]
 
 
 def evaluation(config: RunConfig) -> list[str]:

@@ -607,6 +607,7 @@ def otherwise_body(world: Any, model: Path, folder: Path) -> tuple[list[str], di
     actor = actor_of(model, P(), PLAIN, "float32", 0.0)
     kept = kept_by(actor, folder)
     kept._code = kept._code and kept._code | {"commit": "an earlier one"}
+    kept.inputs = {"data.train": {"rows": 4, "sha256": "a" * 64}}
     kept.save({}, step=1)
     said: list[str] = []
     handler = logging.Handler()
@@ -615,6 +616,7 @@ def otherwise_body(world: Any, model: Path, folder: Path) -> tuple[list[str], di
     saving.log.setLevel(logging.INFO)
     actor.manager.cfg.optimizer.learning_rate = 0.5
     again = kept_by(actor, folder)
+    again.inputs = {"data.train": {"rows": 3, "sha256": "b" * 64}}
     again.resume()
     return said, again._code
 
@@ -629,6 +631,7 @@ def test_what_is_otherwise_than_when_it_was_saved_is_said_by_the_first_process(
     assert said == [
         f"resumed from {folder / 'step_000001'}",
         "  optimizer.learning_rate: 0.01 -> 0.5",
+        "  data.train: 4 rows, sha256 aaaaaaaaaaaa -> 3 rows, sha256 bbbbbbbbbbbb",
         *([f"  commit: an earlier one -> {code['commit'] or json.dumps('')}"]),
     ]
     assert nothing == []

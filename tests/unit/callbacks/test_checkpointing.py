@@ -16,6 +16,7 @@ from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.data import PromptOrder
+from rftmega.errors import OutputError
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.ppo import StepSampling
 from rftmega.types import Prompt
@@ -183,7 +184,7 @@ def test_what_is_left_out_is_on_the_disk_before_the_metrics_are_replaced(
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"st\n{"step": 1}\n')
     monkeypatch.setattr(Path, "rename", dies)
-    with pytest.raises(OSError, match="died"):
+    with pytest.raises(OutputError, match="metrics.jsonl can't be written: died"):
         JSONLines(path).on_start(SimpleNamespace(step=0, resumed=True), {})
     assert path.read_text() == '{"step": 0}\n{"st\n{"step": 1}\n'
     assert (tmp_path / "metrics.left_out.jsonl").read_text() == '{"step": 1}\n{"st\n'

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 from pathlib import Path
@@ -194,3 +195,56 @@ def test_the_one_before_is_the_newest_whole_one_that_is_older(tmp_path: Path) ->
     assert before(tmp_path / "first") is None
     (tmp_path / "fifth" / "manifest.json").unlink()
     assert before(tmp_path / "fifth") == tmp_path / "second"
+
+
+def saved_at(folder: Path, step: int, time: float, *, keep: int = 2, tag: str = "") -> list[str]:
+    """Saves a step while the clock says `time`. Returns what stays."""
+    draft = begin(folder, tag or f"step_{step:06d}")
+    (draft / "rank_0.json").write_text("{}")
+    (draft / "manifest.json").write_text(json.dumps({"pieces": [], "step": step}))
+    path = settle(draft, folder / (tag or f"step_{step:06d}"))
+    for each in (path / "manifest.json", path):
+        os.utime(each, (time, time))
+    point_to(folder, path.name)
+    rotate(folder, max_num=keep, max_mem=1e9, saved=path.name)
+    return sorted(each.name for each in folder.iterdir() if each.is_dir())
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_last_steps_stay_whatever_the_clock_says(tagged: bool, tmp_path: Path) -> None:
+    """Times that jump back by an hour, as after NTP or on another host."""
+    for step, time in ((2, 9000), (4, 9010), (6, 5400), (8, 5410), (10, 5400), (12, 9020)):
+        tag = f"of {step}" if tagged else ""
+        left = saved_at(tmp_path, step, time, tag=tag)
+        expected = [f"of {each}" if tagged else f"step_{each:06d}" for each in (step - 2, step)]
+        assert left == sorted(expected[step == 2 :])
+        assert newest(tmp_path) == tmp_path / expected[1]
+        assert before(tmp_path / expected[1]) == (tmp_path / expected[0] if step > 2 else None)
+    (tmp_path / LATEST).write_bytes(b"\0" * 11)
+    assert find(tmp_path, None) == tmp_path / expected[1]
+
+
+def test_a_copy_of_the_folder_keeps_its_order(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        saved_at(tmp_path / "one", step, 1000 * step, keep=5)
+    shutil.copytree(tmp_path / "one", tmp_path / "other", copy_function=shutil.copy)
+    for number, name in enumerate(("step_000006", "step_000002", "step_000004")):
+        os.utime(tmp_path / "other" / name / "manifest.json", (number, number))
+    (tmp_path / "other" / LATEST).unlink()
+    assert newest(tmp_path / "other") == tmp_path / "other/step_000006"
+    assert rotate(tmp_path / "other", max_num=1, max_mem=1e9) == ["step_000002", "step_000004"]
+
+
+def test_what_an_earlier_one_was_resumed_instead_of_goes_first(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        saved_at(tmp_path, step, step, keep=4)
+    assert saved_at(tmp_path, 6, 9, keep=3) == ["step_000004", "step_000006", "step_000006.2"]
+    assert find(tmp_path, None).name == newest(tmp_path).name == "step_000006.2"  # type: ignore[union-attr]
+    assert saved_at(tmp_path, 8, 10, keep=2) == ["step_000006.2", "step_000008"]
+
+
+def test_a_save_that_died_goes_when_a_later_step_is_whole(tmp_path: Path) -> None:
+    (begin(tmp_path, "step_000004") / "half").write_text("")
+    os.utime(tmp_path / "step_000004.incomplete", (9000, 9000))
+    assert saved_at(tmp_path, 2, 10) == ["step_000002", "step_000004.incomplete"]
+    assert saved_at(tmp_path, 6, 20) == ["step_000002", "step_000006"]

@@ -312,6 +312,10 @@ def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_st
         ),
         (["trainer.output=my runs"], "has characters that Slurm reads otherwise"),
         (["reward.remote_url=http://me:s3cr3t@host"], "reward.remote_url holds a secret"),
+        (
+            ["environment.type=tools", "environment.mcp=[{name: a, command: [b, s3cr3t]}]"],
+            "environment.mcp holds a secret",
+        ),
         (["trainer.step=1"], "Did you mean trainer.steps?"),
     ],
 )

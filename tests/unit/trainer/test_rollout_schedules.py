@@ -295,3 +295,44 @@ def test_a_step_that_was_broken_off_behind_its_groups_goes_on_with_them() -> Non
     learnt = [task for tasks in (*broken.learnt.tasks, *after.learnt.tasks) for task in tasks]
     assert len(learnt) == len(set(learnt)) == 6 * BATCH
     assert after.learnt.tasks[0] == whole.learnt.tasks[len(broken.learnt.tasks)]
+
+
+SCHEDULES: dict[str, Any] = {
+    "in the step": lambda stream, journal: Synchronous(),
+    "one ahead": OneAhead,
+    "bound 2": asynchronous(2),
+}
+
+
+@pytest.mark.parametrize("before", ["one ahead", "bound 2"])
+@pytest.mark.parametrize("after", SCHEDULES)
+def test_a_run_resumed_under_another_schedule_learns_what_was_under_way_first(
+    before: str, after: str
+) -> None:
+    first = made(Streams(delayed), SCHEDULES[before])
+    first.trainer.last = 30
+    supply = first.trainer.prepare(
+        [Prompt((1 + place % 5,)) for place in range(BATCH)] for _ in range(30)
+    )
+    for _, batch in zip(range(5), supply, strict=False):
+        first.trainer.train_step(batch)
+    state = saved(first)
+    done = [task for tasks in first.learnt.tasks for task in tasks]
+    under_way = {number for number, *_ in state["schedule"]["under_way"]}
+    assert under_way and not under_way & set(done)
+    second = made(Streams(), SCHEDULES[after])
+    second.policy.versions = [5]
+    second.trainer.load_state(state)
+    second.fit(30)
+    again = [task for tasks in second.learnt.tasks for task in tasks]
+    assert len(set(done + again)) == len(done + again), "learnt twice"
+    if before != after:
+        assert under_way <= set(again[: -(-len(under_way) // BATCH) * BATCH]), "lost"
+    drawn = set(range(state["supply"]["drawn"])) - {
+        Prompt.from_state(prompt).task for prompt in state["supply"]["waiting"]
+    }
+    dropped = drawn - set(done) - under_way
+    lost = set(range(max(again))) - set(done + again) - {*second.policy.under}
+    assert len(lost - dropped) == sum(
+        each.get("groups_dropped", 0) for each in second.learnt.metrics
+    )

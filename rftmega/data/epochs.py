@@ -1,0 +1,108 @@
+"""Epochs hands out the items of a data set, each once an epoch, and goes on alike after a resume:
+with the same data the rest of the epoch, with other data what was not handed out in it.
+"""
+
+import functools
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Examples(list[T]):
+    """Examples is what a data set was read to, with the `identities` of the records (see
+    `identity_of`), one an example.
+    """
+
+    def __init__(self, examples: Sequence[T], identities: Sequence[int]):
+        super().__init__(examples)
+        self.identities = identities
+
+
+class Epochs(Generic[T]):
+    """Epochs repeats all of `items` endlessly, each epoch in an order of its own."""
+
+    def __init__(self, items: Sequence[T], seed: int | str):
+        self.items = items
+        self.seed = seed
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+        self._handed_out = functools.lru_cache(maxsize=2)(self._identities_in_order)
+        # A resume begins an epoch anew: after `_taken` items, without those of `_seen`.
+        self._taken, self._epoch = 0, 0
+        self._seen = torch.empty(0, dtype=torch.int64)
+        self._rest: list[int] | None = None
+
+    def at(self, taken: int) -> T:
+        """Returns the item that is handed out after `taken` others."""
+        epoch, offset = self._place(taken)
+        return self.items[self._order_of(epoch)[offset]]
+
+    def state(self, taken: int) -> dict[str, Any]:
+        """Returns what a resume needs after `taken` items: the epoch, and the identities of what
+        was handed out in it, [n] int64, which nobody may change.
+        """
+        epoch, offset = self._place(taken)
+        resumed = self._rest is not None and epoch == self._epoch
+        offset += len(self._seen) if resumed else 0
+        return {"taken": taken, "epoch": epoch, "seen": self._handed_out(epoch)[:offset]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what was not handed out in the epoch, whatever items and seed are here."""
+        self._taken, self._epoch, self._seen = state["taken"], state["epoch"], state["seen"]
+        seen = Counter(self._seen.tolist())
+        rest = []
+        for item in self._order(self._epoch):
+            own = int(self._identities[item])
+            if seen[own]:
+                seen[own] -= 1
+            else:
+                rest.append(item)
+        self._rest = rest
+        self._handed_out.cache_clear()
+
+    def _place(self, taken: int) -> tuple[int, int]:
+        """Returns (epoch, how many items of it came before) after `taken` items."""
+        if self._rest is None:
+            return divmod(taken, max(len(self.items), 1))
+        past = taken - self._taken
+        if past < len(self._rest):
+            return self._epoch, past
+        epoch, offset = divmod(past - len(self._rest), len(self.items))
+        return self._epoch + 1 + epoch, offset
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self._rest is not None and epoch == self._epoch:
+            return self._rest
+        return self._order(epoch)
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.items)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+    def _identities_in_order(self, epoch: int) -> Tensor:
+        """Returns the identities of an epoch's items in the order in which they are handed out."""
+        own = self._identities[torch.tensor(self._order_of(epoch), dtype=torch.int64)]
+        resumed = self._rest is not None and epoch == self._epoch
+        return torch.cat([self._seen, own]) if resumed else own
+
+    @functools.cached_property
+    def _identities(self) -> Tensor:
+        known = (
+            self.items.identities
+            if isinstance(self.items, Examples)
+            else [identity_of(repr(item)) for item in self.items]
+        )
+        return torch.tensor(known, dtype=torch.int64)
+
+
+def identity_of(content: str) -> int:
+    """Returns a number of 64 bits that stands for a record, in every run and process."""
+    digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
