@@ -72,6 +72,9 @@ class StepLines(Observer):
     def on_end(self, trainer: Any) -> None:
         self.file.close()
 
+    def on_failed(self, trainer: Any) -> None:
+        self.file.close()
+
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
     """Returns the lines of a file up to that step, those after it, and by its number what

@@ -66,6 +66,7 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
+    from rftmega.parallel.process_group import undone
     from rftmega.strategy.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
 
@@ -81,14 +82,15 @@ def reinforce(config: RunConfig) -> int:
         learnt = (
             MajorityReward(tokenizer.decode, size, pattern) if config.reward.majority else reward
         )
-        trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
-        parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
-        evaluation = evaluation_of_prompts(config, held_out, reward)
-        trainer.callbacks = callbacks_of(
-            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
-        )
-        resume(trainer, strategy.checkpoints, parts, config.checkpoint)
-        trainer.fit(prompts, steps=config.trainer.steps)
+        with undone(world, strategy.close):
+            trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
+            parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
+            evaluation = evaluation_of_prompts(config, held_out, reward)
+            trainer.callbacks = callbacks_of(
+                config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
+            )
+            resume(trainer, strategy.checkpoints, parts, config.checkpoint)
+            trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
     return config.faults.requeue_code if trainer.stopped else 0
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,11 +92,26 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
         # waits for nobody, and with NCCL's groups standing its process did not end.
         if size == 1:
             _leave()
+        preemption.meet(None)
         raise
     if dist.is_initialized():
         dist.barrier()
     _leave()
     preemption.meet(None)
+
+
+@contextmanager
+def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` where a `with` block fails in a world of one: its process may start another run.
+
+    Of several processes each is about to end, and `undo` might wait for the others.
+    """
+    try:
+        yield
+    except BaseException:
+        if world.size == 1:
+            undo()
+        raise
 
 
 def _leave() -> None:
