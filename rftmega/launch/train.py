@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
+from rftmega.model_providers.known_fields import ignore
 
 if TYPE_CHECKING:
     from rftmega.data import Tokenizer
@@ -15,7 +16,10 @@ Task = Callable[[RunConfig], int]
 
 
 def task_of(config: RunConfig) -> Task:
-    """Returns what `algorithm.task` says."""
+    """Returns what `algorithm.task` says, in a process that passes over what model.ignore_config_fields
+    names.
+    """
+    ignore(config.model.ignore_config_fields)
     return reinforce if config.algorithm.task == "rl" else supervise
 
 

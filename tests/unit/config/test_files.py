@@ -171,7 +171,7 @@ texts = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(content=texts)
 def test_no_file_is_answered_with_a_traceback(
     content: bytes, tmp_path_factory: pytest.TempPathFactory
@@ -191,7 +191,7 @@ SHAPES = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(options())),
     st.sampled_from((*NUMBERS, *REFERENCES, *SHAPES)),
@@ -208,7 +208,7 @@ def test_no_value_of_any_option_is_a_traceback(name: str, value: str, in_file: b
             violations(load(path, overrides), 1, data=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_damaged_file_is_a_traceback(data: st.DataObject) -> None:
     """Examples with bytes that are changed, left out, doubled, or replaced by YAML's own signs."""
