@@ -65,9 +65,7 @@ def test_a_field_that_the_class_knows_and_nothing_reads_is_an_error_until_it_is_
     tmp_path: Path,
 ) -> None:
     folder = changed(save_tiny(tmp_path, "deepseek-v3"), num_mtp_layers=2)
-    with pytest.raises(
-        CheckpointError, match=r"model\.ignore_config_fields=\[num_mtp_layers\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.ignore_config_fields=\[num_mtp_layers\]"):
         describe(read_hf_config(folder))
     known_fields.ignore(["num_mtp_layers"])
     describe(read_hf_config(folder))
