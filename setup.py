@@ -46,7 +46,7 @@ setup(
     packages=find_packages(include=["rftmega*"]),
     package_data={
         "rftmega": ["requirements/*.txt", "requirements/torchvision_cpu/*.*"],
-        "rftmega.config": ["recipes/*.yaml"],
+        "rftmega.config": ["recipes/*.yaml", "from_other_systems.md"],
         "rftmega.tools": ["*.html", "*.sbatch"],
         "rftmega.examples": ["*/*.yaml", "*/recipes/*.yaml", "planning/*/*"],
     },

@@ -10,6 +10,7 @@ from rftmega.converters import completed, flattened
 from rftmega.converters.dropout_fields import drops
 from rftmega.errors import CheckpointError
 from rftmega.json_files import read_json_object
+from rftmega.model_providers.known_fields import without_effect, without_strange_sections
 
 # Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses
 # that we do not use.
@@ -116,15 +117,20 @@ class HFConfig(Mapping[str, Any]):
             name for name in self._given - self._read - NEUTRAL if not drops(name, family=family)
         )
         if unread:
+            nothing = without_effect(self._fields, unread)
+            unread = [name for name in unread if name not in nothing]
+        if unread:
             said = ", ".join(f"{name}={json.dumps(self._fields[name])}" for name in unread)
             raise CheckpointError(
-                f"config.json of this {self._fields.get('model_type')} model says {said}, which is not honoured here. "
-                "If it changes nothing, remove it from config.json; otherwise another model would be trained."
+                f"config.json of this {self._fields.get('model_type')} model says {said}, which is not honoured here: "
+                "another model would be trained. Where that changes nothing, set "
+                f"model.ignore_config_fields=[{','.join(unread)}]."
             )
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Reads config.json of a Hugging Face folder.
+    """Reads config.json of a Hugging Face folder, without what has no effect in the sections of its
+    towers (`known_fields`).
 
     Raises CheckpointError where it is missing or no strict JSON object.
     """
@@ -133,4 +139,4 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} holds no config.json, so it is not a Hugging Face model folder."
         )
-    return read_json_object(path)
+    return without_strange_sections(read_json_object(path))

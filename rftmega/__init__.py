@@ -3,8 +3,12 @@
 `rftmega.train` runs a training from Python. Importing this costs nothing.
 """
 
+import importlib.util
 import logging
 import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +21,27 @@ __all__ = ["RunResult", "train"]
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class _BeforeMegatron:
+    """Prepares torch for Megatron when that is first imported, whoever imports it: on a CPU it needs a
+    view of torch of its own (`rftmega.device.before_megatron`).
+    """
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
+        if name != "megatron.core":
+            return None
+        sys.meta_path.remove(cls)
+        import rftmega.device.before_megatron  # noqa: F401
+
+        return importlib.util.find_spec(name)
+
+
+if "megatron.core" not in sys.modules:
+    sys.meta_path.insert(0, _BeforeMegatron)
 
 
 def __getattr__(name: str) -> Any:

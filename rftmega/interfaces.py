@@ -327,6 +327,9 @@ class Checkpoints(Protocol):
     def wait(self) -> None:
         """Waits until the last save is on the disk."""
 
+    def leave(self) -> None:
+        """Ends what a single process still writes, where the training raises."""
+
     def resume(self) -> dict[str, Any] | None:
         """Loads the checkpoint that `checkpoint.resume` names.
 
@@ -364,3 +367,8 @@ class Callback(Protocol):
         """Hears that the training ends within a step. On all callbacks, before `on_end` on any."""
 
     def on_end(self, trainer: Any) -> None: ...
+
+    def on_failed(self, trainer: Any) -> None:
+        """Lets go of files, ports and threads where the training raises. Nothing follows; `on_end`
+        may have come before.
+        """

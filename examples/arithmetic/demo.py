@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rftmega.config import RunConfig, load
@@ -94,8 +95,9 @@ def main(
     example: Path = Path(__file__).parent,
     title: str = "GRPO on sums of two numbers",
     description: str | None = __doc__,
+    own: Sequence[str] = (),
 ) -> None:
-    """Runs make_data.py, warm_start.py and grpo.yaml of an example's folder."""
+    """Runs make_data.py, warm_start.py and grpo.yaml of an example's folder, with overrides of its own."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,14 +105,15 @@ def main(
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
     try:
-        config = load(example / "grpo.yaml", given.overrides)
+        overrides = [*own, *given.overrides]
+        config = load(example / "grpo.yaml", overrides)
     except ConfigError as error:  # before the warm start
         sys.exit(f"error: {error}")
     output = Path(config.trainer.output)
     run(example / "make_data.py")
     run(example / "warm_start.py")
     launched = time.time()
-    chosen = [example / "grpo.yaml", *given.overrides, "--processes", given.processes]
+    chosen = [example / "grpo.yaml", *overrides, "--processes", given.processes]
     run("-m", "rftmega", "train", *chosen)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     result = summary(records, config, given.processes, launched, time.time())

@@ -9,4 +9,6 @@ from pathlib import Path
 from rftmega.examples.arithmetic.demo import main
 
 if __name__ == "__main__":
-    main(Path(__file__).parent, "GRPO on a guessing game", __doc__)
+    folder = Path(__file__).parent
+    own = [f"plugins=[{folder / 'environment.py'}]"]  # wherever the demo is started
+    main(folder, "GRPO on a guessing game", __doc__, own)

@@ -24,6 +24,8 @@ async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
         result, error = None, None
         try:
             result = function(*given)
+        except SystemExit as raised:  # the run is not the agent's to end
+            error = RuntimeError(f"it called sys.exit({raised.code!r})")
         except Exception as raised:
             error = raised
         with suppress(RuntimeError):  # the loop is closed

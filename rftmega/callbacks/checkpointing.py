@@ -56,6 +56,9 @@ class Checkpointing(Observer):
     def on_end(self, trainer: Any) -> None:
         self.checkpoints.wait()
 
+    def on_failed(self, trainer: Any) -> None:
+        self.checkpoints.leave()
+
     def _save(self, trainer: Any, state: dict[str, Any]) -> None:
         for callback in trainer.callbacks:
             callback.on_save(trainer)

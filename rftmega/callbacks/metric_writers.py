@@ -46,6 +46,9 @@ class Progress(Observer):
     def on_end(self, trainer: Any) -> None:
         self.bar.close()
 
+    def on_failed(self, trainer: Any) -> None:
+        self.bar.close()
+
     def _say(self, metrics: Metrics, when: str) -> None:
         found = [
             f"{name} {_share(metrics[metric])}".strip()
@@ -121,5 +124,9 @@ class TensorBoard(Observer):
             self.writer.flush()
 
     def on_end(self, trainer: Any) -> None:
+        with writing(self.folder, warn=self.warn):
+            self.writer.close()
+
+    def on_failed(self, trainer: Any) -> None:
         with writing(self.folder, warn=self.warn):
             self.writer.close()

@@ -26,6 +26,8 @@ class Observer:
 
     def on_end(self, trainer: Any) -> None: ...
 
+    def on_failed(self, trainer: Any) -> None: ...
+
 
 class AtEnd(Observer):
     """Runs `work` once, after the last step; not where the run was stopped before."""

@@ -57,6 +57,9 @@ class WandB(Observer):
     def on_end(self, trainer: Any) -> None:
         self.run.finish()
 
+    def on_failed(self, trainer: Any) -> None:
+        self.run.finish(exit_code=1)
+
 
 class MLflow(Observer):
     """Metrics, and the options as parameters. Where to, and under which key, is MLflow's own business
@@ -103,6 +106,9 @@ class MLflow(Observer):
     def on_end(self, trainer: Any) -> None:
         self.client.set_terminated(self.run, "KILLED" if trainer.stopped else "FINISHED")
 
+    def on_failed(self, trainer: Any) -> None:
+        self.client.set_terminated(self.run, "FAILED")
+
 
 class Trackio(Observer):
     """Metrics and config, into a file that `trackio show` reads; where it is, is trackio's own business
@@ -133,6 +139,9 @@ class Trackio(Observer):
         self.run.log(dict(metrics), step=trainer.step)
 
     def on_end(self, trainer: Any) -> None:
+        self.run.finish()
+
+    def on_failed(self, trainer: Any) -> None:
         self.run.finish()
 
 
@@ -183,3 +192,6 @@ class Prometheus(Observer):
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.on_end(trainer)

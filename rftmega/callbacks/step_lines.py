@@ -76,6 +76,9 @@ class StepLines(Observer):
     def on_end(self, trainer: Any) -> None:
         self.file.close()
 
+    def on_failed(self, trainer: Any) -> None:
+        self.file.close()
+
 
 def append(descriptor: int, line: bytes) -> None:
     """Writes a line behind a file's end; of one that can't be written nothing stays, so that the

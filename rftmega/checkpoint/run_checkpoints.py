@@ -145,6 +145,14 @@ class TrainingCheckpoints:
         if errors := writing.wait():
             self._failed(name, errors)
 
+    def leave(self) -> None:
+        """Waits for the files of a save, where this process is the only one: another run may begin in
+        it. Of several, each is about to end.
+        """
+        if self._writing is not None and dist.get_world_size() == 1:
+            self._writing[1].wait()
+            self._writing = None
+
     def load(
         self,
         folder: Path,

@@ -11,8 +11,11 @@ from typing import Any, get_origin
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
+from rftmega.config.files import Given, layers_of, read_yaml
+from rftmega.config.names import unknown
+from rftmega.config.paths import is_recipe_path, misplaced
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RunConfig
@@ -32,9 +35,11 @@ from rftmega.config.tree import (
 from rftmega.errors import ConfigError
 from rftmega.user_code.functions import name_of
 
+DICTIONARY = "This config"  # in errors, of options that no file holds
+READ_FIRST = ("plugins", "algorithm.recipe")  # before the other options have a meaning
+MOST_BITS = 1023  # of a whole number that a float can hold
+MISSING = "???"  # a value that OmegaConf takes for one that is to come
 DEEPEST = 8  # sections within sections
-# options that name functions in Python files, from the folder of the config
-WITH_FUNCTIONS = ("reward.functions", "environment.tools")
 # parts of the reward that find out whether an answer is right, as exact_match does
 JUDGES = ("math", "multiple_choice", "code")
 MEANT = {
@@ -78,17 +83,22 @@ def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
     return name, parsed
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `path` and the file that it names as its `base`, applies `overrides` on top, and fills
-    in the defaults.
+def load(config: Given, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads `config`, a file or the dictionary that it would hold, and the file that it names as its
+    `base`, applies `overrides` on top, and fills in the defaults. Relative paths are from the working
+    directory, wherever they are written (`config.paths`).
 
     What is given for the policy's layout and optimizer holds for the critic too, unless it is given
     for that. Where a file or the overrides name another type of a part than what lies below them,
     that part's options of below are gone. Raises ConfigError with one line for each unknown option
     (and the nearest that exists), wrong type or missing value.
     """
-    files = _layers(Path(path))
-    plugins = _plugins_of([*files, dict(parse_override(text) for text in overrides)])
+    origin = DICTIONARY if isinstance(config, Mapping) else str(config)
+    files, here = _layers(config), dict(parse_override(text) for text in overrides)
+    elsewhere = _misplaced(config, here)
+    if early := [elsewhere[name] for name in READ_FIRST if name in elsewhere]:
+        raise ConfigError.listing(origin, early)
+    plugins = _plugins_of([*files, here])
     said = dict(parse_override(text, plugins) for text in overrides)
     layers = [_flat_parts(layer, plugins) for layer in (*files, said)]
     named = next(
@@ -97,16 +107,69 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     layers = [_flat_parts(layer, plugins) for layer in recipe(str(named or ""))] + layers
     given = _merged(layers, plugins)
     chosen, given, problems = _chosen_parts(given, plugins)
-    config = OmegaConf.structured(merged_schema(chosen, plugins))
+    filled = OmegaConf.structured(merged_schema(chosen, plugins))
     known = list(options(plugins))
-    for name, value in given.items():
-        if problem := _refused(name, value, chosen, plugins):
-            problems.append(problem)
-            continue
-        try:
-            OmegaConf.update(config, name, value)
-        except OmegaConfBaseException as error:
-            problems.append(_unfit(name, value, error, plugins))
+    refused = {name: _refused(name, value, chosen, plugins) for name, value in given.items()}
+    taken = {name: value for name, value in given.items() if not refused[name]}
+    refused |= {name: _put(filled, name, value, plugins) for name, value in taken.items()}
+    taken = {name: value for name, value in taken.items() if not refused[name]}
+    refused |= {name: _unresolved(filled, name, value, plugins) for name, value in taken.items()}
+    problems += [*filter(None, refused.values()), *elsewhere.values()]
+    active = [name for name in known if not _union_of(name, chosen)]
+    problems += [f"{name} must be given." for name in active if _is_missing(filled, name)]
+    if problems:
+        raise ConfigError.listing(origin, list(map(without_credentials, problems)))
+    _fill_in(filled, given, known)
+    tree: Any = interpolated(
+        OmegaConf.to_container(filled), OmegaConf.to_container(filled, resolve=True)
+    )
+    run = built(RunConfig, tree, plugins)
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def _put(config: Any, name: str, value: Any, plugins: Plugins) -> str:
+    """Sets an option. Returns why it can't have that value; "" where it can."""
+    if _too_large(value):
+        return f"{name} holds a whole number of more than 300 digits. Give a smaller one."
+    if value == MISSING:
+        return f"{name}={MISSING} stands for a value that is to be given. Give it, or leave the option out."
+    try:
+        OmegaConf.update(config, name, value)
+    except OmegaConfBaseException as error:
+        return _unfit(name, value, error, plugins)
+    return ""
+
+
+def _unresolved(config: Any, name: str, value: Any, plugins: Plugins) -> str:
+    """Returns why a value that refers to others (${...}) can't be had; "" where it can."""
+    try:
+        found = OmegaConf.select(config, name)
+        if OmegaConf.is_config(found):
+            OmegaConf.to_container(found, resolve=True)
+    except InterpolationValidationError as error:
+        return _unfit(name, value, error, plugins)
+    except OmegaConfBaseException as error:
+        return f"{shown(name, value)} refers to what is not there ({str(error).splitlines()[0]})."
+    return ""
+
+
+def _too_large(value: Any) -> bool:
+    """Says that a whole number, or one within a list or a dictionary, is larger than any float."""
+    if isinstance(value, Mapping):
+        return any(map(_too_large, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple | set):
+        return any(map(_too_large, value))
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
+
+
+def _is_missing(config: Any, name: str) -> bool:
+    section, _, leaf = name.rpartition(".")
+    return OmegaConf.is_missing(OmegaConf.select(config, section), leaf)
+
+
+def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Sets the options whose default depends on others."""
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
@@ -114,18 +177,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         config.reward.exact_match = 0.0
     if config.reward.functions and not _compares_with_labels(config):
         _judge_by_functions(config, given)
-    active = [name for name in known if not _union_of(name, chosen)]
-    problems += [
-        f"{name} must be given." for name in active if OmegaConf.is_missing(*_parent(config, name))
-    ]
-    if problems:
-        raise ConfigError.listing(str(path), list(map(without_credentials, problems)))
-    tree: Any = interpolated(
-        OmegaConf.to_container(config), OmegaConf.to_container(config, resolve=True)
-    )
-    run = built(RunConfig, tree, plugins)
-    assert isinstance(run, RunConfig)
-    return run
+
+
+def _layers(config: Given) -> list[dict[str, Any]]:
+    """Returns the dotted options of a config's files, the base's first."""
+    return [flatten(layer.tree) for layer in layers_of(config)]
+
+
+def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Returns option -> why the file that it names is not there, where it is beside the YAML file that
+    gives the option, or beside the one that is run.
+    """
+    found: dict[str, str] = {}
+    *below, last = layers_of(config)
+    for layer in (*below, last):
+        given = flatten(layer.tree)
+        found = {name: reason for name, reason in found.items() if name not in given}
+        found |= misplaced(given, layer.folder)
+    found = {name: reason for name, reason in found.items() if name not in overrides}
+    return found | misplaced(overrides, last.folder)
 
 
 def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
@@ -133,7 +203,7 @@ def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
 
     Raises ConfigError as `load` does.
     """
-    return _plugins_of([*_layers(Path(path)), dict(parse_override(text) for text in overrides)])
+    return _plugins_of([*_layers(path), dict(parse_override(text) for text in overrides)])
 
 
 def _chosen_parts(
@@ -159,7 +229,7 @@ def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins)
     known, section = options(plugins), name.rpartition(".")[0]
     # whose keys are the user's
     if name not in known and get_origin(known.get(section)) is not dict:
-        return renamed(name, value) or _unknown(name, list(known))
+        return renamed(name, value) or unknown(name, list(known))
     union = _union_of(name, chosen)
     leaf = name.removeprefix(f"{union}.").partition(".")[0]
     if not union or leaf == "type":
@@ -252,12 +322,6 @@ def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
         config.trainer.eval_accuracy = name_of(config.reward.functions[0])
 
 
-def _from_folder(folder: Path, reference: Any) -> Any:
-    """Returns a function's reference with its file as a path from where the run is started."""
-    is_file = isinstance(reference, str) and reference.rpartition(":")[0].endswith(".py")
-    return str(folder / reference) if is_file else reference
-
-
 def recipe(name: str) -> list[dict[str, Any]]:
     """Returns the layers of dotted options that a recipe sets; none for "". Raises ConfigError for
     a name that there is not.
@@ -267,8 +331,8 @@ def recipe(name: str) -> list[dict[str, Any]]:
     files = {path.stem: path for path in Path(__file__).with_name("recipes").glob("*.yaml")}
     if not name:
         return []
-    if _is_path(name):
-        return _layers(Path(name))
+    if is_recipe_path(name):
+        return _layers(name)
     if name not in files:
         near = difflib.get_close_matches(name, files, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -276,40 +340,6 @@ def recipe(name: str) -> list[dict[str, Any]]:
             f"algorithm.recipe={name} is unknown.{hint} Choose one of: {', '.join(sorted(files))}; or give a YAML file's path."
         )
     return _layers(files[name])
-
-
-def _is_path(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) or "/" in name
-
-
-class StrictLoader(yaml.SafeLoader):
-    """StrictLoader reads YAML without a key that a mapping names twice, of which the last would
-    count without a word.
-    """
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Raises a YAML error that names the line of the second."""
-        seen: list[Any] = []
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is there twice", key_node.start_mark
-                )
-            seen.append(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-def read_yaml(text: str) -> Any:
-    """Returns the one document of a text.
-
-    Raises a YAML error, and what a date or number that there is not raises.
-    """
-    loader = StrictLoader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
 
 
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
@@ -336,69 +366,6 @@ def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> di
     return flat
 
 
-def _layers(path: Path, below: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Returns the dotted options of a file, after those of its base, a path from its own folder.
-    `below`: the files that led here. Paths of a recipe, of plugins and of functions are from the
-    file's folder as well.
-    """
-    if path.resolve() in below:
-        raise ConfigError(
-            f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one."
-        )
-    tree = _read_yaml(path)
-    base = tree.pop("base", None)
-    flat = flatten(tree)
-    if isinstance(named := flat.get("algorithm.recipe"), str) and _is_path(named):
-        flat["algorithm.recipe"] = str(path.parent / named)
-    if isinstance(plugins := flat.get("plugins"), list):
-        flat["plugins"] = [str(path.parent / file) for file in plugins]
-    for option in WITH_FUNCTIONS:
-        if isinstance(functions := flat.get(option), list):
-            flat[option] = [_from_folder(path.parent, name) for name in functions]
-    if base is None:
-        return [flat]
-    if not isinstance(base, str):
-        raise ConfigError(
-            f"{path}: base={base!r} must be the path of another config file, from {path.parent}."
-        )
-    return [*_layers(path.parent / base, (*below, path.resolve())), flat]
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder. Give the YAML file in it.")
-    if not path.is_file():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1
-        )
-        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"There is no config file {path}.{hint}")
-    try:
-        tree = read_yaml(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8, or give a YAML file."
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deep to be options.") from error
-    except yaml.MarkedYAMLError as error:
-        place = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
-        raise ConfigError(f"{place} is not YAML: {error.problem}.") from error
-    # a date or a number that there is not
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds a {type(tree).__name__}; it must be sections of options, such as 'model: {{path: DIR}}'."
-        )
-    return tree
-
-
 def _unknown_type(name: str, value: str, known: list[str]) -> str:
     former = RENAMED_TYPES.get((f"{name}.type", value))
     if former:
@@ -421,26 +388,3 @@ def _unfit(name: str, value: Any, error: OmegaConfBaseException, plugins: Plugin
         meant = MEANT[kind] if kind in MEANT else f"something else ({str(error).splitlines()[0]})"
     told = name if holds_secrets(name, plugins) else f"{name}={value!r}"
     return f"{told} must be {meant}."
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    section, _, leaf = name.rpartition(".")
-    if any(k.startswith(f"{name}.") for k in known):
-        inside = [k for k in known if k.startswith(f"{name}.")]
-        return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
-    same_leaf = [k for k in known if k.endswith(f".{leaf}")]
-    if same_leaf and not section:
-        near = same_leaf
-    else:
-        near = difflib.get_close_matches(
-            name, same_leaf or known, n=1, cutoff=0.0 if same_leaf else 0.6
-        )
-    hint = (
-        f" Did you mean {' or '.join(near)}?" if near else " `rftmega train --help` lists them all."
-    )
-    return f"{name} is not an option.{hint}"
-
-
-def _parent(config: Any, name: str) -> tuple[Any, str]:
-    section, _, leaf = name.rpartition(".")
-    return OmegaConf.select(config, section), leaf

@@ -53,6 +53,11 @@ class ModelConfig:
 
     lora: LoRA = field(default_factory=LoRA)
 
+    ignore_config_fields: list[str] = field(default_factory=list)
+    """Fields of config.json that transformers' class of the model knows and nothing here reads, which
+    is otherwise an error: they are passed over, in every model's folder (docs/families.md).
+    """
+
     trust_remote_code: bool = False
     """The tokenizer may be Python code in model.path, which then runs here."""
 

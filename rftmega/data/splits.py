@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.data.patches import check_patches
 from rftmega.data.pictures import check_pictures
 from rftmega.data.preference import load_preferences, pair_rows
 from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
+from rftmega.errors import DataError
 from rftmega.media.hearing import ear_of
 from rftmega.media.processor import processor_of
 from rftmega.types import Prompt, Rows
@@ -23,7 +25,8 @@ def prompts_of(
     rank: int = 0,
     ranks: int = 1,
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
-    """Loads prompts, those of each file checked by `check`, which raises what speaks against them.
+    """Loads prompts, those of each file checked by `check`, which raises DataError for what speaks
+    against them; the file is named before it.
 
     Each of the `ranks` processes that load the same decodes its share of the pictures and waveforms.
     """
@@ -43,7 +46,11 @@ def prompts_of(
             max_videos=config.rollout.max_videos,
             places=places,
         )
-        check(prompts)
+        try:
+            check(prompts)
+        except DataError as error:
+            raise DataError(f"{source}: {error}") from error
+        check_patches(prompts, places, config.trainer.max_patches_per_micro_batch)
         check_pictures(prompts, places, rank=rank, ranks=ranks, ear=ear)
         return prompts
 

@@ -98,10 +98,12 @@ class EnginePool:
 
     def close(self) -> None:
         """Ends the engine, which must be gone before the process groups are, and the environment."""
-        if end := getattr(self.environment, "close", None):
-            self._loop.run_until_complete(_ended(end))
-        self._loop.close()
-        self.engine.close()
+        try:
+            if end := getattr(self.environment, "close", None):
+                self._loop.run_until_complete(_ended(end))
+            self._loop.close()
+        finally:
+            self.engine.close()
 
     @contextmanager
     def answering_with(self, adapter: str) -> Iterator[None]:

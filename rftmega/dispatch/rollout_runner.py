@@ -196,7 +196,7 @@ class RolloutRunner:
                 rollout = await self._attempts.run(prompt, new_model)
             except (RewardError, asyncio.CancelledError):
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise EnvironmentFailed(self._attempts.failure(error, prompt)) from error
             finally:
                 self.client.forget(number)

@@ -223,7 +223,7 @@ class RunningRollouts:
                 self.prompts[place], lambda: RolloutModel(self, place, self.seeds[place])
             )
         except BaseException as error:  # of any kind, or the engine waits for ever
-            if self._closing or isinstance(error, KeyboardInterrupt | SystemExit):
+            if self._closing or isinstance(error, KeyboardInterrupt):
                 raise
             self._failed = place, error
         self._tasks.pop(place)

@@ -207,7 +207,8 @@ class FSDPModelManager:
     def _adapt(self, adapters: ShardedAdapters) -> None:
         """Gives the adapters what they begin with."""
         lora = self.cfg.model.lora
-        self.sum_of_base = self._sum_of(weight for weight in self.weights_held if not weight.learns)
+        held = [weight for weight in self.weights_held if not weight.learns]
+        self.sum_of_base = self._sum_of(held)
         adapters.bind(self.learnt)
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")

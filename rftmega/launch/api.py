@@ -4,16 +4,19 @@ Importing this costs nothing.
 """
 
 import contextlib
+import gc
 import json
 import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rftmega import config as configuration
@@ -31,9 +34,13 @@ from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.private import private_files
 from rftmega.user_code.functions import RewardFunction, give
 
+PACKAGE = "rftmega."
+# packages that warn of what is not installed, or of each other
+OTHERS = r"(megatron|vllm|torch|transformers|torchao|triton)\b"
+
 
 def train(
-    config: str | Path | RunConfig,
+    config: str | Path | Mapping[str, Any] | RunConfig,
     *,
     processes: int | None = None,
     overrides: Sequence[str] = (),
@@ -42,7 +49,8 @@ def train(
 ) -> RunResult:
     """Trains as `train_rl.py CONFIG [option=value ...] --processes N` does, and waits for the end.
 
-    `config` is a YAML file, over which `overrides` go ("trainer.steps=2"), or a whole RunConfig.
+    `config` is a YAML file or the dictionary that it would hold, over which `overrides` go
+    ("trainer.steps=2"), or a whole RunConfig.
     `processes` ranks of this machine are started; None: this process is a rank itself, alone or
     beside those that a launcher (torchrun) has started. `rewards` are functions f(prompts,
     completions, **columns) -> list of numbers, in place of `reward.functions` (docs/rewards.md);
@@ -65,7 +73,7 @@ def train(
             claim(run)
         if processes is None:
             end_with_torchrun()
-            with folders_locked(run):
+            with folders_locked(run), quiet_imports(), memory_given_back():
                 code = task_of(run)(run)
         else:
             if threading.current_thread() is not threading.main_thread():
@@ -84,7 +92,7 @@ def train(
 
 
 def _read(
-    config: str | Path | RunConfig,
+    config: str | Path | Mapping[str, Any] | RunConfig,
     overrides: Sequence[str],
     references: list[str] | None,
     environment: str | None,
@@ -98,7 +106,9 @@ def _read(
             chosen += ["environment.type=python", f"environment.name={environment}"]
         return configuration.load(config, [*overrides, *chosen])
     if overrides:
-        raise ConfigError("overrides go over a YAML file; of a RunConfig, change the fields.")
+        raise ConfigError(
+            "overrides go over a YAML file or a dictionary; of a RunConfig, change the fields."
+        )
     if references is not None:
         config = replace(config, reward=replace(config.reward, functions=references))
     if environment is not None:
@@ -206,6 +216,39 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
             for folder in sorted(folders):
                 held.enter_context(locked(folder, "run"))
         yield
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Hides what other packages warn of, in a program whose own warnings stay, within a `with` block."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=OTHERS)
+        yield
+
+
+@contextlib.contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Frees models and engines where a `with` block raises: the error's traceback would hold them as
+    long as a notebook shows it. Variables of a user's own functions stay, for a debugger.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for frame in _frames(error):
+            if frame.f_globals.get("__name__", "").startswith(PACKAGE):
+                with contextlib.suppress(RuntimeError):  # it runs: this one, and who called it
+                    frame.clear()
+        gc.collect()
+        raise
+
+
+def _frames(error: BaseException | None) -> Iterator[FrameType]:
+    """Yields the frames of the error's traceback, and of those of the errors that led to it."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            yield frame
+        error = error.__cause__ or error.__context__
 
 
 def rank(config: RunConfig, functions: bytes) -> int:

@@ -34,6 +34,7 @@ from rftmega.model_providers.description import (
 )
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
+from rftmega.model_providers.known_fields import ignore
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK
@@ -54,6 +55,7 @@ def preflight(
     (`local`: of this host), on devices like this process's own or of another kind (`on`).
     """
     here, on = on is None, on or device.current()
+    ignore(config.model.ignore_config_fields)
     found = violations(config, world_size)
     if here:
         found += hardware.refusals(hardware.found())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
+from rftmega.model_providers.known_fields import ignore
 
 if TYPE_CHECKING:
     from rftmega.data import Tokenizer
@@ -15,7 +16,10 @@ Task = Callable[[RunConfig], int]
 
 
 def task_of(config: RunConfig) -> Task:
-    """Returns what `algorithm.task` says."""
+    """Returns what `algorithm.task` says, in a process that passes over what model.ignore_config_fields
+    names.
+    """
+    ignore(config.model.ignore_config_fields)
     return reinforce if config.algorithm.task == "rl" else supervise
 
 
@@ -73,6 +77,7 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
+    from rftmega.parallel.process_group import undone
     from rftmega.strategy.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
 
@@ -86,16 +91,17 @@ def reinforce(config: RunConfig) -> int:
         )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
         learnt = MajorityReward(reasoning, size, pattern) if config.reward.majority else reward
-        trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
-        parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
-        evaluation = evaluation_of_prompts(config, held_out, reward)
-        trainer.callbacks = callbacks_of(
-            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
-        )
-        if world.is_main and config.checkpoint.every:
-            strategy.checkpoints.inputs |= inputs_of(config, prompts, held_out, ptx)
-        resume(trainer, strategy.checkpoints, parts, config.checkpoint)
-        trainer.fit(prompts, steps=config.trainer.steps)
+        with undone(world, strategy.close):
+            trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
+            parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
+            evaluation = evaluation_of_prompts(config, held_out, reward)
+            trainer.callbacks = callbacks_of(
+                config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
+            )
+            if world.is_main and config.checkpoint.every:
+                strategy.checkpoints.inputs |= inputs_of(config, prompts, held_out, ptx)
+            resume(trainer, strategy.checkpoints, parts, config.checkpoint)
+            trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
     return config.faults.requeue_code if trainer.stopped else 0
 

@@ -59,6 +59,9 @@ class Throughput(Observer):
     def on_end(self, trainer: Any) -> None:
         recorder.measuring = False
 
+    def on_failed(self, trainer: Any) -> None:
+        recorder.measuring = False
+
     def _everybodys(self) -> Metrics:
         mine = torch.tensor(
             [[phase[part] for part in MEASURED] for phase in self.phases.values()],

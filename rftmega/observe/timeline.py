@@ -55,6 +55,9 @@ class Timeline(Observer):
     def on_end(self, trainer: Any) -> None:
         self._write(trainer.step)  # of a run that ended before the range did
 
+    def on_failed(self, trainer: Any) -> None:
+        recorder.stop()
+
     def _follow(self, done: int) -> None:
         self.step = done + 1
         if self.first <= self.step <= self.last and not recorder.recording:

@@ -60,7 +60,8 @@ def _note(number: int, frame: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Turns the signals into requests within a `with` block, whatever they were outside.
+    """Turns the signals into requests within a `with` block, whatever they were outside. Another run
+    in this process does not hear of them, unless `listen` was called.
 
     In the main thread.
     """
@@ -70,6 +71,8 @@ def listening() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if not listens():
+            request.came = 0
 
 
 def meet(board: Any) -> None:

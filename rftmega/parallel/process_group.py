@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,8 @@ from rftmega.parallel.environment import whole_number
 from rftmega.parallel.rendezvous import choose_interface, store
 
 log = logging.getLogger(__name__)
+# what vLLM's external launcher reads in a process that no launcher started
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,9 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
     where = backend.select(local_rank, local_size)
     on_this_host = alone or size == local_size
     choose_interface("" if alone else os.environ["MASTER_ADDR"], alone=on_this_host)
+    before = {name: os.environ.get(name) for name in ALONE}
     if alone:
-        # vLLM's external launcher reads them
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= ALONE
     meeting = dist.HashStore() if alone else store(rank, size, timeout)
     dist.init_process_group(
         backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout
@@ -87,16 +89,34 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
         log.info("collectives: %s, processes: %d", backend.collectives, size)
     try:
         yield World(rank, size, local_rank, local_size, where)
+        if dist.is_initialized():
+            dist.barrier()
+        _leave()
     except BaseException:
         # The others may never arrive, and waiting for them would hide the error. A world of one
         # waits for nobody, and with NCCL's groups standing its process did not end.
         if size == 1:
             _leave()
         raise
-    if dist.is_initialized():
-        dist.barrier()
-    _leave()
-    preemption.meet(None)
+    finally:
+        preemption.meet(None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+@contextmanager
+def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` where a `with` block fails in a world of one: its process may start another run.
+
+    Of several processes each is about to end, and `undo` might wait for the others.
+    """
+    try:
+        yield
+    except BaseException:
+        if world.size == 1:
+            undo()
+        raise
 
 
 def _leave() -> None:

@@ -43,7 +43,9 @@ def function_part(
             else:
                 with one_at_a_time:
                     given = function(**keywords)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit, too: the run is not the function's to end
             raise RewardError(f"{where} raised {_told(error, function)}") from error
         return _scores(given, len(answers), where)
 
@@ -133,7 +135,7 @@ def _scores(given: Any, count: int, where: str) -> list[float | None]:
     return [None if score is None else float(score) for score in scores]
 
 
-def _told(error: Exception, function: RewardFunction) -> str:
+def _told(error: BaseException, function: RewardFunction) -> str:
     """Returns the error, and where in the user's file it was raised."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)

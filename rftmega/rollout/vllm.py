@@ -24,7 +24,7 @@ from rftmega.config import RolloutConfig
 from rftmega.errors import EngineFault
 from rftmega.media.hearing import ear_of
 from rftmega.media.processor import PictureProcessor
-from rftmega.parallel.process_group import World
+from rftmega.parallel.process_group import World, undone
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import PartialCompletion
@@ -43,6 +43,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 # isort: split
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
@@ -142,6 +143,7 @@ class VLLMEngine(Engine):
         Builds vLLM, whose weights are random until a push; a collective over the engine's processes.
         """
         super().__init__()
+        self._folder = folder
         if config.tensor > 1:
             _share_cores(world)
             _unlink_shared_memory(world, config.tensor, mine=False)
@@ -180,32 +182,41 @@ class VLLMEngine(Engine):
         self._quantised = config.quantization == "fp8"
         written_as = described(unquantised) if self._quantised else None
         threads = torch.get_num_threads()
-        self._llm: Any = LLM(
-            model=str(folder),
-            load_format="dummy",
-            # its processors of pictures and waveforms want a tokenizer, and so do stop strings
-            skip_tokenizer_init=not media and not config.stop,
-            dtype=precision,
-            tensor_parallel_size=config.tensor,
-            distributed_executor_backend="external_launcher",
-            max_model_len=config.max_row_tokens,
-            max_num_seqs=config.max_batch,
-            enforce_eager=not on_cuda,
-            # of the distribution that was sampled from, temperature included
-            logprobs_mode="processed_logprobs",
-            seed=world.rank // config.tensor,  # ranks of one engine must draw alike
-            disable_log_stats=True,
-            **memory,
-            **media,
-            **serves,
-            **prefill_arguments(config, on_cuda=on_cuda),
-            **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
-        )
-        # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
-        if on_cuda:
-            torch.set_num_threads(threads)
-        if pictures:
-            processor = PictureProcessor(folder)
+        self._llm: Any = None
+        with undone(world, self.close):
+            self._llm = LLM(
+                model=str(folder),
+                load_format="dummy",
+                # its processors of pictures and waveforms want a tokenizer, and so do stop strings
+                skip_tokenizer_init=not media and not config.stop,
+                dtype=precision,
+                tensor_parallel_size=config.tensor,
+                distributed_executor_backend="external_launcher",
+                max_model_len=config.max_row_tokens,
+                max_num_seqs=config.max_batch,
+                enforce_eager=not on_cuda,
+                # of the distribution that was sampled from, temperature included
+                logprobs_mode="processed_logprobs",
+                seed=world.rank // config.tensor,  # ranks of one engine must draw alike
+                disable_log_stats=True,
+                **memory,
+                **media,
+                **serves,
+                **prefill_arguments(config, on_cuda=on_cuda),
+                **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
+            )
+            # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
+            if on_cuda:
+                torch.set_num_threads(threads)
+            self._read_model(world, on_cuda=on_cuda)
+
+    def _read_model(self, world: World, *, on_cuda: bool) -> None:
+        """Checks that vLLM reads pictures and waveforms as the trainer does, and finds the model's
+        parameters.
+        """
+        config = self.config
+        if sees(self._folder):
+            processor = PictureProcessor(self._folder)
             tokens = placeholders(processor, videos=config.max_videos > 0)
             check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
         if self._waveforms:
@@ -214,8 +225,8 @@ class VLLMEngine(Engine):
         if not self._quantised:  # its loader alone knows how such numbers lie
             self.destinations = FreshParameters(module)
         self._captured: CapturedRoutes | None = None
-        if routed and not on_cuda:
-            self._captured = CapturedRoutes(module, self._runner, routed, self.row_tokens)
+        if self._routed and not on_cuda:
+            self._captured = CapturedRoutes(module, self._runner, self._routed, self.row_tokens)
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
@@ -379,4 +390,8 @@ class VLLMEngine(Engine):
         self._llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
+        """Ends vLLM and its process groups; also where it could not be built."""
+        if self._llm is None:
+            cleanup_dist_env_and_memory()
+        else:
+            self._llm.llm_engine.engine_core.shutdown()

@@ -1,7 +1,7 @@
 """ReinforcementStrategy builds and places policy, engine and weight transfer of a run."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from rftmega.interfaces import (
     WeightSync,
 )
 from rftmega.parallel import host_memory
-from rftmega.parallel.process_group import World
+from rftmega.parallel.process_group import World, undone
 from rftmega.parallel.seeds import set_seed
 from rftmega.shards import AdapterSource
 from rftmega.strategy import engines
@@ -101,6 +101,17 @@ class ReinforcementStrategy:
             stop_ids=stop_ids,
             experts=actor.description.experts,
         )
+        with undone(world, self.local_engine.close):
+            self._join_engine(world, environment or SingleTurnEnvironment(), judges)
+
+    def _join_engine(
+        self, world: World, environment: Environment, judges: Mapping[str, TrainableValues]
+    ) -> None:
+        """Connects the engine with the models: who has the device when, who asks it, and what brings
+        it the weights.
+        """
+        config, actor = self.config, self.actor
+        separate = config.strategy == "separate"
         if not separate:
             self.phases.engine = self.local_engine
             self.local_engine.sleep()  # it holds all that it may, and the trainer comes back
@@ -120,7 +131,7 @@ class ReinforcementStrategy:
             self.local_engine,
             self.phases,
             world,
-            environment or SingleTurnEnvironment(),
+            environment,
             processes_per_engine=self.engine_processes,
             restarts=config.faults.engine_restarts,
             reward_limit=config.reward.timeout,

@@ -44,8 +44,18 @@ class Trainer:
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
         """Trains until `steps` steps are done, or `stop` says so."""
         self.last = steps
-        batches = self.prepare(batches)
         begun: list[Callback] = []
+        try:
+            self._run(self.prepare(batches), begun)
+            for callback in begun:
+                callback.on_end(self)
+        except BaseException:
+            for callback in begun:
+                callback.on_failed(self)
+            raise
+
+    def _run(self, batches: Iterable[Any], begun: list[Callback]) -> None:
+        """Takes the steps. Adds each callback to `begun` once it has started."""
         try:
             start: Metrics = {}
             for callback in self.callbacks:
@@ -53,7 +63,7 @@ class Trainer:
                 begun.append(callback)
             self._begin()
             # in this order: draws no batch too many
-            for _, batch in zip(range(self.step, steps), batches, strict=False):
+            for _, batch in zip(range(self.step, self.last), batches, strict=False):
                 metrics = self.train_step(batch)
                 self.counts = {
                     name.removeprefix(COUNT): metrics.pop(name)
@@ -71,8 +81,6 @@ class Trainer:
             self.stopped = True
             for callback in begun:  # what is saved can't wait for those that close a connection
                 callback.on_given_up(self)
-        for callback in begun:
-            callback.on_end(self)
 
     def prepare(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Returns what `train_step` gets its batches from; called before the first step."""

@@ -68,7 +68,7 @@ def function_of(reference: str, option: str = REWARDS) -> RewardFunction:
 def _imported(name: str, option: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{option}: the module {name} can't be imported: {type(error).__name__}: {error}"
         ) from error

@@ -31,7 +31,7 @@ def _module(path: str, changed: int, option: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(
             f"{option}: {path} can't be read: {type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ def test_ranks_learn_by_parts_of_a_users_own_and_go_on_from_a_checkpoint(
     (tmp_path / "my_parts.py").write_text(PARTS)
     (tmp_path / "run.yaml").write_text(
         f"base: {arithmetic / 'run.yaml'}\n"
-        "plugins: [my_parts.py]\n"
+        f"plugins: [{tmp_path / 'my_parts.py'}]\n"
         "algorithm: {advantage: {type: scaled, factor: 3}, policy_loss: square}\n"
         "reward: {custom: {brevity: {weight: 1}}}\n"
     )
@@ -87,7 +87,7 @@ def test_an_environment_and_an_importance_weight_of_a_users_own_are_learnt_from(
     (tmp_path / "my_tool.py").write_text(TALK)
     (tmp_path / "run.yaml").write_text(
         f"base: {arithmetic / 'run.yaml'}\n"
-        "plugins: [my_tool.py]\n"
+        f"plugins: [{tmp_path / 'my_tool.py'}]\n"
         "environment: {type: tool, word: '34'}\n"
         "algorithm: {importance_sampling: {type: halved}, kl: {coef: 0}, entropy_coef: 0, updates_per_epoch: 1}\n"
         "rollout: {engine: transformers, max_prompt_tokens: 20, max_response_tokens: 4}\n"

@@ -1,6 +1,7 @@
 """Config files that can't be read: a message that names file and line, never a traceback."""
 
 import contextlib
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load
+from rftmega.config.tree import options
 from rftmega.errors import ConfigError
 from rftmega.validation import violations
 
 START = "model: {path: x}\n"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = [path.read_bytes() for path in sorted((ROOT / "examples").rglob("*.yaml"))]
+SIGNS = [
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b'"',
+        b":\n",
+        b"- ",
+        b"null",
+        b"~",
+        b"1e999",
+        b"\0",
+        b"\xff",
+        b"&a *a",
+        b".",
+    ),
+    *(b"!!python/object:os.system", b"? ", b"\n", b"9" * 400, b".nan", b"${x}", b"???", b"&a [*a]"),
+]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +59,7 @@ START = "model: {path: x}\n"
             START.encode() + b"rollout: 5\n",
             "rollout is a section, not an option. Give options of it, as rollout.engine",
         ),
-        (b"a: &a {b: *a}", "Does an anchor"),
+        (b"a: &a {b: *a}", "an anchor (&) holds itself (*)"),
         (b"[" * 100_000, "nested too deep"),
         (
             START.encode() + b"trainer: {steps: 2024-13-45}",
@@ -149,7 +171,7 @@ texts = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(content=texts)
 def test_no_file_is_answered_with_a_traceback(
     content: bytes, tmp_path_factory: pytest.TempPathFactory
@@ -158,3 +180,100 @@ def test_no_file_is_answered_with_a_traceback(
     path.write_bytes(content)
     with contextlib.suppress(ConfigError):
         violations(load(path, ["model.path=x"]), 1)
+
+
+NUMBERS = ("-1", "1e999", ".nan", "9" * 400, "0x10", "1_000", "2024-13-45", "5e-324")
+REFERENCES = ("${a}", "${trainer.steps}", "${oc.env:HOME}", "???", "${", "${oc.env:NO_SUCH_ONE}")
+SHAPES = (
+    *("", "null", "[]", "{}", "{a: b}", "[1,[2]]", "true", '"', "a: b", "\x00", "!!set {a}"),
+    *("&a [*a]", "&a {b: *a}", "[null]", "{1: 2}", "{a: {b: {c: 1}}}", '"\\ud800"', "~", "- a"),
+    *("[${a}]", "{a: ${b}}", "[" + "9" * 400 + "]", "!!binary aGk=", "2024-01-01"),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(options())),
+    st.sampled_from((*NUMBERS, *REFERENCES, *SHAPES)),
+    st.booleans(),
+)
+def test_no_value_of_any_option_is_a_traceback(name: str, value: str, in_file: bool) -> None:
+    """Whatever stands behind an option, in a file or as an override, is taken or refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, overrides = Path(folder) / "run.yaml", [] if in_file else [f"{name}={value}"]
+        lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(name.split("."))]
+        text = "\n".join(lines) + f" {value}\n" if in_file else START
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        with contextlib.suppress(ConfigError):
+            violations(load(path, overrides), 1, data=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_damaged_file_is_a_traceback(data: st.DataObject) -> None:
+    """Examples with bytes that are changed, left out, doubled, or replaced by YAML's own signs."""
+    content = bytearray(data.draw(st.sampled_from(EXAMPLES)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(content)))
+        more = data.draw(st.sampled_from(SIGNS) | st.binary(max_size=4))
+        content[at : at + data.draw(st.integers(0, 9))] = more
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "run.yaml").write_bytes(bytes(content))
+        with contextlib.suppress(ConfigError):
+            load(Path(folder) / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("parallel.tensor=${a}", "refers to what is not there (Interpolation key 'a' not found)"),
+        (
+            "parallel.tensor=${oc.env:HOME}",
+            "parallel.tensor='${oc.env:HOME}' must be a whole number",
+        ),
+        ("parallel.tensor=???", "parallel.tensor=??? stands for a value that is to be given"),
+        ("optimizer.learning_rate=" + "9" * 400, "a whole number of more than 300 digits"),
+        ("trainer.steps=" + "9" * 400, "a whole number of more than 300 digits"),
+        ("reward.functions=&a [*a]", "reward.functions='&a [*a]' must be a list of text"),
+    ],
+)
+def test_what_has_no_value_is_refused_by_the_name_of_its_option(
+    override: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(START)
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path / "run.yaml", [override])
+    assert told in str(raised.value)
+
+
+def test_an_option_may_refer_to_another_and_to_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    (tmp_path / "run.yaml").write_text(
+        "trainer: {output: 'runs/${model.path}'}\nmodel: {path: tiny}\ndata: {train: '${oc.env:WHERE}/a'}\n"
+    )
+    config = load(tmp_path / "run.yaml")
+    assert (config.trainer.output, config.data.train) == ("runs/tiny", "/data/a")
+
+
+def test_anchors_that_hold_themselves_or_multiply_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(START + "data: {evals: &a {b: *a}}\n")
+    with pytest.raises(ConfigError, match="holds itself"):
+        load(path)
+    doubled = "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 9))
+    path.write_text(f"a0: &a0 [1]\n{doubled}")
+    with pytest.raises(ConfigError, match="more than 100000 values"):
+        load(path)
+
+
+def test_a_dictionary_is_a_config_and_what_is_wrong_with_it_is_one_error() -> None:
+    tree = {"model": {"path": "x"}, "trainer": {"steps": 7}, "algorithm": {"recipe": "gspo"}}
+    found = load(tree, ["trainer.seed=3"])
+    assert (found.trainer.steps, found.trainer.seed, tree["trainer"]) == (7, 3, {"steps": 7})
+    assert found.algorithm.policy_loss.type == "gspo"
+    with pytest.raises(ConfigError) as raised:
+        load({"trainer": {"stepz": 1, "seed": "abc"}})
+    for told in ("This config:", "trainer.stepz", "trainer.seed='abc'", "model.path must be given"):
+        assert told in str(raised.value)

@@ -288,6 +288,11 @@ CHECKPOINTS = "distributed/test_checkpoints.py"
 # what needs several processes, real checkpoints or sockets: a value, the test that shows what it
 # does, its word
 ELSEWHERE = {
+    "model.ignore_config_fields": (
+        "[num_mtp_layers]",
+        "unit/model_providers/test_known_fields.py",
+        "model.ignore_config_fields=",
+    ),
     "model.freeze_vision": ("true", "distributed/test_vision.py", "freeze_vision"),
     "optimizer.vision_learning_rate": ("1", "distributed/test_vision.py", "vision_learning_rate"),
     "critic.optimizer.vision_learning_rate": (
@@ -427,6 +432,7 @@ ELSEWHERE |= {
 }
 # there is no run that does not read them
 ALWAYS = {
+    "model.ignore_config_fields",
     "optimizer.states",
     "backend",
     "data.images_key",

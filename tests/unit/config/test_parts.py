@@ -132,7 +132,7 @@ def test_another_type_begins_a_part_anew_and_the_same_goes_on(path: Path) -> Non
     assert load(path).algorithm.policy_loss == CPGD(high=0.5, drift_coef=0.01)
 
 
-def test_a_recipe_may_be_a_file_found_from_the_one_that_names_it_or_from_here(
+def test_a_recipe_may_be_a_file_found_from_the_working_directory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path.parent / "mine").mkdir()
@@ -140,12 +140,13 @@ def test_a_recipe_may_be_a_file_found_from_the_one_that_names_it_or_from_here(
         "algorithm: {importance_sampling: {type: token, cap: 3}}\ntrainer: {seed: 4}\n"
     )
     path.write_text("model: {path: x}\nalgorithm: {recipe: mine/a.yaml}\ntrainer: {seed: 5}\n")
+    assert f"but there is {path.parent}/mine/a.yaml" in refusal(path)
+    monkeypatch.chdir(path.parent)
     config = load(path)
     assert (config.algorithm.importance_sampling, config.trainer.seed) == (
         TokenImportance(cap=3.0),
         5,
     )
-    monkeypatch.chdir(path.parent)
     path.write_text("model: {path: x}\n")
     assert load(path, ["algorithm.recipe=mine/a.yaml"]).trainer.seed == 4
     assert "no config file" in refusal(path, "algorithm.recipe=mine/b.yaml")

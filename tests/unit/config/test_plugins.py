@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Path:
     )
     path = tmp_path / "run.yaml"
     path.write_text(f"""
-plugins: [my_parts.py]
+plugins: [{tmp_path / "my_parts.py"}]
 model: {{path: {save_tiny(tmp_path / "model", "qwen3")}, dtype: float32}}
 data: {{train: {tmp_path / "train.jsonl"}}}
 algorithm: {{updates_per_epoch: 2}}

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.data import (
     Tokenizer,
     load_preferences,
@@ -279,3 +280,37 @@ def test_a_run_decodes_the_pictures_of_all_its_files_before_it_starts(
     )
     with pytest.raises(DataError, match=rf"{broken}.jsonl:2: .*cut.png is broken"):
         prompts_of(config, Tokenizer(folder / "model"), check=lambda _: None)
+
+
+def test_a_prompt_whose_pictures_no_micro_batch_can_hold_is_refused_with_its_line(
+    folder: Path,
+) -> None:
+    """Micro-batches are planned by patches, and a row is not divided."""
+    path = folder / "data/train.jsonl"
+    lines = [
+        {"prompt": "x", "label": "1"},
+        {"prompt": "<image>", "label": "1", "images": "inside/b.png"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    config = RunConfig(
+        model=ModelConfig(path=str(folder / "model")),
+        data=DataConfig(train=str(path)),
+        rollout=RolloutConfig(max_prompt_tokens=200),
+    )
+
+    def loaded(most: int) -> Any:
+        chosen = replace(config, trainer=TrainerConfig(max_patches_per_micro_batch=most))
+        order, _ = prompts_of(chosen, Tokenizer(folder / "model"), check=lambda _: None)
+        return order
+
+    (patches,) = {
+        sum(picture.patches for picture in prompt.pictures)
+        for prompt in load_from(folder, path, max_pictures=2, limit=200)
+        if prompt.pictures
+    }
+    loaded(patches)
+    with pytest.raises(
+        DataError,
+        match=rf"(?s)Set it to {patches} or more.*train.jsonl:2: its pictures have {patches} patches",
+    ):
+        loaded(patches - 1)

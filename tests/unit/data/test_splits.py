@@ -113,3 +113,17 @@ def test_limits_are_those_of_the_rollout(
     Path(config.data.train).write_text(json.dumps({"prompt": prompt, "response": response}))
     with pytest.raises(DataError, match=what):
         given_of(config, Letters())
+
+
+@pytest.mark.parametrize("broken", ["train.jsonl", "two.jsonl"])
+def test_what_speaks_against_prompts_is_told_with_their_file(
+    config: RunConfig, broken: str
+) -> None:
+    word = {"train.jsonl": "cc", "two.jsonl": "hh"}[broken]
+
+    def check(prompts: Sequence[Prompt]) -> None:
+        if word in words(prompts):
+            raise DataError("f asks for level, which is no column (prompt 0).")
+
+    with pytest.raises(DataError, match=rf"/{broken}: f asks for level"):
+        prompts_of(config, Letters(), check=check)

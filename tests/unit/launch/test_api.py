@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +80,69 @@ def test_functions_replace_what_compares_with_labels(config_file: Path) -> None:
     assert named("reward.math=1", "data.eval=x") == (0.0, "label", "exact_match")
 
 
-def test_a_functions_file_is_found_from_the_folder_of_the_yaml_file(config_file: Path) -> None:
+def test_a_functions_file_is_found_from_the_working_directory(config_file: Path) -> None:
     config_file.write_text(
         config_file.read_text() + "reward: {functions: [mine.py:f, package.rewards:g]}\n"
     )
     found = load(config_file).reward.functions
-    assert found == [f"{config_file.parent}/mine.py:f", "package.rewards:g"]
+    assert found == ["mine.py:f", "package.rewards:g"]
+
+
+def test_a_dictionary_is_a_config(config_file: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        rftmega.train(
+            {"model": {"path": "x"}, "trainer": {"stepz": 3}}, overrides=["trainer.seed=a"]
+        )
+    for told in ("trainer.stepz is not an option", "trainer.seed='a' must be a whole number"):
+        assert told in str(raised.value)
+
+
+def test_warnings_of_other_packages_are_hidden_and_a_users_own_are_not() -> None:
+    def warn(module: str) -> None:
+        warnings.warn_explicit("not installed", UserWarning, "a.py", 1, module=module)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with api.quiet_imports():
+            for module in ("megatron.core.optimizer", "vllm.triton_utils", "vllmore", "my_rewards"):
+                warn(module)
+        warn("megatron.core")
+    assert len(seen) == 3, "of vllmore, of my_rewards, and after the block"
+
+
+def test_an_error_holds_no_variables_of_the_package_and_all_of_the_users() -> None:
+    """A notebook keeps the last error, and with it would keep the models of the run."""
+    package = {"__name__": "rftmega.somewhere"}
+    exec("def build(thing, then):\n    held = thing\n    then()", package)
+
+    class Model:
+        pass
+
+    model, of_users = Model(), []
+    seen = weakref.ref(model)
+
+    def reward() -> None:
+        answer = [1]
+        of_users.append(answer)
+        raise ValueError(answer)
+
+    with pytest.raises(ValueError) as raised, api.memory_given_back():
+        package["build"](model, reward)
+    del model
+    assert seen() is None
+    frames = [frame.frame for frame in raised.traceback]
+    (own,) = [frame.f_locals for frame in frames if "answer" in frame.f_locals]
+    assert own["answer"] is of_users[0]
+
+
+def test_megatron_may_be_imported_before_a_run_where_rftmega_was_imported_first() -> None:
+    program = (
+        "import sys, rftmega\nassert 'torch' not in sys.modules\nimport megatron.core\n"
+        "import rftmega.parallel.topology\n"
+        "from megatron.core.tensor_parallel import layers\nimport torch\n"
+        "sys.exit(layers.torch is torch and not torch.cuda.is_available())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from rftmega.config import load, plugins_of
-from rftmega.config.load import read_yaml
+from rftmega.config.files import read_yaml
 from rftmega.config.tree import options
 from rftmega.errors import ConfigError
 from rftmega.launch.json_schema import json_schema
@@ -145,7 +145,8 @@ def test_parts_of_a_users_own_are_in_the_schema_of_their_config(
         "    type: Literal['scaled'] = 'scaled'\n    factor: float = 2.0\n    '''By so much.'''\n\n\n"
         "@implements(Scaled)\ndef scaled(batch, options):\n    return options.factor * batch.reward\n"
     )
-    text = "plugins: [mine.py]\nalgorithm: {advantage: {type: scaled, factor: 3}}\n"
+    options = "algorithm: {advantage: {type: scaled, factor: 3}}"
+    text = f"plugins: [{tmp_path / 'mine.py'}]\n{options}\n"
     (tmp_path / "run.yaml").write_text(text)
     assert tool.main([str(tmp_path / "run.yaml")]) == 0
     written = json.loads(capsys.readouterr().out)

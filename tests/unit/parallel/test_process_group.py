@@ -1,5 +1,6 @@
 """What remains of a world of one after its end, whatever that was."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,31 @@ def test_worlds_of_one_with_models_follow_each_other_in_one_process(tmp_path: Pa
     found = [alone(scored, folder) for folder in (*folders, *folders)]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_what_was_built_is_undone_in_a_world_of_one_before_its_group_is_gone(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    seen: list[bool] = []
+    with pytest.raises(error), process_group.start() as world:
+        with process_group.undone(world, lambda: seen.append(dist.is_initialized())):
+            raise error
+    assert seen == [True]
+
+
+def test_of_several_processes_none_undoes_anything() -> None:
+    """It might wait for the others, of which one is gone."""
+    world = process_group.World(0, 2, 0, 2, torch.device("cpu"))
+    with pytest.raises(ValueError), process_group.undone(world, lambda: pytest.fail("undone")):
+        raise ValueError
+
+
+def test_a_run_alone_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run in the process may have several ranks."""
+    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with process_group.start():
+        assert os.environ["WORLD_SIZE"] == "1"
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ)

@@ -1,5 +1,6 @@
 """Reward functions of a user's own are called as TRL calls them."""
 
+import asyncio
 import functools
 import json
 import re
@@ -230,3 +231,18 @@ def test_references_name_a_function_of_a_file_or_of_a_module(tmp_path: Path) -> 
         give([len, len])
     with pytest.raises(ConfigError, match="3 is no function"):
         give([3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()])
+def test_a_function_that_ends_its_program_is_a_failing_reward(error: BaseException) -> None:
+    def ends(completions: Any) -> list[float]:
+        raise error
+
+    with pytest.raises(RewardError, match=f"ends raised {type(error).__name__}"):
+        scores([ends], [asked(prompt="p")], [""])
+
+
+def test_a_file_that_ends_its_program_when_it_is_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="ends.py can't be read: SystemExit: 3"):
+        function_of(f"{tmp_path}/ends.py:f")

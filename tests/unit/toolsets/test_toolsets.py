@@ -78,7 +78,7 @@ def test_a_config_file_may_list_tools_with_their_options(tmp_path: Path) -> None
     (tmp_path / "run.yaml").write_text(RUN)
     config = load(tmp_path / "run.yaml", ["environment.sandbox.memory_mib=64"])
     given: Any = config.environment
-    assert given.tools == [f"{tmp_path}/my_tools.py:f"]
+    assert given.tools == ["my_tools.py:f"]
     assert given.sandbox == SandboxTool(python=True, seconds=3.0, memory_mib=64)
     (look,) = given.http
     assert isinstance(look, HTTPTool) and look.parameters["properties"] == {

@@ -1,0 +1,139 @@
+"""Reads the YAML files of a config: the one that is given, and those that it names as its base."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rftmega.errors import ConfigError
+
+MOST_VALUES = 100_000  # of a document; one that says the same again and again by anchors has more
+Given = str | Path | Mapping[str, Any]
+
+
+class Layer(NamedTuple):
+    """Layer is one file of a config: its folder, and the sections of options that it holds."""
+
+    folder: Path
+    tree: dict[str, Any]
+
+
+class StrictLoader(yaml.SafeLoader):
+    """StrictLoader reads YAML without a key that a mapping names twice, of which the last would
+    count without a word.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Raises a YAML error that names the line of the second."""
+        seen: list[Any] = []
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is there twice", key_node.start_mark
+                )
+            seen.append(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(text: str) -> Any:
+    """Returns the one document of a text.
+
+    Raises a YAML error; ValueError for a date or number that there is not, and for a value that
+    holds itself.
+    """
+    loader = StrictLoader(text)
+    try:
+        document = loader.get_single_data()
+    finally:
+        loader.dispose()
+    _refuse_endless(document)
+    return document
+
+
+def _refuse_endless(document: Any) -> None:
+    """Raises ValueError where a list or a dictionary holds itself, or repeats others so often that
+    nothing could print it.
+    """
+    above: list[int] = []  # the lists and dictionaries that the present value is in
+    waiting: list[tuple[Any, int]] = [(document, 0)]
+    seen = 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if seen > MOST_VALUES:
+            raise ValueError(
+                f"it has more than {MOST_VALUES} values. Do its anchors (&) repeat each other (*)?"
+            )
+        if not isinstance(value, dict | list | set | tuple):
+            continue
+        del above[depth:]
+        if id(value) in above:
+            raise ValueError("an anchor (&) holds itself (*). Write out what it is to hold.")
+        above.append(id(value))
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        waiting += [(each, depth + 1) for each in inner]
+
+
+def layers_of(given: Given) -> list[Layer]:
+    """Returns the sections of options of a file, after those of its base. A dictionary is what a file
+    in the working directory would hold.
+
+    Raises ConfigError for what can't be read.
+    """
+    return list(_layers(Path() if isinstance(given, Mapping) else Path(given), given))
+
+
+def _layers(path: Path, given: Given, below: tuple[Path, ...] = ()) -> Iterator[Layer]:
+    """Yields the layers of a file; `below`: the files that led here."""
+    is_file = not isinstance(given, Mapping)
+    if is_file and path.resolve() in below:
+        raise ConfigError(
+            f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one."
+        )
+    tree = dict(given) if isinstance(given, Mapping) else _tree_of(path)
+    folder, base = path.parent if is_file else path, tree.pop("base", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(
+                f"{path}: base={base!r} must be the path of another config file, from {folder}."
+            )
+        yield from _layers(folder / base, folder / base, (*below, path.resolve()))
+    yield Layer(folder, tree)
+
+
+def _tree_of(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Give the YAML file in it.")
+    if not path.is_file():
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1
+        )
+        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"There is no config file {path}.{hint}")
+    try:
+        tree = read_yaml(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line} is not UTF-8 ({error.reason}). Save the file as UTF-8, or give a YAML file."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep to be options.") from error
+    except yaml.MarkedYAMLError as error:
+        place = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
+        raise ConfigError(f"{place} is not YAML: {error.problem}.") from error
+    # a date or a number that there is not, or an anchor that holds itself
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} holds a {type(tree).__name__}; it must be sections of options, such as 'model: {{path: DIR}}'."
+        )
+    return tree

@@ -1,0 +1,105 @@
+"""Says what was probably meant by an option that there is not: a close spelling, or what another
+framework calls something that there is here.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+CLOSE = 0.75  # ratio of difflib, of every part of a dotted name
+TABLES = Path(__file__).with_name("from_other_systems.md")  # the page of the documentation
+SYSTEMS = ("TRL", "verl", "LightRFT")  # whose tables it has, under these titles
+PREFIX = "actor_rollout_ref."  # of verl, which the table mostly leaves out
+MOST_NAMED = 3  # in an error
+
+
+class Row(NamedTuple):
+    """Row is one row of a table: names of another system, and what is here in their place."""
+
+    system: str
+    names: tuple[str, ...]
+    here: str
+
+
+def unknown(name: str, known: Sequence[str]) -> str:
+    """Returns why there is no option `name`, and what may be meant."""
+    inside = [option for option in known if option.startswith(f"{name}.")]
+    if inside:
+        return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
+    if elsewhere := named_elsewhere(name):
+        return _theirs(name, elsewhere)
+    if near := closest(name, known):
+        return f"{name} is not an option. Did you mean {near}?"
+    if elsewhere := named_elsewhere(name, whole=False):
+        return _theirs(name, elsewhere)
+    without_section = [option for option in known if option.endswith(f".{name}")][:MOST_NAMED]
+    if without_section:
+        return f"{name} is not an option. Did you mean {' or '.join(without_section)}?"
+    return f"{name} is not an option. `rftmega train --help` lists them all."
+
+
+def _theirs(name: str, elsewhere: Sequence[Row]) -> str:
+    said = "; ".join(f"of {row.system}: {row.here}" for row in elsewhere)
+    return f"{name} is not an option here. What is in its place ({TABLES.name}) {said}."
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """Returns the option that is spelt most nearly like `name`, part by part; "" where none is."""
+    parts = name.split(".")
+    best, found = 0.0, ""
+    for option in known:
+        others = option.split(".")
+        if len(others) != len(parts):
+            continue
+        ratios = [_alike(*pair) for pair in zip(parts, others, strict=True)]
+        if all(ratios) and sum(ratios) / len(ratios) > best:
+            best, found = sum(ratios) / len(ratios), option
+    return found
+
+
+def _alike(a: str, b: str) -> float:
+    """Returns how alike two parts are, from 0 to 1; 0 where they differ in more than a letter and are
+    less alike than CLOSE.
+    """
+    matcher = difflib.SequenceMatcher(None, a, b)
+    same = sum(block.size for block in matcher.get_matching_blocks())
+    one_off = same and max(len(a), len(b)) - same <= 1
+    return matcher.ratio() if one_off or matcher.ratio() >= CLOSE else 0.0
+
+
+def named_elsewhere(name: str, *, whole: bool = True) -> list[Row]:
+    """Returns the rows of the tables that have this name; without `whole`, that end in its last part."""
+    name = name.removeprefix(PREFIX)
+    leaf = name.rpartition(".")[2]
+    if whole:
+        return [row for row in rows() if name in row.names][:MOST_NAMED]
+    ends = [row for row in rows() if leaf in {own.rpartition(".")[2] for own in row.names}]
+    return ends[:MOST_NAMED]
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Reads the tables of the documentation."""
+    found, system = [], ""
+    for line in TABLES.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            system = line.removeprefix("## ").strip()
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if system in SYSTEMS and line.startswith("| ") and len(cells) == 2:
+            found.append(Row(system, _names(cells[0]), _plain(cells[1])))
+    return tuple(found)
+
+
+def _names(cell: str) -> tuple[str, ...]:
+    """Returns the names in a cell: `--max_epochs` and `beta=0.1` without what is around the name."""
+    quoted = re.findall(r"`([^`]+)`", cell)
+    bare = (text.lstrip("-").partition("=")[0].partition(" ")[0] for text in quoted)
+    return tuple(name.removeprefix(PREFIX) for name in bare)
+
+
+def _plain(cell: str) -> str:
+    """Returns a cell as text: without the marks of links and code."""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", cell).replace("`", "")

@@ -1,0 +1,114 @@
+"""Options that name files and folders, and the one rule for them: a relative path is from the
+directory that the run is started in, wherever it is written.
+
+Only the `base` of a YAML file, which is no option, is from that file's own folder.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rftmega.config.sources import split_source
+
+NO_CHECKPOINTS = ("auto", "none")  # values of checkpoint.resume
+TEXT_FILES = (".txt", ".md")  # a template of the judge that is no text itself
+
+
+def is_recipe_path(name: str) -> bool:
+    """Says that algorithm.recipe is no name of a recipe but a file's path."""
+    return name.endswith((".yaml", ".yml")) or "/" in name
+
+
+def _itself(value: str) -> str:
+    return value
+
+
+def _of_data(value: str) -> str:
+    return str(split_source(value)[0])
+
+
+def _of_function(value: str) -> str:
+    file = value.rpartition(":")[0]
+    return file if file.endswith(".py") else ""
+
+
+def _of_recipe(value: str) -> str:
+    return value if is_recipe_path(value) else ""
+
+
+def _of_template(value: str) -> str:
+    return value if value.endswith(TEXT_FILES) else ""
+
+
+def _of_checkpoint(value: str) -> str:
+    return "" if value in NO_CHECKPOINTS else value
+
+
+# option -> what gives the path in one of its texts, "" where that names no file. Of data.sources
+# the names are paths, of other dictionaries the values.
+READ: dict[str, Callable[[str], str]] = {
+    "plugins": _itself,
+    "algorithm.recipe": _of_recipe,
+    "model.path": _itself,
+    "model.lora.path": _itself,
+    "model.lora.evaluated": _itself,
+    "critic.path": _itself,
+    "rollout.order": _itself,
+    "rollout.roster": _itself,
+    "rollout.tls_ca": _itself,
+    "data.train": _of_data,
+    "data.sources": _of_data,
+    "data.eval": _of_data,
+    "data.evals": _of_data,
+    "data.ptx": _of_data,
+    "data.pictures_folder": _itself,
+    "data.chat_template_file": _itself,
+    "reward.functions": _of_function,
+    "reward.judge_template": _of_template,
+    "reward.model_path": _itself,
+    "environment.tools": _of_function,
+    "environment.function": _of_function,
+    "environment.python": _itself,
+    "checkpoint.resume": _of_checkpoint,
+}
+WRITTEN = (
+    *("trainer.output", "checkpoint.folder", "rollout.weights_folder", "reward.judge_cache"),
+)  # which need not be there
+
+
+def misplaced(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Returns option -> why it names nothing, for files that are not where the rule says but would be
+    if paths were from `folder`, that of the YAML file.
+    """
+    return {
+        name: reason
+        for name, path_of in READ.items()
+        if name in options and (reason := _misplaced(name, options[name], path_of, folder))
+    }
+
+
+def _misplaced(name: str, value: Any, path_of: Callable[[str], str], folder: Path) -> str:
+    for text in _texts(name, value):
+        path = Path(path_of(text))
+        relative = path.name and not path.is_absolute()
+        if relative and not _is_there(path) and _is_there(folder / path):
+            return (
+                f"{name}={text}: there is no {path} in the working directory {Path.cwd()}, which relative paths are from, "
+                f"but there is {folder / path}. Write {text.replace(str(path), str(folder / path), 1)}, or start the run "
+                f"in {folder.resolve()}."
+            )
+    return ""
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, say
+        return False
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        value = list(value) if name == "data.sources" else list(value.values())
+    given = value if isinstance(value, list) else [value]
+    return [text for text in given if isinstance(text, str)]

@@ -1,0 +1,92 @@
+"""Unknown options: close spellings are suggested, names of other frameworks are looked up in the
+table of the documentation.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import load
+from rftmega.config.names import closest, named_elsewhere, rows, unknown
+from rftmega.config.tree import options
+from rftmega.errors import ConfigError
+
+PAGE = Path(__file__).parents[3] / "docs/from_other_systems.md"
+KNOWN = list(options())
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "not_told"),
+    [
+        ("epsilon", "of TRL: algorithm.policy_loss.low, high", "optimizer.epsilon"),
+        ("trainer.epsilon", "of TRL: algorithm.policy_loss.low, high", "optimizer.epsilon"),
+        ("importance_sampling_level", "algorithm.recipe: gspo", "importance_sampling.type"),
+        ("trainer.total_training_steps", "of verl: trainer.steps", "eval_min_p"),
+        (
+            "steps_per_generation",
+            "updates_per_epoch is steps_per_generation / gradient_accumulation_steps",
+            "Did you mean",
+        ),
+        ("actor_rollout_ref.rollout.n", "of verl: rollout.samples_per_prompt", "Did you mean"),
+        ("n_samples_per_prompt", "of LightRFT: rollout.samples_per_prompt", "Did you mean"),
+        ("optimizer.epsilom", "Did you mean optimizer.epsilon?", "of TRL"),
+        ("rollout.what_is_this", "--help", "Did you mean"),
+    ],
+)
+def test_what_is_suggested_is_spelt_alike_or_documented(
+    name: str, told: str, not_told: str
+) -> None:
+    said = unknown(name, KNOWN)
+    assert told in said
+    assert not_told not in said
+
+
+def test_a_suggestion_differs_from_what_was_written_in_few_letters() -> None:
+    """Of every option with a letter missing, doubled or changed, that option is suggested."""
+    for option in KNOWN[::5]:
+        for at in (1, len(option) // 2, len(option) - 1):
+            for typo in (option[:at] + option[at + 1 :], option[:at] + "q" + option[at:]):
+                if typo.count(".") != option.count(".") or typo in KNOWN:
+                    continue
+                near = closest(typo, KNOWN)
+                assert near == option or _distance(typo, near) <= _distance(typo, option), typo
+
+
+def _distance(a: str, b: str) -> int:
+    """Returns the edits from one text to the other (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return row[-1]
+
+
+def test_every_row_of_the_page_is_known_to_the_error() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if re.match(r"\| `", line)]
+    assert len(lines) > 100
+    for line in lines:
+        first = re.findall(r"`([^`]+)`", line)[0].lstrip("-").partition("=")[0].partition(" ")[0]
+        assert named_elsewhere(first), line
+    assert len(rows()) >= len(lines)
+
+
+def test_every_option_that_the_page_names_first_is_one() -> None:
+    """The page's own mistakes would be told to users."""
+    sections = {option.rpartition(".")[0] for option in KNOWN} | set(KNOWN)
+    for line in PAGE.read_text().splitlines():
+        if not re.match(r"\| .* \| `[a-z_]+\.", line):
+            continue
+        name = re.findall(r"`([a-z_.]+)", line.rpartition("| `")[1] + line.rpartition("| `")[2])[0]
+        if name.startswith("rftmega."):
+            continue  # a function
+        parts = {f"{name}.type", name.rstrip("."), name.rpartition(".")[0]}
+        assert parts & (sections | set(KNOWN)), line
+
+
+def test_a_run_that_is_written_for_trl_hears_of_the_table(config_file: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(config_file, ["epsilon=0.2", "optimizer.epsilon=1e-8"])
+    assert "epsilon is not an option here" in str(raised.value)
+    assert "from_other_systems.md" in str(raised.value)
