@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rftmega.config import DataConfig
-from rftmega.data.encoder import Encoder
+from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
+from rftmega.data.media_parts import media_moved, with_media_moved
 from rftmega.data.pictures import Most, PictureReader, expanded_within
-from rftmega.data.sources import without_contents
+from rftmega.data.sources import value_at, without_contents
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.data.waveforms import WaveformReader
 from rftmega.errors import DataError
@@ -63,9 +64,17 @@ def load_prompts(
         most = Most(max_pictures, max_videos)
         reader = PictureReader(processor, config, source, most, tokenizer)
     if config.picture_hosts and processor is not None:
-        reader.fetch(each for _, each in records(source) if not isinstance(each, DataError))
-    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens), columns, reader)
-    return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
+        given = (each for _, each in records(source) if not isinstance(each, DataError))
+        reader.fetch(with_media_moved(given, config))
+    encoder = Encoder(tokenizer, config, max_prompt_tokens)
+    return load_examples(
+        source,
+        partial(_parse, encoder, columns, reader),
+        too_long=config.too_long,
+        noun="prompts",
+        places=places,
+        report=encoder.report,
+    )
 
 
 def _parse(
@@ -81,19 +90,27 @@ def _parse(
         raise DataError(
             f'"{config.label_key}" is {label}: no answer equals it. Leave the record out, or write what is meant.'
         )
-    kind = record.get(config.kind_key, "")
+    kind = value_at(record, config.kind_key, "")
     if not isinstance(kind, str):
         raise DataError(
             f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).'
         )
-    text = required(record, config.prompt_key, "data.prompt_key")
+    text, record = media_moved(encoder.given_prompt(record), record, config)
+    check_continued(text, config)
     sources = reader.sources(record)
     ids = encoder.prompt(reader.marked(text))
     ids, pictures = reader.placed(ids, sources)
     expanded_within(ids, encoder.max_prompt_tokens, len(pictures))
-    seen = without_contents(record, config)
-    kept = _as_json({**seen, "prompt": text}) if columns else ""
+    kept = _columns(text, without_contents(record, config), config) if columns else ""
     return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, pictures=pictures)
+
+
+def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
+    """Returns the columns of a record as JSON, those of data.columns among them."""
+    named = {
+        name: required(record, key, f"data.columns.{name}") for name, key in config.columns.items()
+    }
+    return _as_json({**record, **named, "prompt": prompt})
 
 
 def _as_json(record: Record) -> str:

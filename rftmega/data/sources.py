@@ -61,9 +61,34 @@ def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
     return [each for each in values if isinstance(each, str) and ADDRESS in each]
 
 
+def value_at(record: Record, key: str, otherwise: Any = None) -> Any:
+    """Returns what a record has under a key; "a.b" is also the key b of the object under a."""
+    if key in record:
+        return record[key]
+    outer, dot, inner = key.partition(".")
+    while dot:
+        within = record.get(outer)
+        if isinstance(within, dict):
+            found = value_at(within, inner, otherwise)
+            if found is not otherwise:
+                return found
+        further, dot, inner = inner.partition(".")
+        outer = f"{outer}.{further}"
+    return otherwise
+
+
+def with_value(record: Record, key: str, value: Any) -> Record:
+    """Returns a record with another value where `value_at` finds one, or under a new key."""
+    outer, dot, inner = key.partition(".")
+    within = record.get(outer)
+    if dot and key not in record and isinstance(within, dict):
+        return {**record, outer: with_value(within, inner, value)}
+    return {**record, key: value}
+
+
 def listed(record: Record, key: str) -> list[Any]:
     """Returns what a record has under a key: one, a list, or nothing."""
-    given = record.get(key)
+    given = value_at(record, key)
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
@@ -72,21 +97,21 @@ def listed(record: Record, key: str) -> list[Any]:
 def without_contents(record: Record, config: DataConfig) -> Record:
     """Returns a record without what is inside its pictures and waveforms; their paths stay."""
     for key in (config.images_key, config.audio_key):
-        if record.get(key) is None:
+        if value_at(record, key) is None:
             continue
         names = []
         for value in listed(record, key):
             path = value.get("path") if isinstance(value, dict) else value
             inside = not isinstance(path, str) or path.startswith("data:")
             names.append("" if inside else path)
-        record = {**record, key: names}
+        record = with_value(record, key, names)
     return record
 
 
 def refuse_media(record: Record, config: DataConfig) -> None:
     """Raises DataError for a record of given answers that names pictures, videos or waveforms."""
     for option in ("images_key", "videos_key", "audio_key"):
-        if record.get(key := getattr(config, option)):
+        if value_at(record, key := getattr(config, option)):
             raise DataError(
                 f'"{key}" names pictures, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
                 f"record out, or set data.{option} to a key that no record has."
