@@ -17,6 +17,16 @@ from rftmega.errors import DataError
 
 # a block of transformers' own, which marks what the assistant says; plain Jinja does not know it
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+# what a template raises where it takes no such messages; its expressions are computed by Python
+REFUSALS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    TemplateError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +107,7 @@ class ChatTemplate:
         chosen = self._chat.tools if tools is None else tools
         return self._text(self.forms.adapted(messages), chosen, open_=open_)
 
-    def _text(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, open_: bool
-    ) -> str:
+    def _text(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, open_: bool) -> str:
         """Returns the text of messages in the form that the template reads."""
         chat = self._chat
         specs = [dict(each) for each in tools]
@@ -114,7 +122,7 @@ class ChatTemplate:
                 continue_final_message=goes_on,
                 **chat.given,
             )
-        except (ValueError, TypeError, TemplateError) as error:
+        except REFUSALS as error:
             raise DataError(f"the tokenizer's chat template can't take it: {error}") from error
         assert isinstance(text, str)
         return text
@@ -135,10 +143,11 @@ class ChatTemplate:
     @cached_property
     def _words(self) -> frozenset[str]:
         try:
-            found = self._parsed().find_all(nodes.Const)
+            compared = self._parsed().find_all(nodes.Compare)
         except (ValueError, TemplateError):
             return frozenset()
-        return frozenset(each.value for each in found if isinstance(each.value, str))
+        words = [word.value for each in compared for word in each.find_all(nodes.Const)]
+        return frozenset(word for word in words if isinstance(word, str) and word)
 
     def _parsed(self) -> nodes.Template:
         """Returns the template's tree. Raises ValueError or TemplateError where there is none."""
@@ -156,7 +165,9 @@ class ChatTemplate:
 def ends_in_text(messages: Messages) -> bool:
     """Returns whether the last message is text of the assistant's, which an answer goes on with."""
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+    return (
+        last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+    )
 
 
 def answered(messages: Messages, answer: str | dict[str, Any]) -> Messages:

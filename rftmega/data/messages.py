@@ -62,6 +62,8 @@ def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) ->
     message = {name: value for name, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _of_sharegpt(message)
+    if message.get("role") == "function":  # of OpenAI's old API
+        message["role"] = "tool"
     role = message.get("role")
     if not isinstance(role, str) or role not in (*ROLES, *roles()):
         raise DataError(
@@ -99,7 +101,7 @@ def parsed(value: Any) -> Any:
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message {"from": ..., "value": ...} under OpenAI's names."""
     speaker, value = message.pop("from"), message.pop("value", None)
-    if speaker not in SHAREGPT:
+    if not isinstance(speaker, str) or speaker not in SHAREGPT:
         raise DataError(
             f"is from {shown(speaker)}; known are {', '.join(SHAREGPT)}. Rename the speaker."
         )
@@ -148,9 +150,7 @@ def arguments(given: Any) -> dict[str, Any]:
     try:
         found = parse_json(given) if isinstance(given, str) else given
     except NotJSON as error:
-        raise DataError(
-            f"has a tool call whose arguments are {error}: {shown(given)}."
-        ) from error
+        raise DataError(f"has a tool call whose arguments are {error}: {shown(given)}.") from error
     if not isinstance(found, Mapping):
         raise DataError(f"has a tool call whose arguments are no JSON object: {shown(given)}.")
     return dict(found)

@@ -6,7 +6,6 @@ answers, with the prompt beside them or without (UltraFeedback); two texts "Huma
 """
 
 import re
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
