@@ -95,6 +95,8 @@ def _held(part: dict[str, Any], kind: str, noun: str) -> Any:
     names = (kind, noun, f"{noun}_url")
     under = [part[name] for name in names if part.get(name) is not None]
     given = under[0] if under else {name: part[name] for name in INSIDE if part.get(name)}
+    if isinstance(given, str):
+        return given.removeprefix("file://")
     if not isinstance(given, dict):
         return given
     inside = {name: value for name, value in given.items() if value is not None}
@@ -102,7 +104,7 @@ def _held(part: dict[str, Any], kind: str, noun: str) -> Any:
         return None
     for name in ("url", "path"):
         if isinstance(inside.get(name), str) and not inside.get("bytes"):
-            return inside[name].removeprefix("file://")
+            return str(inside[name]).removeprefix("file://")
     if "bytes" in inside:
         return inside
     for name in ("base64", "data"):  # without its head, as transformers and OpenAI have it
