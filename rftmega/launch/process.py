@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from rftmega.config import RunConfig
 from rftmega.launch import disk_space, integrity
+from rftmega.launch.balancing import tell_balancing
 from rftmega.model_providers.installed import installed
 from rftmega.parallel import nodes, preemption, process_group
 from rftmega.parallel.process_group import World
@@ -33,4 +34,5 @@ def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
     ):
         nodes.check_nodes(world, disk_space.needed(config))
         integrity.verify_models(world, config)
+        tell_balancing(world, config)
         yield world, preemption.agreed if saves else lambda: False
