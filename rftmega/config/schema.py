@@ -335,7 +335,7 @@ class DataConfig:
     b of the object under a.
     """
 
-    input_key: str = ""
+    alpaca_input_key: str = ""
     """Key of text that stands behind a prompt, after an empty line; empty: input where data.prompt_key
     is instruction (Alpaca), else none.
     """

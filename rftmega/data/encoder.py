@@ -34,20 +34,20 @@ class Encoder:
     def given_prompt(self, record: Record) -> Any:
         """Returns the prompt of a record, messages in the form that `prompt` takes.
 
-        Text under data.input_key (Alpaca's `input`) stands behind it.
+        Text under data.alpaca_input_key (Alpaca's `input`) stands behind it.
         """
         config = self.config
         found = self.messages(
             required(record, config.prompt_key, "data.prompt_key"), config.prompt_key
         )
-        key = config.input_key or (INPUT if config.prompt_key == INSTRUCTION else "")
+        key = config.alpaca_input_key or (INPUT if config.prompt_key == INSTRUCTION else "")
         further = value_at(record, key) if key else None
         if further is None or further == "":
             return found
         if not isinstance(further, str) or not isinstance(found, str):
             raise DataError(
-                f'"{key}" stands behind the text of "{config.prompt_key}", and one of them is no text. Set data.input_key to a '
-                "key that no record has, or make both text."
+                f'"{key}" stands behind the text of "{config.prompt_key}", and one of them is no text. Set '
+                "data.alpaca_input_key to a key that no record has, or make both text."
             )
         return f"{found}\n\n{further}"
 

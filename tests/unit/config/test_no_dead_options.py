@@ -152,7 +152,7 @@ OPTIONS: dict[str, Live] = {
     "data.evals": Live("{{a: {eval}}}"),
     "data.ptx": Live("{other_ptx}", PTX, dead=()),
     "data.prompt_key": Live("question"),
-    "data.input_key": Live("letter"),
+    "data.alpaca_input_key": Live("letter"),
     "data.columns": Live("{{chosen: answer}}", ("reward.functions=[{functions}:shorter]",), dead=()),
     "data.label_key": Live("answer", dead=("algorithm.task=sft",)),
     "data.kind_key": Live("sort", KINDS, dead=()),

@@ -39,7 +39,9 @@ TABLE = 'prompt,label\n"say ""1"",\n",1\né,2\n'.encode()
 
 def table(rows: list[dict[str, Any]]) -> pa.Table:
     found = pa.Table.from_pylist(rows)
-    return found.append_column("word", pa.array(["a", None] * 20).slice(0, len(rows)).dictionary_encode())
+    return found.append_column(
+        "word", pa.array(["a", None] * 20).slice(0, len(rows)).dictionary_encode()
+    )
 
 
 def arrow(path: Path, rows: list[dict[str, Any]], new: Callable[..., Any]) -> None:
@@ -127,8 +129,8 @@ def outcome(source: str) -> str:
     try:
         told = [found for _, found in records(source)]
     except DataError as error:
-        assert source.partition("#")[0] in str(error)
-        return "refused"
+        named = source.partition("#")[0] in str(error)
+        return "refused" if named else "refused without a name"
     assert all(isinstance(each, dict | DataError) for each in told)
     return "refused" if any(isinstance(each, DataError) for each in told) else "read"
 
@@ -147,7 +149,7 @@ def test_no_broken_file_is_answered_with_another_error(kind: str, tmp_path: Path
             outcomes.add(outcome(f"{path}{split}"))
         if whole is not None:
             file.write_bytes(whole)
-    assert "refused" in outcomes
+    assert outcomes in ({"refused"}, {"refused", "read"})
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -188,16 +190,11 @@ def test_what_a_table_of_text_and_packed_lines_lack_is_said(tmp_path: Path) -> N
         "import sys\n    sys.exit(3)",
         "raise SystemExit",
         "return 7",
-        "return iter([None])",
         "yield from {}['a']",
     ],
 )
 def test_a_function_of_the_users_that_fails_is_named(body: str, tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(f"def rows():\n    {body}\n")
-    try:
-        told = [found for _, found in records(f"{path}:rows")]
-    except DataError as error:
-        told = [error]
-        assert str(path) in str(error)
-    assert all(isinstance(each, DataError) for each in told)
+    with pytest.raises(DataError, match=r"a\.py:rows failed"):
+        list(records(f"{path}:rows"))

@@ -167,12 +167,12 @@ def test_a_column_input_belongs_to_no_other_prompt_unless_it_is_named(
     ours: Tokenizer, tmp_path: Path
 ) -> None:
     path = written(tmp_path, {"prompt": "a", "input": "b", "label": "1"})
-    for settings, text in (({}, "a"), ({"input_key": "input"}, "a\n\nb")):
+    for settings, text in (({}, "a"), ({"alpaca_input_key": "input"}, "a\n\nb")):
         (found,) = load_prompts(path, ours, DataConfig(**settings), max_prompt_tokens=99)
         assert ours.inner.decode(found.token_ids) == text
     path = written(tmp_path, {"prompt": [HI], "input": "b", "label": "1"})
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*one of them is no text"):
-        load_prompts(path, ours, DataConfig(input_key="input"), max_prompt_tokens=99)
+        load_prompts(path, ours, DataConfig(alpaca_input_key="input"), max_prompt_tokens=99)
 
 
 def shown(ours: Tokenizer, pair: Pair) -> list[tuple[str, str]]:
