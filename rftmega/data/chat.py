@@ -10,9 +10,9 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, meta, nodes
 
+from rftmega.chats.template_forms import Messages, TemplateForms
+from rftmega.chats.unrendered import Unrendered
 from rftmega.config import DataConfig
-from rftmega.data.template_forms import Messages, TemplateForms
-from rftmega.data.unrendered import Unrendered
 from rftmega.errors import DataError
 
 # a block of transformers' own, which marks what the assistant says; plain Jinja does not know it

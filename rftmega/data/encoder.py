@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rftmega.chats.messages import chat_messages, parsed
+from rftmega.chats.template_forms import Messages
+from rftmega.chats.unrendered import Report, says_something
 from rftmega.config import DataConfig
 from rftmega.data.chat import answered, ends_in_text
 from rftmega.data.examples import TooLong, required
-from rftmega.data.messages import chat_messages, parsed
-from rftmega.data.sources import value_at
-from rftmega.data.template_forms import Messages
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.data.unrendered import Report, says_something
 from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.records import Record, value_at
 
 INSTRUCTION, INPUT = "instruction", "input"  # of Alpaca's records
 

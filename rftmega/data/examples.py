@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rftmega.data.sources import value_at
-from rftmega.data.unrendered import Report
+from rftmega.chats.unrendered import Report
 from rftmega.errors import DataError
-from rftmega.records import Record, records
+from rftmega.records import Record, records, value_at
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

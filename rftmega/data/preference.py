@@ -12,17 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rftmega.chats.media_parts import refuse_places
+from rftmega.chats.messages import parsed
+from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder, by_assistant, check_continued
 from rftmega.data.examples import load_examples, required
-from rftmega.data.media_parts import refuse_places
-from rftmega.data.messages import parsed
-from rftmega.data.sources import refuse_media, value_at
+from rftmega.data.sources import refuse_media
 from rftmega.data.supervised import Example, refuse_two_answers, rows_of
-from rftmega.data.template_forms import Messages
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.records import Record, value_at
 from rftmega.types import Rows
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}

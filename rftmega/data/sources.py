@@ -4,15 +4,13 @@ import base64
 import binascii
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rftmega.config import DataConfig, split_source
 from rftmega.data.fetched import Fetched
-from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.errors import DataError, shown
+from rftmega.records import Record, listed, value_at, with_value
 
 ADDRESS = "://"  # is in one
-SHOWN = 80  # characters of a value that an error quotes
 
 
 def folder_of(source: str | Path, config: DataConfig) -> Path:
@@ -61,39 +59,6 @@ def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
     return [each for each in values if isinstance(each, str) and ADDRESS in each]
 
 
-def value_at(record: Record, key: str, otherwise: Any = None) -> Any:
-    """Returns what a record has under a key; "a.b" is also the key b of the object under a."""
-    if key in record:
-        return record[key]
-    outer, dot, inner = key.partition(".")
-    while dot:
-        within = record.get(outer)
-        if isinstance(within, dict):
-            found = value_at(within, inner, otherwise)
-            if found is not otherwise:
-                return found
-        further, dot, inner = inner.partition(".")
-        outer = f"{outer}.{further}"
-    return otherwise
-
-
-def with_value(record: Record, key: str, value: Any) -> Record:
-    """Returns a record with another value where `value_at` finds one, or under a new key."""
-    outer, dot, inner = key.partition(".")
-    within = record.get(outer)
-    if dot and key not in record and isinstance(within, dict):
-        return {**record, outer: with_value(within, inner, value)}
-    return {**record, key: value}
-
-
-def listed(record: Record, key: str) -> list[Any]:
-    """Returns what a record has under a key: one, a list, or nothing."""
-    given = value_at(record, key)
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
 def without_contents(record: Record, config: DataConfig) -> Record:
     """Returns a record without what is inside its pictures and waveforms; their paths stay."""
     for key in (config.images_key, config.audio_key):
@@ -116,9 +81,3 @@ def refuse_media(record: Record, config: DataConfig) -> None:
                 f'"{key}" names pictures, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
                 f"record out, or set data.{option} to a key that no record has."
             )
-
-
-def shown(value: Any) -> str:
-    """Returns a value as an error quotes it."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from rftmega.chats.media_parts import refuse_places
+from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
-from rftmega.data.media_parts import refuse_places
-from rftmega.data.sources import refuse_media, value_at
-from rftmega.data.template_forms import Messages
+from rftmega.data.sources import refuse_media
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.records import Record, value_at
 from rftmega.types import Rows
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from rftmega.chats.template_forms import Messages
 from rftmega.data.chat import Chat, ChatTemplate, answered
 from rftmega.data.pieces import Pieces
-from rftmega.data.template_forms import Messages
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 

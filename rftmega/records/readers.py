@@ -20,9 +20,9 @@ from pyarrow import parquet
 from rftmega.config import split_source
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import NotJSON, parse_json
+from rftmega.records.values import Record
 from rftmega.user_code.python_files import module_of
 
-Record = dict[str, Any]
 ROWS_AT_ONCE = 1024
 LONGEST_LINE = 32 * 2**20  # bytes; a million tokens take a tenth of it
 FILE_MAGIC = b"ARROW1"

@@ -343,7 +343,7 @@ ELSEWHERE = {
     "data.learnt_turns": ("all", "unit/data/test_parts_learnt.py", 'learnt_turns="all"'),
     "data.trailing_assistant": (
         "reject",
-        "unit/data/test_messages.py",
+        "unit/chats/test_messages.py",
         'trailing_assistant="reject"',
     ),
     "data.images_key": ("x", "unit/data/test_pictures.py", "images_key="),

@@ -10,9 +10,9 @@ from pyarrow import parquet
 
 from rftmega.config import DataConfig
 from rftmega.data import Pair, load_preferences, load_prompts, load_supervised
-from rftmega.data.sources import value_at, with_value
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
+from rftmega.records import value_at, with_value
 from tests.chat_formats import PLAIN, tokenizer
 
 LIMITS = {"max_prompt_tokens": 999, "max_response_tokens": 999}

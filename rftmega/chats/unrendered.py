@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rftmega.data.template_forms import REASONING_KEYS, Messages
+from rftmega.chats.template_forms import REASONING_KEYS, Messages
 from rftmega.errors import DataError
 
 log = logging.getLogger(__name__)

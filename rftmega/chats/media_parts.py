@@ -5,11 +5,10 @@ record's columns, where those of every other record are.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rftmega.chats.messages import parsed
 from rftmega.config import DataConfig
-from rftmega.data.messages import parsed
-from rftmega.data.sources import listed, shown, value_at, with_value
-from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.errors import DataError, shown
+from rftmega.records import Record, listed, value_at, with_value
 
 KINDS = {  # types of parts, as OpenAI, transformers and Qwen name them -> the option of the column
     "image": "images_key",

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from rftmega.chats.media_parts import media_moved, with_media_moved
 from rftmega.config import DataConfig
 from rftmega.data import Tokenizer, load_preferences, load_prompts, load_supervised
-from rftmega.data.media_parts import media_moved, with_media_moved
 from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
 from rftmega.types import Prompt

@@ -7,9 +7,8 @@ The form that the other modules know is OpenAI's, with the arguments of calls as
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from rftmega.data.sources import shown
-from rftmega.data.template_forms import REASONING_KEYS, Messages
-from rftmega.errors import DataError
+from rftmega.chats.template_forms import REASONING_KEYS, Messages
+from rftmega.errors import DataError, shown
 from rftmega.json_files import NotJSON, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rftmega.chats.messages import chat_messages
 from rftmega.config import DataConfig
 from rftmega.data import load_preferences, load_prompts, load_supervised
-from rftmega.data.messages import chat_messages
 from rftmega.data.tokenizer import Chat, Tokenizer
 from rftmega.errors import DataError
 from tests.chat_formats import FORMATS, IM, PLAIN, Format, template, tokenizer
