@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
+SHOWN = 80  # characters of a value that an error quotes
+
 
 def described(error: BaseException, *, call: bool = False) -> str:
     """Returns the class and the message of an error of foreign code, whose own methods may fail;
@@ -173,6 +175,12 @@ def exit_code_of(work: Callable[..., int], *given: object) -> int:
         return work(*given)
     except RFTMegaError as error:
         return reported(error)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def reported(error: RFTMegaError) -> int:

@@ -337,10 +337,27 @@ class DataConfig:
     """
 
     prompt_key: str = "prompt"
-    """Key of the prompt: a string, or a list of chat messages."""
+    """Key of the prompt: a string, or a list of chat messages. As of all keys of records, a.b is the key
+    b of the object under a.
+    """
+
+    alpaca_input_key: str = ""
+    """Key of text that stands behind a prompt, after an empty line; empty: input where data.prompt_key
+    is instruction (Alpaca), else none.
+    """
+
+    trailing_assistant: Literal["continue", "reject"] = "continue"
+    """Prompts that end with a message of the assistant: continue (answers go on with its text, as in
+    TRL) or reject.
+    """
 
     label_key: str = "label"
     """Key of what the reward compares an answer with; empty: nobody knows it (reward.majority)."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """Further columns for rewards and environments, as {answer: reward_model.ground_truth}: a name, and
+    the key of its value.
+    """
 
     kind_key: str = "kind"
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
@@ -375,11 +392,16 @@ class DataConfig:
     messages end with it).
     """
 
+    learnt_turns: Literal["last", "all"] = "last"
+    """Supervised data: learn the last answer of a conversation, or all of the assistant's (each turn
+    with the context that it had).
+    """
+
     chosen_key: str = "chosen"
-    """Preference data: key of the better answer."""
+    """Preference data: key of the better answer, or of a conversation that ends with it."""
 
     rejected_key: str = "rejected"
-    """Preference data: key of the worse answer."""
+    """Preference data: key of the worse answer, or of a conversation that ends with it."""
 
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too."""

@@ -110,8 +110,21 @@ class Conversation:
         self._asked, self._context = self._context, (*self._context, *ids)
         self._calls += len(reply.calls)
         self.turns += 1
-        self.messages.append(self.renderer.message(reply))
+        self._add_answer(self.renderer.message(reply))
         return reply
+
+    def _add_answer(self, message: dict[str, Any]) -> None:
+        """Adds an answer, which goes on with the text that the task ends with where that is the
+        assistant's.
+        """
+        begun = self.messages[-1] if self.turns == 1 and self.messages else {}
+        if begun.get("role") != "assistant":
+            self.messages.append(message)
+            return
+        said = begun["content"]
+        if isinstance(said, list):
+            said = "".join(part.get("text", "") for part in said)
+        self.messages[-1] = {**message, "content": said + message["content"]}
 
     def reply(self, messages: Messages) -> None:
         """Says `messages` (of tools, of the user) to the last answer. Names of control tokens in them

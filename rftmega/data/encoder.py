@@ -1,20 +1,27 @@
 """Encodes the values of a record as checked token ids."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rftmega.chats.messages import chat_messages, parsed
+from rftmega.chats.template_forms import Messages
+from rftmega.chats.unrendered import Report, says_something
 from rftmega.config import DataConfig
-from rftmega.data.examples import TooLong
+from rftmega.data.chat import answered, ends_in_text
+from rftmega.data.examples import TooLong, required
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
+from rftmega.records import Record, value_at
+
+INSTRUCTION, INPUT = "instruction", "input"  # of Alpaca's records
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """Prompts and answers of records under the limits of a run.
 
-    Its methods raise DataError, or TooLong.
+    Its methods raise DataError, or TooLong. `report` is told what the chat template leaves out.
     """
 
     tokenizer: Tokenizer
@@ -22,9 +29,39 @@ class Encoder:
     max_prompt_tokens: int
     max_response_tokens: int = 0  # read by `answer`
     placeholders: Collection[str] = ()  # of media, see Tokenizer.encode
+    report: Report = field(default_factory=Report)
+
+    def given_prompt(self, record: Record) -> Any:
+        """Returns the prompt of a record, messages in the form that `prompt` takes.
+
+        Text under data.alpaca_input_key (Alpaca's `input`) stands behind it.
+        """
+        config = self.config
+        found = self.messages(
+            required(record, config.prompt_key, "data.prompt_key"), config.prompt_key
+        )
+        key = config.alpaca_input_key or (INPUT if config.prompt_key == INSTRUCTION else "")
+        further = value_at(record, key) if key else None
+        if further is None or further == "":
+            return found
+        if not isinstance(further, str) or not isinstance(found, str):
+            raise DataError(
+                f'"{key}" stands behind the text of "{config.prompt_key}", and one of them is no text. Set '
+                "data.alpaca_input_key to a key that no record has, or make both text."
+            )
+        return f"{found}\n\n{further}"
+
+    def messages(self, value: Any, key: str) -> Any:
+        """Returns checked chat messages of a list of them, or of its JSON text; any other value as
+        it is.
+        """
+        found = parsed(value)
+        if not isinstance(found, list) or not found:
+            return value
+        return chat_messages(found, key, lambda: self.tokenizer.template.roles())
 
     def prompt(self, value: Any) -> tuple[int, ...]:
-        """Returns the token ids of a string or of chat messages."""
+        """Returns the token ids of a string or of chat messages, as `messages` gives them."""
         if not isinstance(value, str | list) or not value:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
@@ -35,30 +72,71 @@ class Encoder:
         if not ids:
             raise DataError(f"the tokenizer makes no token of {value!r}.")
         _check_length("prompt", ids, "rollout.max_prompt_tokens", self.max_prompt_tokens)
+        if isinstance(value, list):
+            self.report.add(value, self.tokenizer.template.unrendered.of(value, open_=True))
         return ids
 
     def answer(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
         """Returns the token ids of the answer to `prompt`, its end included: of a string, or of one
-        message of the assistant's.
+        message of the assistant's with all that the chat template renders of it.
         """
-        text = (
-            value[0].get("content")
-            if isinstance(value, list) and len(value) == 1 and by_assistant(value)
-            else value
-        )
-        if not isinstance(text, str) or not text:
+        answer = self._one_answer(value, key)
+        ids = self.tokenizer.encode_answer(prompt, answer, chat_template=self.config.chat_template)
+        _check_length("answer", ids, "rollout.max_response_tokens", self.max_response_tokens)
+        if isinstance(prompt, list):
+            self._report_answer(prompt, answer)
+        return ids
+
+    def _one_answer(self, value: Any, key: str) -> str | dict[str, Any]:
+        """Returns an answer as text, or as a message where it is more than text."""
+        given = [value] if isinstance(value, dict) else value
+        if isinstance(given, list) and len(given) == 1:
+            (message,) = self.messages(given, key)
+            if message["role"] == "assistant":
+                content = message["content"]
+                plain = set(message) == {"role", "content"} and isinstance(content, str)
+                return content if plain else message
+        if not isinstance(given, str) or not given:
             raise DataError(
                 f'"{key}" must be a string or one message of the assistant, and not empty.'
             )
-        ids = self.tokenizer.encode_answer(prompt, text, chat_template=self.config.chat_template)
-        _check_length("answer", ids, "rollout.max_response_tokens", self.max_response_tokens)
-        return ids
+        return given
+
+    def _report_answer(self, prompt: Messages, answer: str | dict[str, Any]) -> None:
+        """Notes what is not rendered of an answer. Raises DataError where that is all of it."""
+        whole = answered(prompt, answer)
+        missing = self.tokenizer.template.unrendered.of(whole, open_=False)
+        own = {name for place, name in missing if place == len(whole) - 1}
+        if not says_something(whole[-1], own):
+            raise DataError(
+                f"the chat template renders nothing of the answer, which has {', '.join(sorted(own))}. Give another template "
+                "(data.chat_template_file), or leave the record out."
+            )
+        self.report.add(whole, missing)
 
 
 def by_assistant(messages: Any) -> bool:
     """Returns whether these are chat messages of which the assistant wrote the last."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def check_continued(messages: Any, config: DataConfig) -> None:
+    """Raises DataError for a prompt that ends with a message of the assistant's which the policy can't
+    go on with, or is not to by data.trailing_assistant.
+    """
+    if not by_assistant(messages):
+        return
+    if config.trailing_assistant == "reject":
+        raise DataError(
+            f'"{config.prompt_key}" ends with a message of the assistant, and data.trailing_assistant=reject. Leave that message '
+            "out, or set data.trailing_assistant=continue: answers then go on with its text."
+        )
+    if not ends_in_text(messages):
+        raise DataError(
+            f'"{config.prompt_key}" ends with a message of the assistant that has calls or no text, with which no answer can go '
+            "on. Leave that message out."
+        )
 
 
 def _check_length(what: str, ids: Sequence[int], option: str, limit: int) -> None:

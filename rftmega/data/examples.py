@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rftmega.chats.unrendered import Report
 from rftmega.data.epochs import Examples, identity_of
 from rftmega.errors import DataError
-from rftmega.records import Record, records
+from rftmega.records import Record, records, value_at
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MISSING = object()
+CHATS = ("messages", "conversations", "conversation")  # columns of published chats
 
 
 class TooLong(DataError):
@@ -26,11 +29,12 @@ def load_examples(
     too_long: str,
     noun: str,
     places: list[str] | None = None,
+    report: Report | None = None,
 ) -> Examples[T]:
     """Returns `parse`(record, examples before it) of every record.
 
     `noun` says in the plural what is made. To `places` is added where each example stands, as
-    `records` tells it.
+    `records` tells it. What `parse` adds to `report` is logged.
 
     Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
     where `too_long` is "drop".
@@ -43,8 +47,12 @@ def load_examples(
         try:
             if isinstance(record, DataError):
                 raise record
+            if report is not None:
+                report.pending.clear()
             examples.append(parse(record, len(examples)))
             identities.append(identity_of(_as_text(record)))
+            if report is not None:
+                report.settle(where)
             if places is not None:
                 places.append(where)
         except TooLong as error:
@@ -64,6 +72,8 @@ def load_examples(
             dropped + len(examples),
             noun,
         )
+    if report is not None:
+        report.log(source)
     if not examples:
         raise DataError(f"{source} holds no usable {noun.removesuffix('s')}.")
     return Examples(examples, identities)
@@ -91,6 +101,11 @@ def required(record: Record, key: str, option: str) -> Any:
 
     Raises DataError where the record has no such key.
     """
-    if key not in record:
-        raise DataError(f'no "{key}" among the keys {sorted(record)} (the key is set by {option}).')
-    return record[key]
+    found = value_at(record, key, MISSING)
+    if found is MISSING:
+        near = [name for name in CHATS if name in record and option == "data.prompt_key"]
+        hint = f" Set {option}={near[0]}." if near else ""
+        raise DataError(
+            f'no "{key}" among the keys {sorted(record)} (the key is set by {option}).{hint}'
+        )
+    return found

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from rftmega.config import DataConfig
 from rftmega.data.examples import TooLong
 from rftmega.data.fetched import Fetched
-from rftmega.data.sources import addresses, decoded, folder_of, listed, path_in, shown
+from rftmega.data.sources import addresses, decoded, folder_of, path_in
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
+from rftmega.errors import DataError, shown
 from rftmega.media.files import content_of, digest_of, picture_of, png_of, size_of
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import Placed, PlacedPicture
@@ -30,7 +30,7 @@ from rftmega.media.videos import (
     probed,
     read_video,
 )
-from rftmega.records import Record
+from rftmega.records import Record, listed
 from rftmega.types import Prompt
 
 MARK = "<image>"  # in a text, stands for a picture

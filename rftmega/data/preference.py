@@ -1,23 +1,37 @@
-"""Records of prompts, each with a better and a worse answer -> pairs of rows."""
+"""Records of prompts, each with a better and a worse answer -> pairs of rows.
 
+Published forms are read as they are: a prompt and two answers; two conversations that end with the
+answers, with the prompt beside them or without (UltraFeedback); two texts "Human: ... Assistant: ..."
+(HH-RLHF); a conversation and two messages (ShareGPT).
+"""
+
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rftmega.chats.media_parts import refuse_places
+from rftmega.chats.messages import parsed
+from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
-from rftmega.data.encoder import Encoder
+from rftmega.data.encoder import Encoder, by_assistant, check_continued
 from rftmega.data.examples import load_examples, required
 from rftmega.data.sources import refuse_media
-from rftmega.data.supervised import Example, rows_of
+from rftmega.data.supervised import Example, refuse_two_answers, rows_of
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.records import Record
+from rftmega.errors import DataError
+from rftmega.records import Record, value_at
 from rftmega.types import Rows
+
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+SPOKEN = re.compile(r"\n\n(Human|Assistant):")  # before each turn of HH-RLHF
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt."""
+    """Two answers, to one prompt unless the conversations of a record differ before."""
 
     chosen: Example
     rejected: Example
@@ -35,8 +49,14 @@ def load_preferences(
 
     Raises DataError as `load_prompts` does.
     """
-    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
-    return load_examples(source, parse, too_long=config.too_long, noun="pairs")
+    encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
+    return load_examples(
+        source,
+        partial(_parse, encoder),
+        too_long=config.too_long,
+        noun="pairs",
+        report=encoder.report,
+    )
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
@@ -51,11 +71,73 @@ def pair_rows(pairs: Sequence[Pair]) -> Rows:
 def _parse(encoder: Encoder, record: Record, index: int) -> Pair:
     config = encoder.config
     refuse_media(record, config)
-    prompt = required(record, config.prompt_key, "data.prompt_key")
-    chosen = required(record, config.chosen_key, "data.chosen_key")
-    rejected = required(record, config.rejected_key, "data.rejected_key")
-    ids = encoder.prompt(prompt)
     return Pair(
-        Example(ids, encoder.answer(prompt, chosen, config.chosen_key)),
-        Example(ids, encoder.answer(prompt, rejected, config.rejected_key)),
+        _example(encoder, record, config.chosen_key, "data.chosen_key"),
+        _example(encoder, record, config.rejected_key, "data.rejected_key"),
     )
+
+
+def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example:
+    """Returns the answer under a key with the prompt that it answers."""
+    config = encoder.config
+    alone = value_at(record, config.prompt_key) is None
+    value = required(record, key, option)
+    conversation = _conversation(encoder, value, key, alone=alone)
+    if conversation is None:
+        prompt = encoder.given_prompt(record)
+        check_continued(prompt, config)
+        answer = value
+    else:
+        prompt, answer = conversation[:-1], conversation[-1]
+        refuse_two_answers(prompt, config)
+        if not alone:
+            _check_prompt(encoder.given_prompt(record), prompt, config.prompt_key, key)
+    refuse_places(prompt)
+    return Example(encoder.prompt(prompt), encoder.answer(prompt, answer, key))
+
+
+def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Messages | None:
+    """Returns the messages of a whole conversation, None for an answer; `alone`: no prompt is there
+    beside it.
+
+    Raises DataError for a conversation that does not end with an answer, and an answer alone.
+    """
+    found = parsed(value)
+    if alone and isinstance(found, str):
+        found = spoken(found)
+    whole = isinstance(found, list) and (alone or len(found) > 1)
+    if not whole:
+        if alone:
+            required({}, encoder.config.prompt_key, "data.prompt_key")
+        return None
+    messages: Messages = encoder.messages(found, key)
+    if len(messages) < 2 or not by_assistant(messages):
+        raise DataError(
+            f'"{key}" must be a conversation of a user and the assistant, which the assistant ends.'
+        )
+    return messages
+
+
+def spoken(text: str) -> Messages | None:
+    """Returns the messages of a text of HH-RLHF, in which "Human:" and "Assistant:" behind an empty
+    line begin a turn; None for another text.
+    """
+    first, *turns = SPOKEN.split(text)
+    if first.strip() or not turns:
+        return None
+    return [
+        {"role": SPEAKERS[speaker], "content": said.strip()}
+        for speaker, said in zip(turns[::2], turns[1::2], strict=True)
+    ]
+
+
+def _check_prompt(given: Any, context: Messages, prompt_key: str, key: str) -> None:
+    """Raises DataError for a prompt that is not what the conversation under `key` begins with."""
+    said = [message["content"] for message in context if message["role"] == "user"]
+    wanted = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    asked = [message["content"] for message in wanted if message["role"] == "user"]
+    if said[: len(asked)] != asked:
+        raise DataError(
+            f'"{key}" is a whole conversation, which does not begin with "{prompt_key}". Leave one of them out, or give the '
+            f'answer alone under "{key}".'
+        )

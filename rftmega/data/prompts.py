@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rftmega.chats.media_parts import media_moved, with_media_moved
 from rftmega.config import DataConfig
-from rftmega.data.encoder import Encoder
+from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
 from rftmega.data.pictures import Most, PictureReader, expanded_within
 from rftmega.data.sources import without_contents
@@ -20,7 +21,7 @@ from rftmega.errors import DataError
 from rftmega.media.hearing import AudioProcessor
 from rftmega.media.placed import Placed
 from rftmega.media.processor import PictureProcessor
-from rftmega.records import Record, records
+from rftmega.records import Record, records, value_at
 from rftmega.types import Prompt
 
 
@@ -63,12 +64,19 @@ def load_prompts(
         most = Most(max_pictures, max_videos)
         reader = PictureReader(processor, config, source, most, tokenizer)
     if config.picture_hosts and processor is not None:
-        reader.fetch(each for _, each in records(source) if not isinstance(each, DataError))
+        given = (each for _, each in records(source) if not isinstance(each, DataError))
+        reader.fetch(with_media_moved(given, config))
     encoder = Encoder(
         tokenizer, config, max_prompt_tokens, placeholders=_placeholders(tokenizer, processor)
     )
-    parse = partial(_parse, encoder, columns, reader)
-    return load_examples(source, parse, too_long=config.too_long, noun="prompts", places=places)
+    return load_examples(
+        source,
+        partial(_parse, encoder, columns, reader),
+        too_long=config.too_long,
+        noun="prompts",
+        places=places,
+        report=encoder.report,
+    )
 
 
 def _placeholders(
@@ -94,19 +102,27 @@ def _parse(
         raise DataError(
             f'"{config.label_key}" is {label}: no answer equals it. Leave the record out, or write what is meant.'
         )
-    kind = record.get(config.kind_key, "")
+    kind = value_at(record, config.kind_key, "")
     if not isinstance(kind, str):
         raise DataError(
             f'"{config.kind_key}" must be a string, not {type(kind).__name__} (the key is set by data.kind_key).'
         )
-    text = required(record, config.prompt_key, "data.prompt_key")
+    text, record = media_moved(encoder.given_prompt(record), record, config)
+    check_continued(text, config)
     sources = reader.sources(record)
     ids = encoder.prompt(reader.marked(text))
     ids, pictures = reader.placed(ids, sources)
     expanded_within(ids, encoder.max_prompt_tokens, len(pictures))
-    seen = without_contents(record, config)
-    kept = _as_json({**seen, "prompt": text}) if columns else ""
+    kept = _columns(text, without_contents(record, config), config) if columns else ""
     return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, pictures=pictures)
+
+
+def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
+    """Returns the columns of a record as JSON, those of data.columns among them."""
+    named = {
+        name: required(record, key, f"data.columns.{name}") for name, key in config.columns.items()
+    }
+    return _as_json({**record, **named, "prompt": prompt})
 
 
 def _as_json(record: Record) -> str:

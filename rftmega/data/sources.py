@@ -4,15 +4,13 @@ import base64
 import binascii
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rftmega.config import DataConfig, split_source
 from rftmega.data.fetched import Fetched
-from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.errors import DataError, shown
+from rftmega.records import Record, listed, value_at, with_value
 
 ADDRESS = "://"  # is in one
-SHOWN = 80  # characters of a value that an error quotes
 
 
 def folder_of(source: str | Path, config: DataConfig) -> Path:
@@ -61,39 +59,25 @@ def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
     return [each for each in values if isinstance(each, str) and ADDRESS in each]
 
 
-def listed(record: Record, key: str) -> list[Any]:
-    """Returns what a record has under a key: one, a list, or nothing."""
-    given = record.get(key)
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
 def without_contents(record: Record, config: DataConfig) -> Record:
     """Returns a record without what is inside its pictures and waveforms; their paths stay."""
     for key in (config.images_key, config.audio_key):
-        if record.get(key) is None:
+        if value_at(record, key) is None:
             continue
         names = []
         for value in listed(record, key):
             path = value.get("path") if isinstance(value, dict) else value
             inside = not isinstance(path, str) or path.startswith("data:")
             names.append("" if inside else path)
-        record = {**record, key: names}
+        record = with_value(record, key, names)
     return record
 
 
 def refuse_media(record: Record, config: DataConfig) -> None:
     """Raises DataError for a record of given answers that names pictures, videos or waveforms."""
     for option in ("images_key", "videos_key", "audio_key"):
-        if record.get(key := getattr(config, option)):
+        if value_at(record, key := getattr(config, option)):
             raise DataError(
                 f'"{key}" names pictures, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
                 f"record out, or set data.{option} to a key that no record has."
             )
-
-
-def shown(value: Any) -> str:
-    """Returns a value as an error quotes it."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

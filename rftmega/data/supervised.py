@@ -2,33 +2,38 @@
 nothing of the prompt.
 
 A record has data.prompt_key and data.response_key; or the prompt is chat messages that end with the
-assistant's, and then that one alone is learnt: what the assistant said earlier belongs to the
-prompt.
+assistant's. Of several answers the last is learnt, or by data.learnt_turns=all each of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rftmega.chats.media_parts import refuse_places
+from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
 from rftmega.data.sources import refuse_media
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
-from rftmega.records import Record
+from rftmega.records import Record, value_at
 from rftmega.types import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and an answer to it, which ends in its end-of-sequence token."""
+    """A prompt and an answer to it, which ends in its end-of-sequence token; or several answers,
+    with what was said between them.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    between: tuple[range, ...] = ()  # places of response_ids that are no answer, and not learnt
 
 
 def load_supervised(
@@ -39,12 +44,20 @@ def load_supervised(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> list[Example]:
-    """Reads one Example a record.
+    """Reads one Example a record; of several learnt turns, another one where the chat template
+    rewrites what stands before a turn.
 
     Raises DataError as `load_prompts` does.
     """
-    parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
-    return load_examples(source, parse, too_long=config.too_long, noun="examples")
+    encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
+    found = load_examples(
+        source,
+        partial(_parse, encoder),
+        too_long=config.too_long,
+        noun="examples",
+        report=encoder.report,
+    )
+    return [example for of_record in found for example in of_record]
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
@@ -55,25 +68,71 @@ def rows_of(examples: Sequence[Example]) -> Rows:
         ids = example.prompt_ids + example.response_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
     prompt_lengths = torch.tensor([len(example.prompt_ids) for example in examples])
-    return Rows.of_answers(
+    rows = Rows.of_answers(
         tokens,
         prompt_lengths,
         prompt_lengths + torch.tensor([len(example.response_ids) for example in examples]),
     )
+    for row, example in enumerate(examples):
+        for places in example.between:
+            first = len(example.prompt_ids) - 1  # the mask has a place for each token but the first
+            rows.mask[row, first + places.start : first + places.stop] = False
+    return rows
 
 
-def _parse(encoder: Encoder, record: Record, index: int) -> Example:
+def _parse(encoder: Encoder, record: Record, index: int) -> list[Example]:
     config = encoder.config
+    prompt = encoder.given_prompt(record)
+    refuse_places(prompt)
     refuse_media(record, config)
-    prompt = required(record, config.prompt_key, "data.prompt_key")
     key = config.response_key
     if by_assistant(prompt):
-        if record.get(key) is not None:
+        if value_at(record, key) is not None:
             raise DataError(
                 f'"{config.prompt_key}" ends with an answer and "{key}" is another. Leave one out.'
             )
-        prompt, answer, key = prompt[:-1], prompt[-1:], config.prompt_key
+        prompt, answer, key = prompt[:-1], prompt[-1], config.prompt_key
+        refuse_two_answers(prompt, config)
     else:
         answer = required(record, key, "data.response_key")
-    ids = encoder.prompt(prompt)
-    return Example(ids, encoder.answer(prompt, answer, key))
+    if config.learnt_turns == "all" and isinstance(prompt, list):
+        return _turns(encoder, prompt, answer, key)
+    return [Example(encoder.prompt(prompt), encoder.answer(prompt, answer, key))]
+
+
+def _turns(encoder: Encoder, prompt: Messages, answer: Any, key: str) -> list[Example]:
+    """Returns all answers of a conversation, in one row as far as the chat template only goes on:
+    where it rewrites what stands before an answer (drops thinking), another row begins.
+    """
+    rows: list[Example] = []
+    asked = [
+        place for place, message in enumerate(prompt) if place and message["role"] == "assistant"
+    ]
+    for place in [*asked, len(prompt)]:
+        before = prompt[:place]
+        refuse_two_answers(before, encoder.config)
+        said = prompt[place] if place < len(prompt) else answer
+        context = encoder.prompt(before)
+        turn = Example(context, encoder.answer(before, said, key))
+        joined = _joined(rows[-1], turn) if rows else None
+        rows[-1:] = [joined] if joined else [*rows[-1:], turn]
+    return rows
+
+
+def _joined(row: Example, turn: Example) -> Example | None:
+    """Returns a row with a further turn, None where the turn's context is not what the row says."""
+    ids = row.prompt_ids + row.response_ids
+    if turn.prompt_ids[: len(ids)] != ids:
+        return None
+    between = range(len(row.response_ids), len(turn.prompt_ids) - len(row.prompt_ids))
+    response = turn.prompt_ids[len(row.prompt_ids) :] + turn.response_ids
+    return Example(row.prompt_ids, response, (*row.between, between))
+
+
+def refuse_two_answers(context: Any, config: DataConfig) -> None:
+    """Raises DataError where an answer to learn stands behind another message of the assistant's."""
+    if by_assistant(context):
+        raise DataError(
+            f'"{config.prompt_key}" has two messages of the assistant behind each other, and engines answer once. Join them to '
+            "one message."
+        )

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rftmega.data.chat import Chat, ChatTemplate, Messages
+from rftmega.chats.template_forms import Messages
+from rftmega.data.chat import Chat, ChatTemplate, answered
 from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
@@ -142,10 +143,10 @@ class Tokenizer:
         return self._known(self._behind(before, text, special=False))
 
     def encode_answer(
-        self, prompt: str | Messages, answer: str, *, chat_template: bool
+        self, prompt: str | Messages, answer: str | dict[str, Any], *, chat_template: bool
     ) -> tuple[int, ...]:
-        """Returns the token ids of `answer` behind `encode(prompt)`, as an engine would give them:
-        they end in a token that stops it.
+        """Returns the token ids of `answer`, text or a message of the assistant's, behind
+        `encode(prompt)`, as an engine would give them: they end in a token that stops it.
 
         With a chat template, that is what the template writes for the assistant's turn, up to its
         end. Raises DataError for a template that does not continue the prompt with the answer.
@@ -153,11 +154,15 @@ class Tokenizer:
         prompt, answer = self._given(prompt), self._given(answer)
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
+            if not isinstance(answer, str):
+                raise DataError(
+                    "the answer has calls, thinking or parts, which a chat template writes, and this prompt is a string, which "
+                    "does not go through it. Set data.chat_template=true, or give messages."
+                )
             return self._known((*self._behind(prompt, answer, special=True), self._end))
         messages = messages_of(prompt)
         before = self._template.text(messages, open_=True)
-        answered = [*messages, {"role": "assistant", "content": answer}]
-        whole = self._template.text(answered, open_=False)
+        whole = self._template.text(answered(messages, answer), open_=False)
         if not whole.startswith(before):
             raise DataError(
                 "the tokenizer's chat template does not go on with the answer where it ends the prompt."

@@ -262,3 +262,7 @@ def prepare() -> None:
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("rftmega").setLevel(logging.INFO)
+    if (
+        os.environ.get("RANK", "0") != "0"
+    ):  # every process reads the same records, one tells of them
+        logging.getLogger("rftmega.data").setLevel(logging.ERROR)

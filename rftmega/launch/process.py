@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from rftmega.config import RunConfig
 from rftmega.launch import disk_space, integrity, start_notes
+from rftmega.launch.balancing import tell_balancing
 from rftmega.model_providers.installed import installed
 from rftmega.parallel import nodes, preemption, process_group
 from rftmega.parallel.process_group import World
@@ -35,4 +36,5 @@ def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
         integrity.verify_models(world, config)
         if world.is_main:
             start_notes.tell(config)
+        tell_balancing(world, config)
         yield world, preemption.agreed if saves else lambda: False

@@ -19,8 +19,8 @@ from rftmega.algorithms.advantages import (
     token_rewards,
 )
 from rftmega.algorithms.gae import gae
-from rftmega.data.given_pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
 from rftmega.experience.samples import collect, complete
+from rftmega.given_media.pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
 from rftmega.interfaces import Reward
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.padded_experience import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rftmega import types
-from rftmega.data.given_pictures import PATCHES, Patches, PictureInputs
+from rftmega.given_media.pictures import PATCHES, Patches, PictureInputs
 from rftmega.lightrft.pinned import pinned
 from rftmega.media.placed import RowPictures
 from rftmega.media.processor import PictureProcessor

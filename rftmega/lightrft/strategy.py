@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from rftmega import device
 from rftmega.config import DataConfig
-from rftmega.data.given_pictures import ANY_NUMBER, PictureInputs
 from rftmega.data.sampler import ResumableSampler
 from rftmega.errors import EngineError, RFTMegaError
+from rftmega.given_media.pictures import ANY_NUMBER, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.requests import (
     GenerationOutput,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.data.given_pictures import Patches
+from rftmega.given_media.pictures import Patches
 from rftmega.lightrft.padded_experience import with_patches
 from rftmega.lightrft_multimodal.actor import PolicyActor
 from rftmega.media.processor import PictureProcessor

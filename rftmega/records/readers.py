@@ -20,9 +20,9 @@ from pyarrow import parquet
 from rftmega.config import split_source
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import NotJSON, parse_json
+from rftmega.records.values import Record
 from rftmega.user_code.python_files import module_of
 
-Record = dict[str, Any]
 ROWS_AT_ONCE = 1024
 LONGEST_LINE = 32 * 2**20  # bytes; a million tokens take a tenth of it
 FILE_MAGIC = b"ARROW1"
@@ -38,14 +38,17 @@ def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
     corrupt or cut off.
     """
     path, split = split_source(source)
-    read = _reader(path, split)
     try:
-        yield from read(path)
+        yield from _reader(path, split)(path)
+    except DataError:
+        raise
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}.") from error
-    except (OSError, EOFError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+    # damaged files make the readers of csv, zlib, Arrow and datasets raise what they don't document
+    except Exception as error:
+        said = str(error) or type(error).__name__
         raise DataError(
-            f"{path} can't be read: {error}. Is it whole, and what its name says?"
+            f"{path} can't be read: {said.rstrip('.')}. Is it whole, and what its name says?"
         ) from error
 
 
@@ -110,7 +113,7 @@ def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
             yield f"{place} row {number}", dict(record) if isinstance(record, Mapping) else strange
     except (DataError, GeneratorExit):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = [frame.lineno for frame in frames if frame.filename == str(path.resolve())]
         where = f" in line {line[-1]}" if line else ""
@@ -185,14 +188,25 @@ def _arrow(path: Path) -> Iterator[Record]:
                 reader.get_batch(number) for number in range(reader.num_record_batches)
             )
         else:
-            _check_end(path)
-            file.seek(0)
-            yield from _batches(pa.ipc.open_stream(file))
+            yield from _batches(_stream(path))
+
+
+def _stream(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of an Arrow stream. Raises ValueError where its end is missing."""
+    _check_end(path)
+    with pa.memory_map(str(path)) as file:
+        yield from pa.ipc.open_stream(file)
+
+
+def _valid(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yields batches that were checked: a damaged offset would be followed out of the memory."""
+    for batch in batches:
+        batch.validate(full=True)
+        yield batch
 
 
 def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
-    for batch in batches:
-        batch.validate(full=True)  # a damaged offset would be followed out of the memory
+    for batch in _valid(batches):
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
             yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
 
@@ -227,7 +241,8 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
             f"{folder} is not what `datasets` writes with save_to_disk: it holds no state.json."
         )
     for file in json.loads((folder / "state.json").read_text())["_data_files"]:
-        _check_end(folder / file["filename"])
+        for _ in _valid(_stream(folder / file["filename"])):  # `datasets` follows damaged offsets
+            pass
     dataset = load_from_disk(str(folder)).with_format(None)
     for feature in _nested(dataset.info.features):
         if isinstance(feature, Audio | Image):

@@ -10,9 +10,9 @@ from rftmega.errors import CheckpointError
 from rftmega.json_files import read_weight_map
 
 READ_FROM = {  # which of data's keys are read, by algorithm.task
-    "rl": ("label_key", "kind_key"),
-    "sft": ("response_key",),
-    "reward_model": ("chosen_key", "rejected_key"),
+    "rl": ("label_key", "kind_key", "trailing_assistant", "columns"),
+    "sft": ("response_key", "learnt_turns"),
+    "reward_model": ("chosen_key", "rejected_key", "trailing_assistant"),
 }
 
 
@@ -40,10 +40,14 @@ def training_data(config: RunConfig) -> list[str]:
         )
     read_here = {*READ_FROM.get(task, ()), *(READ_FROM["sft"] if data.ptx else ())}
     for option in sorted({option for read in READ_FROM.values() for option in read} - read_here):
-        if (value := getattr(data, option)) != getattr(DataConfig, option):
+        if (value := getattr(data, option)) != getattr(DataConfig(), option):
             found.append(
                 f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out."
             )
+    if data.columns and not config.reads_columns and task == "rl":
+        found.append(
+            f"data.columns={data.columns}: no reward function, judge or environment reads columns. Leave it out."
+        )
     return found + _beside_rewards(config)
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.data.given_pictures import PATCHES
 from rftmega.errors import EngineError
+from rftmega.given_media.pictures import PATCHES
 from rftmega.lightrft.padded_experience import (
     Experience,
     Samples,

@@ -224,3 +224,26 @@ def test_pictures_are_kept_while_the_template_goes_on_and_never_lost(tmp_path: P
     rollout.answer(form.final)
     with pytest.raises(DataError, match="with pictures can't be rendered anew"):
         talk.reply([{"role": "user", "content": "Sure?"}])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3 without its table", "qwen3"])
+def test_an_answer_goes_on_with_the_text_that_a_task_ends_with(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    ours = tokenizer(tmp_path, form, tools=(TOOL,))
+    begun = [
+        {"role": "user", "content": "1+3?"},
+        {"role": "assistant", "content": "I add:"},
+    ]
+    task = Prompt(ours.encode(begun, chat_template=True), record=json.dumps({"prompt": begun}))
+    assert text_of(ours, task.token_ids).endswith("I add:")
+    talk = Conversation.of(task, ConversationRenderer.of(ours), (TOOL,))
+    call = form.call.rpartition("</think>\n\n")[2]
+    sampled = ours.encode_reply(f"\n{call}")
+    reply = talk.answered(Completion(sampled, [-1.0] * len(sampled), "stop", 0))
+    assert [each.name for each in reply.calls] == ["add"]
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    assert talk.messages[-1]["content"].strip() == "I add:"
+    talk.reply([{"role": "tool", "name": "add", "content": "4", "tool_call_id": "call00000"}])
+    assert talk.context[: len(task.token_ids) + len(sampled)] == (*task.token_ids, *sampled)
+    behind = text_of(ours, talk.context[len(task.token_ids) + len(sampled) :])
+    assert behind == form.tool_delta

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from rftmega.config import DataConfig
+from rftmega.data import load_preferences, load_supervised
 from rftmega.data.prompts import load_prompts
+from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
 from rftmega.records import readers, records
+from tests.chat_formats import FORMATS, tokenizer
 
 GOOD = b'{"prompt": "1+1=", "label": "2"}\n'
 
@@ -112,6 +115,59 @@ def test_no_data_file_is_answered_with_a_traceback(
     path.write_bytes(content)
     with contextlib.suppress(DataError):
         load(path)
+
+
+words = st.one_of(
+    st.none(),
+    st.sampled_from(["user", "assistant", "human", "gpt", "[]", "{", "text", ""]),
+    st.text(max_size=3),
+)
+fields = st.sampled_from(
+    [
+        "role",
+        "content",
+        "from",
+        "value",
+        "tool_calls",
+        "function_call",
+        "reasoning_content",
+        "type",
+        "text",
+        "function",
+    ]
+    + ["name", "arguments", "image", "image_url", "url", "id"]
+)
+things = st.recursive(
+    st.one_of(words, st.integers(), st.booleans()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(fields, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer(tmp_path_factory.mktemp("qwen3"), FORMATS["qwen3"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    messages=st.one_of(things, st.lists(st.dictionaries(fields, things, max_size=4), max_size=3))
+)
+def test_no_chat_is_answered_with_a_traceback(
+    messages: Any, real: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "chats.jsonl"
+    record = {"prompt": messages, "label": "1", "chosen": messages, "rejected": messages}
+    given_answer = record | {"prompt": "a", "response": messages}
+    path.write_text(json.dumps(record) + "\n" + json.dumps(given_answer))
+    limits = {"max_prompt_tokens": 999, "max_response_tokens": 999}
+    with contextlib.suppress(DataError):
+        load_prompts(path, real, DataConfig(), columns=True, max_prompt_tokens=999)
+    for read in (load_supervised, load_preferences):
+        with contextlib.suppress(DataError):
+            read(path, real, DataConfig(chat_template=True, learnt_turns="all"), **limits)
 
 
 @settings(max_examples=200, deadline=None)

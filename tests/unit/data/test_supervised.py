@@ -12,10 +12,26 @@ from rftmega.errors import DataError
 END = 9
 
 
+class Everything:
+    """A chat template that renders all there is, with the roles of OpenAI alone."""
+
+    def roles(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def unrendered(self) -> "Everything":
+        return self
+
+    def of(self, messages: Any, *, open_: bool) -> tuple[tuple[int, str], ...]:
+        return ()
+
+
 class Letters:
     """One token a character; chat messages are their role's letter and their text; an answer ends
     in END.
     """
+
+    template = Everything()
 
     def encode(self, prompt: Any, *, chat_template: bool) -> tuple[int, ...]:
         text = (
@@ -79,7 +95,14 @@ def test_the_last_answer_is_learnt_with_its_end(
             f'{{"prompt": [{ANSWER}]}}',
             '"prompt" must be a string or a list of chat messages, and not empty',
         ),
-        ('{"prompt": [{"role": "assistant", "content": null}, 3]}', 'no "response" among the keys'),
+        (
+            '{"prompt": [{"role": "assistant", "content": null}, 3]}',
+            'message 0 of "prompt" has no content: it is null',
+        ),
+        (
+            f'{{"prompt": [{USER}, {ANSWER}, {ANSWER}]}}',
+            '"prompt" has two messages of the assistant behind each other',
+        ),
         (
             '{"prompt": "abcdefg", "response": "b"}',
             "the prompt has 7 tokens, rollout.max_prompt_tokens is 6",
@@ -133,6 +156,14 @@ def test_rows_teach_the_answer_and_nothing_else() -> None:
     assert short.mask.tolist() == [[True, False, False], [True] * 3]
 
 
+def test_what_is_said_between_two_learnt_answers_is_not_learnt() -> None:
+    two = Example((1, 2), (3, END, 4, 5, 6, END), (range(2, 4),))
+    rows = rows_of([two, Example((7,), (8, END))])
+    assert rows.tokens[0, 1:][rows.mask[0]].tolist() == [3, END, 6, END]
+    assert rows.tokens[1, 1:][rows.mask[1]].tolist() == [8, END]
+    assert (rows.prompt_lengths.tolist(), rows.lengths.tolist()) == ([2, 1], [8, 3])
+
+
 def test_batches_of_rows_come_in_the_seeded_order_and_resume() -> None:
     examples = [Example((i,), (END,)) for i in range(5)]
     order = PromptOrder(examples, batch_size=2, seed=1, collate=rows_of)
@@ -162,6 +193,7 @@ def test_pairs_are_side_by_side_with_a_place_for_the_score_behind_each(tmp_path:
     ("record", "complaint"),
     [
         ('{"prompt": "a", "chosen": "b"}', 'no "rejected" among the keys'),
+        ('{"chosen": "b", "rejected": "c"}', 'no "prompt" among the keys'),
         ('{"prompt": "a", "rejected": "b"}', 'no "chosen" among the keys'),
         ('{"prompt": "a", "chosen": "b", "rejected": null}', '"rejected" must be a string'),
         ('{"prompt": "a", "chosen": "b", "rejected": "abcd"}', "the answer has 5 tokens"),

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from rftmega.config import DataConfig
-from rftmega.data.given_pictures import Patches, PictureInputs
 from rftmega.data.pictures import Most
 from rftmega.errors import DataError
+from rftmega.given_media.pictures import Patches, PictureInputs
 from rftmega.lightrft.padded_experience import (
     Samples,
     of_experience,

@@ -1,0 +1,31 @@
+"""Tells that a mixture's load-balancing loss, which config.json may ask for, is no part of a run."""
+
+import logging
+
+from rftmega.config import RunConfig
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.parallel.process_group import World
+
+log = logging.getLogger(__name__)
+FIELDS = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+
+
+def tell_balancing(world: World, config: RunConfig) -> None:
+    """Logs once, on either backend, which coefficients of config.json are not used."""
+    if not world.is_main:
+        return
+    for field, value in asked_for(config.model.path).items():
+        log.info(
+            "model.path: config.json says %s=%s; this run trains with 0. No backend computes a load-balancing loss, and no "
+            "option adds one (docs/mixtures.md)",
+            field,
+            value,
+        )
+
+
+def asked_for(folder: str) -> dict[str, float]:
+    """Returns the coefficients that config.json sets, by field; those of 0 ask for nothing."""
+    fields = read_hf_config(folder)
+    inner = fields.get("text_config")
+    both = {**fields, **(inner if isinstance(inner, dict) else {})}
+    return {field: both[field] for field in FIELDS if both.get(field)}
