@@ -68,6 +68,7 @@ def reinforce(config: RunConfig) -> int:
     reward = create(config.reward, tokenizer.decode)
 
     from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.control_tokens import ControlTokensInData
     from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
@@ -89,9 +90,10 @@ def reinforce(config: RunConfig) -> int:
         trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
         parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
         evaluation = evaluation_of_prompts(config, held_out, reward)
-        trainer.callbacks = callbacks_of(
-            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
-        )
+        trainer.callbacks = [
+            ControlTokensInData(tokenizer.named),
+            *callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main),
+        ]
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
@@ -106,6 +108,7 @@ def supervise(config: RunConfig) -> int:
     rows, held_out = given_of(config, tokenizer)
 
     from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.control_tokens import ControlTokensInData
     from rftmega.callbacks.observers import evaluation_of_rows
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
@@ -117,9 +120,10 @@ def supervise(config: RunConfig) -> int:
         trainer = Algorithm(config).supervised(strategy, stop=stop)
         parts: dict[str, Any] = {"data": rows, "trainer": trainer}
         evaluation = evaluation_of_rows(config, held_out, strategy.model)
-        trainer.callbacks = callbacks_of(
-            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
-        )
+        trainer.callbacks = [
+            ControlTokensInData(tokenizer.named),
+            *callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main),
+        ]
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)
         trainer.fit(rows, steps=config.trainer.steps)
     return config.faults.requeue_code if trainer.stopped else 0
