@@ -109,7 +109,7 @@ def exporter_of(chat: RunChat, folder: Path) -> Any:
     from rftmega.data import Chat, Tokenizer
 
     settings = Chat(**chat.chat) if chat.chat else Chat()
-    tokenizer = Tokenizer(folder, chat=settings)
+    tokenizer = Tokenizer(folder, chat=settings, control_tokens="control")
     try:
         tokenizer.template.source()
     except ValueError:  # it has none, and the run's prompts were plain text

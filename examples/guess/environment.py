@@ -59,7 +59,7 @@ class GuessEnvironment:
             turns.append(Turn("assistant", len(context), end, reward=reward))
             if found or guess is None or number + 1 == self.options.turns:
                 break
-            reply = self.tokenizer.encode_reply("<" if secret < guess else ">")
+            reply = self.tokenizer.encode_said("<" if secret < guess else ">")
             turns.append(Turn("user", end, end + len(reply)))
             segments.append(reply)
             context = (*context, *completion.token_ids, *reply)

@@ -66,9 +66,10 @@ class Encoder:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
             )
-        ids = self.tokenizer.encode(
-            value, chat_template=self.config.chat_template, placeholders=self.placeholders
-        )
+        options: dict[str, Any] = {"chat_template": self.config.chat_template}
+        if self.placeholders:
+            options["placeholders"] = self.placeholders
+        ids = self.tokenizer.encode(value, **options)
         if not ids:
             raise DataError(f"the tokenizer makes no token of {value!r}.")
         _check_length("prompt", ids, "rollout.max_prompt_tokens", self.max_prompt_tokens)

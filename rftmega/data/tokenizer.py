@@ -46,7 +46,8 @@ class Tokenizer:
         self._inner = _loaded(folder, trust_remote_code)
         self._template = ChatTemplate(self._inner, self._chat)
         self.control = self._template.control
-        self._control_tokens, self.kept_as_text = control_tokens, 0
+        self._control_tokens = control_tokens
+        self.named = 0  # control tokens that records name, where they are let in
         if self._chat.system:
             self._use_system(self._chat)
         self._template.refuse_unread(folder)
@@ -151,7 +152,7 @@ class Tokenizer:
         With a chat template, that is what the template writes for the assistant's turn, up to its
         end. Raises DataError for a template that does not continue the prompt with the answer.
         """
-        prompt, answer = self._given(prompt), self._given(answer)
+        prompt, answer = self._given(prompt, counted=False), self._given(answer)
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
             if not isinstance(answer, str):
@@ -189,16 +190,21 @@ class Tokenizer:
             )
         return True
 
-    def _given(self, value: Any, placeholders: Collection[str] = ()) -> Any:
+    def _given(
+        self, value: Any, placeholders: Collection[str] = (), *, counted: bool = True
+    ) -> Any:
         """Returns text or messages of a record with control tokens as the run wants them.
 
         Raises DataError where it rejects them.
         """
         found = [name for name in self.control.found(value) if name not in placeholders]
-        if not found or self._control_tokens == "control":
+        if not found:
+            return value
+        if self._control_tokens != "reject":
+            self.named += len(found) if counted else 0
+        if self._control_tokens == "control":
             return value
         if self._control_tokens == "text":
-            self.kept_as_text += len(found)
             return self.control.hidden(value, but=placeholders)
         names = ", ".join(dict.fromkeys(found))
         raise DataError(

@@ -73,6 +73,7 @@ def reinforce(config: RunConfig) -> int:
     reward = create(config.reward, tokenizer.decode, reasoning)
 
     from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.control_tokens import ControlTokensInData
     from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
@@ -95,9 +96,12 @@ def reinforce(config: RunConfig) -> int:
             trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
             parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
             evaluation = evaluation_of_prompts(config, held_out, reward)
-            trainer.callbacks = callbacks_of(
-                config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
-            )
+            trainer.callbacks = [
+                ControlTokensInData(tokenizer.named),
+                *callbacks_of(
+                    config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
+                ),
+            ]
             if world.is_main and config.checkpoint.every:
                 strategy.checkpoints.inputs |= inputs_of(config, prompts, held_out, ptx)
             resume(trainer, strategy.checkpoints, parts, config.checkpoint)
@@ -114,6 +118,7 @@ def supervise(config: RunConfig) -> int:
     rows, held_out = given_of(config, tokenizer)
 
     from rftmega.callbacks.checkpointing import resume
+    from rftmega.callbacks.control_tokens import ControlTokensInData
     from rftmega.callbacks.observers import evaluation_of_rows
     from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
@@ -126,9 +131,10 @@ def supervise(config: RunConfig) -> int:
         trainer = Algorithm(config).supervised(strategy, stop=stop)
         parts: dict[str, Any] = {"data": rows, "trainer": trainer}
         evaluation = evaluation_of_rows(config, held_out, strategy.model)
-        trainer.callbacks = callbacks_of(
-            config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
-        )
+        trainer.callbacks = [
+            ControlTokensInData(tokenizer.named),
+            *callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main),
+        ]
         if world.is_main and config.checkpoint.every:
             strategy.checkpoints.inputs |= inputs_of(config, rows, held_out)
         resume(trainer, strategy.checkpoints, parts, config.checkpoint)

@@ -69,12 +69,15 @@ def test_a_record_with_control_tokens_is_refused_kept_as_text_or_taken_at_its_wo
     written = own.template.text([{"role": "user", "content": WORD}], open_=True)
     found = own.encode(messages, chat_template=True)
     assert list(found) == plain(own, form, written, evil(form))
-    assert own.kept_as_text == len(form.special)
+    assert own.named == len(form.special)
     assert text_of(own, found) == written.replace(WORD, evil(form))
     own = read(tmp_path, form, "control")
     found = own.encode(messages, chat_template=True)
     expected = own.inner.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert list(found) == list(expected)
+    assert own.named == len(form.special)
+    own.encode_answer(messages, "4", chat_template=True) if name not in ("r1", "counts") else None
+    assert own.named == len(form.special)
 
 
 @pytest.mark.parametrize("control_tokens", ["reject", "text", "control"])

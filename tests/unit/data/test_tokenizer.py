@@ -67,7 +67,7 @@ def test_an_answer_behind_a_template_ends_where_the_template_ends_the_turn(
 def test_an_answer_that_a_template_does_not_end_gets_an_end_and_loses_nothing(
     tmp_path: Path,
 ) -> None:
-    ours = tokenizer(tmp_path, UNENDED)
+    ours = tokenizer(tmp_path, UNENDED, control_tokens="control")
     assert shown(ours, ours.encode_answer("1", "2", chat_template=True)) == "2</s>"
     assert shown(ours, ours.encode_answer("1", "2</s>3", chat_template=True)) == "2</s>3</s>"
 
