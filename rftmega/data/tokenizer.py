@@ -1,7 +1,7 @@
 """Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 
+Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them
 FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -58,10 +59,13 @@ class Tokenizer:
         if self._vocabulary is not None and (reason := self._stranger(self.stop_ids)):
             raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
 
-    def encode(self, prompt: str | Messages, *, chat_template: bool) -> tuple[int, ...]:
+    def encode(
+        self, prompt: str | Messages, *, chat_template: bool, tools: Specs | None = None
+    ) -> tuple[int, ...]:
         """Returns the token ids of a prompt.
 
         Chat messages always go through the template, strings where `chat_template` says so.
+        `tools` None: those of the run.
 
         Raises DataError for an id that the model does not know.
         """
@@ -69,7 +73,8 @@ class Tokenizer:
             return self._known(self._inner.encode(prompt))
         return self._known(
             self._inner.encode(
-                self._template.text(messages_of(prompt), open_=True), add_special_tokens=False
+                self._template.text(messages_of(prompt), open_=True, tools=tools),
+                add_special_tokens=False,
             )
         )
 
@@ -104,7 +109,12 @@ class Tokenizer:
         return self._known(self._behind(before, text, special=False))
 
     def encode_answer(
-        self, prompt: str | Messages, answer: str | dict[str, Any], *, chat_template: bool
+        self,
+        prompt: str | Messages,
+        answer: str | dict[str, Any],
+        *,
+        chat_template: bool,
+        tools: Specs | None = None,
     ) -> tuple[int, ...]:
         """Returns the token ids of `answer`, text or a message of the assistant's, behind
         `encode(prompt)`, as an engine would give them: they end in a token that stops it.
@@ -121,8 +131,8 @@ class Tokenizer:
                 )
             return self._known((*self._behind(prompt, answer, special=True), self._end))
         messages = messages_of(prompt)
-        before = self._template.text(messages, open_=True)
-        whole = self._template.text(answered(messages, answer), open_=False)
+        before = self._template.text(messages, open_=True, tools=tools)
+        whole = self._template.text(answered(messages, answer), open_=False, tools=tools)
         if not whole.startswith(before):
             raise DataError(
                 "the tokenizer's chat template does not go on with the answer where it ends the prompt."
