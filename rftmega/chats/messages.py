@@ -97,6 +97,30 @@ def parsed(value: Any) -> Any:
     return found if message_lists(found) else value
 
 
+def tool_specs(value: Any, key: str) -> tuple[dict[str, Any], ...]:
+    """Returns the specs of functions that a record has, as a list or as its JSON text, in OpenAI's
+    form. Raises DataError for another value.
+    """
+    try:
+        found = parse_json(value) if isinstance(value, str) and value else value or []
+    except NotJSON as error:
+        raise DataError(f'"{key}" is {error}: {shown(value)}.') from error
+    specs = [
+        {"type": "function", "function": each}
+        if isinstance(each, Mapping) and "name" in each and "function" not in each
+        else each
+        for each in (found if isinstance(found, list) else [found])
+    ]
+    for each in specs:
+        function = each.get("function") if isinstance(each, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'"{key}" holds {shown(each)}, which is no function with a name. Give specs as OpenAI\'s API has them, or set '
+                "data.tools_key to a key that no record has."
+            )
+    return tuple(dict(each) for each in specs)
+
+
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message {"from": ..., "value": ...} under OpenAI's names."""
     speaker, value = message.pop("from"), message.pop("value", None)
@@ -128,9 +152,8 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 def _call(given: Any, number: int) -> dict[str, Any]:
     call = dict(given) if isinstance(given, Mapping) else {}
     if "function" not in call and "name" in call:
-        function = {name: call.pop(name) for name in ("name", "arguments") if name in call}
-        call["function"] = function
-    function = call.get("function")
+        call["function"] = {name: call.pop(name) for name in ("name", "arguments") if name in call}
+    function: Any = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"has a tool call without the name of a function: {shown(given)}.")
     call = {name: value for name, value in call.items() if value is not None}

@@ -392,6 +392,11 @@ class DataConfig:
     messages end with it).
     """
 
+    tools_key: str = "tools"
+    """Given answers: key of the functions that the chat template is told of, as a list of OpenAI's specs
+    or as its JSON text; a record may go without.
+    """
+
     learnt_turns: Literal["last", "all"] = "last"
     """Supervised data: learn the last answer of a conversation, or all of the assistant's (each turn
     with the context that it had).

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, meta, nodes
 
-from rftmega.chats.template_forms import Messages, TemplateForms
+from rftmega.chats.template_forms import MARK, USER, Messages, TemplateForms
 from rftmega.chats.unrendered import Unrendered
 from rftmega.config import DataConfig
 from rftmega.data.control_tokens import ControlTokens, unescaped
@@ -128,6 +128,16 @@ class ChatTemplate:
             raise DataError(f"the tokenizer's chat template can't take it: {error}") from error
         assert isinstance(text, str)
         return unescaped(text)
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Returns whether the template writes the specs of functions that it is given."""
+        spec = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": spec}]
+        try:
+            return MARK in self.text([USER], open_=True, tools=tools)
+        except DataError:
+            return False
 
     def source(self) -> str:
         """Returns the template itself. Raises ValueError where the tokenizer has none."""

@@ -1,10 +1,10 @@
 """Encodes the values of a record as checked token ids."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rftmega.chats.messages import chat_messages, parsed
+from rftmega.chats.messages import chat_messages, parsed, tool_specs
 from rftmega.chats.template_forms import Messages
 from rftmega.chats.unrendered import Report, says_something
 from rftmega.config import DataConfig
@@ -30,6 +30,20 @@ class Encoder:
     max_response_tokens: int = 0  # read by `answer`
     placeholders: Collection[str] = ()  # of media, see Tokenizer.encode
     report: Report = field(default_factory=Report)
+    tools: tuple[dict[str, Any], ...] = ()  # that the record names
+
+    def for_record(self, record: Record) -> "Encoder":
+        """Returns an encoder that gives the chat template the functions of a record, too."""
+        key = self.config.tools_key
+        tools = tool_specs(value_at(record, key), key)
+        if tools and not self.tokenizer.template.reads_tools:
+            self.report.pending.add(f'"{key}"')
+        return replace(self, tools=tools) if tools else self
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        given: dict[str, Any] = {"chat_template": self.config.chat_template}
+        return given | {"tools": self.tools} if self.tools else given
 
     def given_prompt(self, record: Record) -> Any:
         """Returns the prompt of a record, messages in the form that `prompt` takes.
@@ -66,9 +80,9 @@ class Encoder:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
             )
-        options: dict[str, Any] = {"chat_template": self.config.chat_template}
+        options = self._given
         if self.placeholders:
-            options["placeholders"] = self.placeholders
+            options |= {"placeholders": self.placeholders}
         ids = self.tokenizer.encode(value, **options)
         if not ids:
             raise DataError(f"the tokenizer makes no token of {value!r}.")
@@ -82,7 +96,7 @@ class Encoder:
         message of the assistant's with all that the chat template renders of it.
         """
         answer = self._one_answer(value, key)
-        ids = self.tokenizer.encode_answer(prompt, answer, chat_template=self.config.chat_template)
+        ids = self.tokenizer.encode_answer(prompt, answer, **self._given)
         _check_length("answer", ids, "rollout.max_response_tokens", self.max_response_tokens)
         if isinstance(prompt, list):
             self._report_answer(prompt, answer)

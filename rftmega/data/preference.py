@@ -69,7 +69,7 @@ def pair_rows(pairs: Sequence[Pair]) -> Rows:
 
 
 def _parse(encoder: Encoder, record: Record, index: int) -> Pair:
-    config = encoder.config
+    config, encoder = encoder.config, encoder.for_record(record)
     refuse_media(record, config)
     return Pair(
         _example(encoder, record, config.chosen_key, "data.chosen_key"),

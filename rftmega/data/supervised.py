@@ -81,7 +81,7 @@ def rows_of(examples: Sequence[Example]) -> Rows:
 
 
 def _parse(encoder: Encoder, record: Record, index: int) -> list[Example]:
-    config = encoder.config
+    config, encoder = encoder.config, encoder.for_record(record)
     prompt = encoder.given_prompt(record)
     refuse_places(prompt)
     refuse_media(record, config)

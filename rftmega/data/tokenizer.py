@@ -1,7 +1,7 @@
 """Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rftmega.data.pieces import Pieces
 from rftmega.errors import CheckpointError, DataError
 from rftmega.json_files import BYTE_ORDER_MARK, read_json_object
 
+Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them
 FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -76,11 +77,13 @@ class Tokenizer:
         *,
         chat_template: bool,
         placeholders: Collection[str] = (),
+        tools: Specs | None = None,
     ) -> tuple[int, ...]:
         """Returns the token ids of a prompt.
 
         Chat messages always go through the template, strings where `chat_template` says so.
-        `placeholders`: names of control tokens that stand for media, and may be in a prompt.
+        `placeholders`: names of control tokens that stand for media, and may be in a prompt. `tools`
+        None: those of the run.
 
         Raises DataError for an id that the model does not know, and for control tokens in the prompt
         where the run rejects them.
@@ -89,7 +92,7 @@ class Tokenizer:
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
             return self._known(self.control.encode(prompt, add_special_tokens=True))
-        return self.encode_reply(self._template.text(messages_of(prompt), open_=True))
+        return self.encode_reply(self._template.text(messages_of(prompt), open_=True, tools=tools))
 
     def encode_said(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of what a tool or an environment says: names of control tokens in it
@@ -144,7 +147,12 @@ class Tokenizer:
         return self._known(self._behind(before, text, special=False))
 
     def encode_answer(
-        self, prompt: str | Messages, answer: str | dict[str, Any], *, chat_template: bool
+        self,
+        prompt: str | Messages,
+        answer: str | dict[str, Any],
+        *,
+        chat_template: bool,
+        tools: Specs | None = None,
     ) -> tuple[int, ...]:
         """Returns the token ids of `answer`, text or a message of the assistant's, behind
         `encode(prompt)`, as an engine would give them: they end in a token that stops it.
@@ -162,8 +170,8 @@ class Tokenizer:
                 )
             return self._known((*self._behind(prompt, answer, special=True), self._end))
         messages = messages_of(prompt)
-        before = self._template.text(messages, open_=True)
-        whole = self._template.text(answered(messages, answer), open_=False)
+        before = self._template.text(messages, open_=True, tools=tools)
+        whole = self._template.text(answered(messages, answer), open_=False, tools=tools)
         if not whole.startswith(before):
             raise DataError(
                 "the tokenizer's chat template does not go on with the answer where it ends the prompt."

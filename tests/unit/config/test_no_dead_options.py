@@ -346,6 +346,7 @@ ELSEWHERE = {
     },
     "rollout.max_pictures": ("3", "unit/data/test_pictures.py", "max_pictures=2"),
     "rollout.max_videos": ("3", "unit/data/test_videos.py", "max_videos=1"),
+    "data.tools_key": ("functions", "unit/data/test_parts_learnt.py", 'tools_key="functions"'),
     "data.learnt_turns": ("all", "unit/data/test_parts_learnt.py", 'learnt_turns="all"'),
     "data.trailing_assistant": (
         "reject",

@@ -12,7 +12,7 @@ from rftmega.config import DataConfig
 from rftmega.data import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.errors import DataError
-from tests.chat_formats import FORMATS, IM, PLAIN, Format, template, tokenizer
+from tests.chat_formats import FORMATS, IM, PLAIN, TOOL, Format, template, tokenizer
 
 LIMITS = {"max_prompt_tokens": 3000, "max_response_tokens": 3000}
 USER = {"role": "user", "content": "2+2?"}
@@ -191,3 +191,37 @@ def test_messages_that_were_exported_are_read_back_whole(tmp_path: Path) -> None
         "<think>\nHm.\n</think>\n\n"
         '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
     )
+
+
+@pytest.mark.parametrize("form", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
+@pytest.mark.parametrize("name", ["qwen3", "glm", "llama", "gpt-oss", "mistral", "hermes"])
+def test_functions_of_a_record_are_told_to_the_model(name: str, form: Any, tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path, FORMS[name])
+    expected = ours.inner.apply_chat_template([USER, CALLS], tools=[TOOL], tokenize=False)
+    record = {"messages": [USER, CALLS], "functions": form}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    config = DataConfig(prompt_key="messages", tools_key="functions")
+    (found,) = load_supervised(tmp_path / "a.jsonl", ours, config, **LIMITS)
+    assert same(ours, found, expected)
+    assert "Adds." in ours.inner.decode(found.prompt_ids)
+
+
+def test_functions_that_the_template_does_not_read_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = tokenizer(tmp_path, PLAIN["chatml"])
+    record = {"messages": [USER, ANSWER], "tools": [TOOL]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    config = DataConfig(prompt_key="messages")
+    with caplog.at_level(logging.WARNING):
+        load_supervised(tmp_path / "a.jsonl", ours, config, **LIMITS)
+    assert 'does not render "tools" in 1 record(s)' in caplog.text
+
+
+@pytest.mark.parametrize("given", ["{", 7, ["search"], [{"function": "f"}], {"a": 1}])
+def test_functions_that_are_none_are_refused(given: Any, tmp_path: Path) -> None:
+    ours = tokenizer(tmp_path, FORMS["qwen3"])
+    record = {"messages": [USER, ANSWER], "tools": given}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r'a\.jsonl:1: "tools" '):
+        load_supervised(tmp_path / "a.jsonl", ours, DataConfig(prompt_key="messages"), **LIMITS)
