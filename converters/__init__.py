@@ -41,6 +41,15 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.
 NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
 
+# of config.json: layers that predict a second token and further ones, which nobody trains
+OF_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+def has_table(hf_config: Mapping[str, Any]) -> bool:
+    """Returns whether the family that config.json names has a table here."""
+    return hf_config.get("model_type") in FAMILIES
+
+
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
     """Returns the rules of the family that config.json names.
 
@@ -86,23 +95,31 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that are another in a folder that we write, None for one
     that it does not have: it holds nothing of what is left out, and no quantised weights.
+
+    Of a family without a table, a backend that needs none writes what transformers reads: no layers
+    that predict further tokens.
     """
-    of_family = getattr(_family(hf_config), "written", None)
-    changes: dict[str, Any] = of_family(completed(hf_config)) if of_family else {}
+    if has_table(hf_config):
+        of_family = getattr(_family(hf_config), "written", None)
+        changes: dict[str, Any] = of_family(completed(hf_config)) if of_family else {}
+    else:
+        changes = {name: 0 for name in OF_PREDICTORS if hf_config.get(name)}
     return changes | ({FIELD: None} if hf_config.get(FIELD) is not None else {})
 
 
 def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:
     """Returns the tensors of a folder that hold a matrix of every expert, which the rules know one
-    by one.
+    by one; none of a family without a table, whose tensors a backend knows as the folder has them.
     """
+    if not has_table(hf_config):
+        return []
     of_family = getattr(_family(hf_config), "stacks", None)
     return of_family(completed(hf_config)) if of_family else []
 
 
 def _family(hf_config: Mapping[str, Any]) -> Any:
     family = hf_config.get("model_type")
-    if family not in FAMILIES:
+    if not has_table(hf_config):
         raise CheckpointError(
             f"There is no conversion table for model_type={family!r}; there is one for {', '.join(FAMILIES)}."
         )
@@ -122,6 +139,7 @@ __all__ = [
     "completed",
     "default_rope_theta",
     "flattened",
+    "has_table",
     "instances",
     "left_out",
     "located",

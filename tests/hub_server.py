@@ -25,10 +25,12 @@ def hub(
     repositories: dict[str, Path],
     *,
     token: str = "",
+    readers: bool = False,
     received: dict[str, bytes] | None = None,
 ) -> Iterator[tuple[str, list[str]]]:
     """Serves folders as "models/org/name" and "datasets/org/name"; yields its address and what was
-    asked. With a `token` only to who has it. What is uploaded goes into `received` by "org/name/file".
+    asked. With a `token` only to who has it; with `readers` nobody may write. What is uploaded goes into
+    `received` by "org/name/file".
     """
     asked: list[str] = []
     large: dict[str, bytes] = {}  # by sha256
@@ -112,6 +114,8 @@ def hub(
             asked.append(f"{self.command} {path}")
             if self._refused():
                 return self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"}, body=body)
+            if path.endswith("/auth-check/write"):
+                return self._send(403 if readers else 200, b"{}", {}, body=body)
             for name, folder in repositories.items():
                 if path.startswith(f"/api/{name}/"):
                     return self._described(name, folder, path, body)

@@ -21,13 +21,13 @@ from rftmega.errors import CheckpointError
 from rftmega.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
+from rftmega.fsdp.output_head import names_of_head
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.fsdp.tensor_parallel import share_layers
 from rftmega.fsdp.weight import Weight
 from rftmega.hf_folders.decoder import tower_of
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.hf_folders.meta_decoder import describe
-from rftmega.hf_folders.output_head import names_of_head
 from rftmega.hf_folders.parameter_places import (
     Placed,
     differs_from,

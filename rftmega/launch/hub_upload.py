@@ -19,12 +19,13 @@ def claim(config: RunConfig) -> None:
     repository = config.trainer.push_to_hub
     if not repository:
         return
-    from huggingface_hub import create_repo
+    from huggingface_hub import auth_check, create_repo
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     said = f"trainer.push_to_hub={repository}"
     try:
         create_repo(repository, private=True, exist_ok=True)
+        auth_check(repository, write=True)  # one that is there may be another's
     except OfflineModeIsEnabled as error:
         raise ConfigError(
             f"{said} needs a network, and HF_HUB_OFFLINE is set. Unset one."

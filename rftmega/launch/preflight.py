@@ -10,6 +10,7 @@ from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
+from rftmega.fsdp.output_head import output_head
 from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
@@ -18,14 +19,13 @@ from rftmega.hf_folders.decoder import (
     tower_of,
     unknown_to_transformers,
 )
-from rftmega.hf_folders.export_folder import MARK, is_anothers
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.meta_decoder import on_meta
-from rftmega.hf_folders.output_head import output_head
 from rftmega.hf_folders.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.tensor_plan import styles_of
 from rftmega.json_files import read_json_object
+from rftmega.launch import run_end
 from rftmega.model_providers.description import (
     ModelDescription,
     describe,
@@ -106,7 +106,7 @@ def preflight(
             f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
             "(torchrun --max-restarts)."
         )
-    found += _exports(config) + _quantised(config) + (_key(config) if here else [])
+    found += run_end.refusals(config) + _quantised(config) + (_key(config) if here else [])
     if found:
         raise ConfigError.listing("This run can't start", found)
 
@@ -291,16 +291,6 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
     rules = table(read_hf_config(path), value_head=value)
     layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
     return frozenset(target for layer in layers for target in layer.targets)
-
-
-def _exports(config: RunConfig) -> list[str]:
-    """Folders that the run would have to replace at its end, and may not."""
-    return [
-        f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
-        "another trainer.output, or set trainer.export=false."
-        for folder in map(Path, config.exports())
-        if is_anothers(folder)
-    ]
 
 
 def _quantised(config: RunConfig) -> list[str]:

@@ -3,7 +3,7 @@
 Slow and obvious.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine
 from rftmega.rollout.eight_bits import rounded
+from rftmega.rollout.transformers_names import ConvertedNames
 from rftmega.types import Completion, Sampling
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
@@ -89,6 +90,11 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
         else:
             found[f"{stem}.{kind}"] = tensor
     return found
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns the memory that a tensor lies in, which parameters that are tied share."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class TransformersEngine(Engine):
@@ -244,17 +250,32 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises WeightMismatch where a tensor is unknown, of another shape, or missing."""
-        own = named_as_in_a_folder(self.model)
+        own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model)
+        # elements that are still to come, by the memory that parameters have
+        lacking = Counter[int]()
+        for place in own.values():
+            lacking[_memory(place)] += place.numel()
+        loaded = set[str]()
         if self.quantised:
             named_tensors = rounded(named_tensors)
         for name, tensor in named_tensors:
-            if name not in own or own[name].shape != tensor.shape:
+            known = own.get(name)
+            if known is None or known.shape != tensor.shape:
+                known = others.place_of(name, tuple(tensor.shape))
+            if known is None or name in loaded:
                 raise WeightMismatch(
                     f"The engine has no {name} of shape {tuple(tensor.shape)}, or got it twice."
                 )
-            own.pop(name).copy_(tensor)
-        if own:
-            raise WeightMismatch(f"The push ended without {sorted(own)}.")
+            loaded.add(name)
+            lacking[_memory(known)] -= tensor.numel()
+            known.copy_(tensor)
+        missing = [
+            name
+            for name, place in own.items()
+            if name not in loaded and lacking[_memory(place)] > 0
+        ]
+        if missing:
+            raise WeightMismatch(f"The push ended without {sorted(missing)}.")
 
     def _sleep(self) -> None:
         self.model.to("cpu")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import weights
-from rftmega.config import TrainerConfig
+from rftmega.config import RunConfig, TrainerConfig
 from rftmega.hf_folders import export_folder, peft_folder
 from rftmega.parallel.collectives import all_reduce
 from rftmega.shards import TrainedAdapters, lost_share
@@ -30,6 +30,29 @@ def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None
     if (averaged := model.averaged()) is not None:
         with averaged:
             _export_weights(model, f"{folder}_ema", trainer)
+
+
+def rehearse(model: Trainable, config: RunConfig) -> None:
+    """Does what `export` will do at the end of a run but gathering and writing the weights, where the
+    run is to export its model.
+
+    Every process calls it, when the model is built. Raises CheckpointError, on all of them, for what
+    would keep the model from being exported.
+    """
+    if not config.trainer.export:
+        return
+    bucket_bytes, write = config.trainer.push_bucket_mib * 2**20, dist.get_rank() == 0
+    exporter = weights.Exporter(model.shards(), model.replica_group, bucket_bytes=bucket_bytes)
+    averages = config.algorithm.ema_beta > 0
+    for folder in (config.exported, *([f"{config.exported}_ema"] if averages else [])):
+        weights.rehearse_hf_folder(
+            exporter,
+            model.path,
+            folder,
+            write=write,
+            classifier=model.classifier,
+            quantised=config.trainer.export_quantised,
+        )
 
 
 def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None:

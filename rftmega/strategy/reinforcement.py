@@ -32,7 +32,7 @@ from rftmega.shards import AdapterSource
 from rftmega.strategy import engines
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
-from rftmega.strategy.export import export
+from rftmega.strategy.export import export, rehearse
 from rftmega.strategy.numerics import EngineNumerics
 from rftmega.strategy.phase_memory import predicted
 from rftmega.strategy.phases import POLICY, DevicePhases
@@ -64,7 +64,9 @@ class ReinforcementStrategy:
             )
         set_seed(config.trainer.seed)
         self.backend = backend
-        actor = self.actor = self._built(backend.policy(config))
+        actor = self.actor = backend.policy(config)
+        rehearse(actor, config)
+        self._built(actor)
         self.label = actor.label
         judges = self._build_value_models()
         judge = judges.get("reward_model")

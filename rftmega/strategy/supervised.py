@@ -9,7 +9,7 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.seeds import set_seed
 from rftmega.planning.models import POLICY
 from rftmega.strategy.backend import Backend, TrainablePolicy, TrainableValues
-from rftmega.strategy.export import export
+from rftmega.strategy.export import export, rehearse
 from rftmega.strategy.phase_memory import Memory, predicted
 from rftmega.types import Experience, LossFn, Metrics
 
@@ -25,6 +25,7 @@ class SupervisedStrategy:
             self.model = backend.policy(config)
         else:
             self.model = backend.value_model(config, role="critic")
+        rehearse(self.model, config)
         self.label = self.model.label
         self._memory = Memory({POLICY: self.model.residency}, predicted(config, world))
 

@@ -3,7 +3,7 @@ engine or a folder.
 """
 
 from rftmega.weights.adapter_weights import AdapterPairs, AdapterWeights
-from rftmega.weights.export import export_hf_folder, gather_to
+from rftmega.weights.export import export_hf_folder, gather_to, rehearse_hf_folder
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import EngineWeights
 
@@ -14,4 +14,5 @@ __all__ = [
     "Exporter",
     "export_hf_folder",
     "gather_to",
+    "rehearse_hf_folder",
 ]

@@ -14,7 +14,13 @@ from rftmega.errors import CheckpointError
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.block_scaled_writing import Quantising
-from rftmega.hf_folders.hf_folder import copy_companions, shards_of, write_index, write_shard
+from rftmega.hf_folders.hf_folder import (
+    PlannedTensor,
+    copy_companions,
+    shards_of,
+    write_index,
+    write_shard,
+)
 from rftmega.hf_folders.stacked_files import Stacking
 from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
@@ -60,6 +66,37 @@ def export_hf_folder(
     gather_to(exporter, target, written if write else None)
 
 
+def rehearse_hf_folder(
+    exporter: Exporter,
+    source: str | Path,
+    target: str | Path,
+    *,
+    write: bool,
+    classifier: bool = False,
+    quantised: bool = False,
+) -> None:
+    """Does what `export_hf_folder` does but gathering and writing the weights, and removes it again,
+    so that what keeps the model from being exported shows before anything is computed.
+
+    Every process calls it. Raises CheckpointError, on all of them.
+    """
+    error, draft = None, Path(f"{target}.incomplete")
+    if write:
+        try:
+            draft = export_folder.begin(Path(target))
+            quantising = _quantising(Path(source)) if quantised else None
+            shards, _ = _streamed(exporter, iter(()), Path(source), quantising)
+            write_index(draft, shards)
+            _write_beside(Path(source), draft, classifier=classifier, quantised=quantised)
+        except (OSError, CheckpointError) as raised:
+            error = f"At its end, the model could not be exported to {target}: {raised}"
+        finally:
+            if not export_folder.is_anothers(draft):
+                shutil.rmtree(draft, ignore_errors=True)
+    if errors := list(filter(None, gather_objects(error))):
+        raise CheckpointError(errors[0])
+
+
 def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> None:
     """Gathers the tensors of all processes, which `write`, where it is given, puts into `target`.
 
@@ -72,9 +109,8 @@ def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> No
         except OSError as raised:
             error = f"The model can't be exported to {target}, which needs room and rights: {type(raised).__name__}: {raised}"
         except CheckpointError as raised:  # of the model, or of the files beside it
-            error = (
-                f"The model can't be exported to {target}, where an earlier export stays: {raised}"
-            )
+            stays = ", where an earlier export stays" if Path(target).exists() else ""
+            error = f"The model can't be exported to {target}{stays}: {raised}"
             shutil.rmtree(f"{target}.incomplete", ignore_errors=True)
     for _ in tensors:  # a collective: what one process can't write the others send all the same
         pass
@@ -92,20 +128,37 @@ def _write(
     quantising: Quantising | None,
 ) -> None:
     draft = export_folder.begin(target)
+    shards, stream = _streamed(exporter, tensors, source, quantising)
+    for file, planned in shards.items():
+        write_shard(draft / file, planned, stream)
+    write_index(draft, shards)
+    quantised = quantising is not None
+    if changed := _write_beside(source, draft, classifier=classifier, quantised=quantised):
+        log.info("%s: %s", target, changed)
+    export_folder.settle(draft, target)
+
+
+def _streamed(
+    exporter: Exporter,
+    tensors: Iterator[tuple[str, Tensor]],
+    source: Path,
+    quantising: Quantising | None,
+) -> tuple[dict[str, list[PlannedTensor]], Iterator[tuple[str, Tensor]]]:
+    """Returns what goes into each file, and the tensors of all files in their order."""
     stacking = Stacking(stacks_of(read_json_object(source / "config.json")))
     coming = stacking.planned(exporter.planned)
     stream = stacking.stacked(tensors)
     if quantising is not None:
         coming, stream = quantising.planned(coming), quantising.quantised(stream)
-    shards = shards_of(coming, SHARD_BYTES)
-    for file, planned in shards.items():
-        write_shard(draft / file, planned, stream)
-    write_index(draft, shards)
-    if changed := copy_companions(source, draft, quantised=quantising is not None):
-        log.info("%s: %s", target, changed)
+    return shards_of(coming, SHARD_BYTES), stream
+
+
+def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: bool) -> str | None:
+    """Writes what lies beside the weights. Gives what config.json says otherwise than before."""
+    changed = copy_companions(source, draft, quantised=quantised)
     if classifier:
         _say_classifier(draft / "config.json")
-    export_folder.settle(draft, target)
+    return changed
 
 
 def _quantising(source: Path) -> Quantising:

@@ -389,6 +389,19 @@ def test_layers_that_predict_a_second_token_are_left_out_with_their_field_and_na
         )
 
 
+def test_angles_that_old_folders_hold_are_named_and_not_their_layers(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path, "llama")
+    file = source / "model.safetensors"
+    layers = range(json.loads((source / "config.json").read_text())["num_hidden_layers"])
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers]
+    tensors = load_file(file)
+    save_file(tensors | {name: torch.ones(8) for name in names}, file)
+    told = f"{names[0]} ({len(names)} tensors of this name, one a layer)"
+    assert convert.told_left_out(source) == told
+    save_file(tensors | {names[1]: torch.ones(8)}, file)
+    assert convert.told_left_out(source) == names[1]
+
+
 def small_disk_body(world: Any, direction: str, source: Path, target: Path, most: int) -> str:
     """With files of at most `most` bytes; what is said, and whether only whole files have their
     names.

@@ -13,11 +13,11 @@ from rftmega.errors import CheckpointError
 from rftmega.fsdp import module as fsdp_module
 from rftmega.fsdp.feed import feed
 from rftmega.fsdp.module import Built, build
+from rftmega.fsdp.output_head import OutputHead
 from rftmega.fsdp.sharding import materialise
 from rftmega.fsdp.support import refusal_to_pack
 from rftmega.hf_folders import decoder, meta_decoder
 from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.output_head import OutputHead
 from rftmega.hf_folders.parameter_places import Placed, places_of, plans_of, read
 from rftmega.shards import Shard
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
@@ -184,6 +184,17 @@ def test_a_folder_that_is_not_the_models_is_refused(
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=message):
         loaded(folder)
+
+
+def test_angles_that_old_folders_hold_are_not_taken_for_weights(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = save_decoder(tmp_path, "llama")
+    (file,) = HFFolder(folder).files
+    angles = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(3)}
+    save_file(load_file(file) | angles, file, {"format": "pt"})
+    _, places, _ = loaded(folder)
+    assert angles.keys().isdisjoint(place.name for each in places.values() for place in each)
 
 
 def test_a_mixture_that_sees_is_refused_before_a_model_is_built(tmp_path: Path) -> None:

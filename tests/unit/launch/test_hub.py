@@ -224,6 +224,9 @@ def test_a_repository_that_can_not_be_made_stops_the_run_before_it_begins(
         offline = uploading(tmp_path, address, "claim", HF_HUB_OFFLINE="1").stderr
     assert "trainer.push_to_hub=org/mine: the hub lets this account (HF_TOKEN) make no" in refused
     assert "trainer.push_to_hub=org/mine needs a network, and HF_HUB_OFFLINE is set" in offline
+    with hub({}, readers=True) as (address, _):
+        reader = uploading(tmp_path, address, "claim").stderr
+    assert "trainer.push_to_hub=org/mine: the hub lets this account (HF_TOKEN) make no" in reader
     gone = uploading(tmp_path, address, "claim").stderr
     assert "the hub can't be reached" in gone
     assert "hf upload org/mine run/policy --exclude .rftmega-export" in gone

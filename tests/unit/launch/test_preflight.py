@@ -57,6 +57,37 @@ def test_processes_that_cannot_share_a_model_under_fsdp_are_told_before_weights_
         preflight(config, 4)
 
 
+def test_an_output_head_that_fsdp_has_no_log_probs_of_is_told_before_a_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.backend = "fsdp"
+    preflight(config, 1)
+    save_decoder(tmp_path, "gemma2")
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM can't be trained with backend=fsdp"):
+        preflight(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "said"),
+    [
+        ("fsdp", "scripted", "Take backend=megatron, which has this one"),
+        ("megatron", "transformers", "Set rollout.engine=vllm"),
+    ],
+)
+def test_a_type_that_transformers_does_not_have_is_told_in_our_words(
+    backend: str, engine: str, said: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "deepseek-v3", P(), engine)
+    config.backend = backend
+    file = tmp_path / "config.json"
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    kimi = {"model_type": "kimi_k2", "auto_map": code}
+    file.write_text(json.dumps(json.loads(file.read_text()) | kimi))
+    with pytest.raises(ConfigError, match="has no model_type=kimi_k2") as caught:
+        preflight(config, 1)
+    assert said in str(caught.value)
+    assert "trust_remote_code" not in str(caught.value)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
     preflight(config_of(tmp_path, "qwen3-moe", P(), engine), 1)
@@ -107,7 +138,7 @@ def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> Non
             "vllm",
             ["know kv_lora_rank + qk_rope_head_dim = 576 only, not 24"],
         ),
-        ("qwen2", P(), 1, "vllm", ["don't know head size 16"]),
+        ("qwen2", P(), 1, "vllm", ["know no head size 16 (head_dim of the model), only 32"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason_and_what_does(

@@ -1,0 +1,79 @@
+"""Says, before a run begins, what would keep its end from being as it is to be: folders that can't be
+written, a repository of the hub that can't be, a model card that can't be made.
+
+What takes the model itself is rehearsed when it is built: `strategy.export.rehearse`.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rftmega.config import RunConfig
+from rftmega.hf_folders.export_folder import MARK, is_anothers
+from rftmega.observe.model_card import model_card
+
+
+def refusals(config: RunConfig) -> list[str]:
+    """Lists why this run could not end well."""
+    return [*_folders(config), *_exports(config), *_repository(config), *_card(config)]
+
+
+def _folders(config: RunConfig) -> Iterator[str]:
+    """Tries each folder that the run writes to, or the one that it will be made in."""
+    written = {"trainer.output": config.trainer.output}
+    if config.checkpoint.every and config.checkpoint.folder:
+        written["checkpoint.folder"] = config.checkpoint.folder
+    for option, folder in written.items():
+        is_path = bool(folder.strip()) and "\0" not in folder
+        if is_path and (reason := _unwritable(Path(folder).absolute())):
+            yield f"{option}={folder} can't be written: {reason}. Choose another folder, or mend its permissions."
+
+
+def _unwritable(folder: Path) -> str:
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there}: {error.strerror or error}"
+
+
+def _exports(config: RunConfig) -> list[str]:
+    """Folders that the run would have to replace at its end, and may not."""
+    return [
+        f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
+        "another trainer.output, or set trainer.export=false."
+        for folder in map(Path, config.exports())
+        if is_anothers(folder)
+    ]
+
+
+def _repository(config: RunConfig) -> list[str]:
+    """Asks the hub's library about the name; `hub_upload.claim` asks the hub itself."""
+    repository = config.trainer.push_to_hub
+    if not repository:
+        return []
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        return [f"trainer.push_to_hub={repository} is no name of a repository: {error}"]
+    return []
+
+
+def _card(config: RunConfig) -> list[str]:
+    """Writes the model card as it would be without a step."""
+    if not config.trainer.export:
+        return []
+    try:
+        model_card(config, [])
+    except Exception as error:  # whatever it is: it would be raised after the last step
+        return [
+            f"trainer.export=true: the model card can't be written: {type(error).__name__}: {error}. Set trainer.export=false."
+        ]
+    return []

@@ -1,0 +1,68 @@
+"""Finds where a folder's tensors lie in a model of transformers, by its own conversion mapping: for
+those that `transformers.named_as_in_a_folder` does not name.
+"""
+
+import re
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class ConvertedNames:
+    """ConvertedNames gives views of a model's parameters for tensors of a folder."""
+
+    def __init__(self, model: PreTrainedModel):
+        kept = model.state_dict().keys()
+        # without duplicates: a tied head is the embedding
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._state = {name: tensor.detach() for name, tensor in named if name in kept}
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._of_pattern = {
+            pattern: each for each in self._converters for pattern in each.source_patterns
+        }
+        self._prefix = model.base_model_prefix
+
+    def place_of(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Returns the part of a parameter that is a folder's tensor of this name and shape; None where
+        there is none.
+        """
+        target, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
+        if (whole := self._state.get(target)) is None:
+            return None
+        place = whole if pattern is None else self._within(whole, name, pattern, shape)
+        return place if place is not None and place.shape == shape else None
+
+    def _within(
+        self, whole: Tensor, name: str, pattern: str, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        converter = self._of_pattern[pattern]
+        place, merged = whole, 0
+        for operation in converter.operations:
+            if isinstance(operation, MergeModulelist) and operation.dim == 0:
+                expert = EXPERT.search(name)
+                if expert is None or int(expert[1]) >= len(whole):
+                    return None
+                place, merged = whole[int(expert[1])], 1
+            elif isinstance(operation, Concatenate):
+                axis = operation.dim - merged
+                first = converter.source_patterns.index(pattern) * shape[axis]
+                if first + shape[axis] > place.shape[axis]:
+                    return None
+                place = place.narrow(axis, first, shape[axis])
+            else:
+                return None
+        return place
