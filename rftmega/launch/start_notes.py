@@ -44,6 +44,4 @@ def _bfloat16(config: RunConfig) -> str:
     said = f"Products of matrices in bfloat16 take {ratio:.1f} times as long as in float32 on this processor"
     if ratio < SLOW:
         return f"{said}."
-    return (
-        f"{said}, which has no instructions for them. Set model.dtype=float32, unless the memory for it is missing."
-    )
+    return f"{said}, which has no instructions for them. Set model.dtype=float32, unless the memory for it is missing."
