@@ -18,8 +18,9 @@ def allow_recomputation(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            plain = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = partial(_recomputed, layer, plain)
+            own: dict[str, Any] = vars(layer)
+            plain = own["_gradient_checkpointing_func"]
+            own["_gradient_checkpointing_func"] = partial(_recomputed, layer, plain)
 
 
 def learn(model: nn.Module, learning: bool) -> None:

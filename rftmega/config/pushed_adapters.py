@@ -10,7 +10,7 @@ from rftmega.options.adapters import OF_WORDS
 # dense models (model_type) beside whose layers vLLM 0.32 serves adapters, as pushes of them were tried;
 # of the first three, beside embedding and head as well
 SERVED_WORDS = ("llama", "phi3", "qwen3")
-SERVED = (*SERVED_WORDS, "mistral", "qwen2")
+SERVED = (*SERVED_WORDS, "qwen2")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 

@@ -32,7 +32,13 @@ INITS = "init_lora_weights"
 # leave the frozen weights as they are. The others (pissa, olora, corda, loftq, lora_ga) subtract their
 # first product from them, so that the saved pairs belong to weights that no folder has.
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-EMPTY = (None, False, [], {}, "")  # a field that is not known says nothing with these
+EMPTY: tuple[Any, ...] = (
+    None,
+    False,
+    [],
+    {},
+    "",
+)  # a field that is not known says nothing with these
 
 
 def foreign_fields(said: Mapping[str, Any]) -> list[str]:
