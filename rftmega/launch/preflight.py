@@ -103,7 +103,8 @@ def preflight(
             f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
             "(torchrun --max-restarts)."
         )
-    found += _exports(config) + _quantised(config) + (_key(config) if here else [])
+    found += _exports(config) + _quantised(config)
+    found += _key(config) if here else []
     if found:
         raise ConfigError.listing("This run can't start", found)
 
