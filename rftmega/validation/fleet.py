@@ -105,6 +105,6 @@ def _malformed(address: str) -> list[str]:
     except ValueError as error:
         shown = address.rpartition("@")[2]  # no password
         return [
-            f"rollout.addresses has {shown!r}: {error}. Give addresses as http://10.0.0.2:8100."
+            f"rollout.addresses has {shown!r}, which is no address as http://10.0.0.2:8100: {error}."
         ]
     return []
