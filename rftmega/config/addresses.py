@@ -12,7 +12,7 @@ def address_of(text: str) -> str:
     host, port = parts.hostname, parts.port  # ValueError where it is no number
     plain = all("!" <= letter <= "~" for letter in text)
     if not plain or parts.scheme not in ("http", "https") or not host or not port:
-        raise ValueError("it is no address as http://10.0.0.2:8100")
+        raise ValueError("it needs http or https, a host and a port")
     if "@" in parts.netloc:
         raise ValueError(
             "it has a user or password; the key of the environment is all that servers ask for"

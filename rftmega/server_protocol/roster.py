@@ -31,5 +31,8 @@ def read_roster(file: Path) -> RosterLook:
         try:
             found[address_of(told)] = None
         except ValueError as error:
-            problems.append(f"{file}:{number}: {told[:80]!r} is left out: {error}")
+            shown = told.rpartition("@")[2][:80]  # no password
+            problems.append(
+                f"{file}:{number}: {shown!r} is left out, which is no address as http://10.0.0.2:8100: {error}."
+            )
     return RosterLook(tuple(found), tuple(problems))

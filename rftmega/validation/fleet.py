@@ -111,6 +111,6 @@ def _malformed(address: str) -> list[str]:
         address_of(address)
     except ValueError as error:
         return [
-            f"rollout.addresses has {address!r}: {error}. Give addresses as http://10.0.0.2:8100."
+            f"rollout.addresses has {address!r}, which is no address as http://10.0.0.2:8100: {error}."
         ]
     return []

@@ -485,7 +485,13 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
 
     def elsewhere(address: str, headers: Any, *, tls: Any) -> Any:
         seen.append((address, tls is not None))
-        return SimpleNamespace(own=False, address=address, there=lambda: True, identity=lambda: "")
+        return SimpleNamespace(
+            own=False,
+            address=address,
+            there=lambda: True,
+            identity=lambda: "",
+            claim=lambda name: None,
+        )
 
     def sync(shards: Any, engine: Any, **given: Any) -> None:
         seen.append(given)

@@ -42,6 +42,7 @@ def test_what_is_no_address_is_left_out_and_said(
     look = read_roster(file)
     assert list(look.addresses) == addresses and len(look.problems) == wrong
     assert all(f"{file}:" in problem for problem in look.problems)
+    assert all("user" not in problem.partition(" is left")[0] for problem in look.problems)
 
 
 def test_a_password_in_an_address_is_not_taken() -> None:
