@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +24,12 @@ def load_examples(
     too_long: str,
     noun: str,
     places: list[str] | None = None,
+    most: int | None = None,
 ) -> list[T]:
     """Returns `parse`(record, examples before it) of every record.
 
-    `noun` says in the plural what is made. To `places` is added where each example stands, as
-    `records` tells it.
+    `noun` says in the plural what is made; `most`: records that are read, None: all. To `places` is
+    added where each example stands, as `records` tells it.
 
     Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
     where `too_long` is "drop".
@@ -35,7 +37,7 @@ def load_examples(
     examples: list[T] = []
     problems: list[str] = []
     dropped = 0
-    for where, record in records(source):
+    for where, record in islice(records(source), most):
         try:
             if isinstance(record, DataError):
                 raise record

@@ -30,13 +30,14 @@ def load_preferences(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    most: int | None = None,
 ) -> list[Pair]:
     """Reads one Pair a record.
 
-    Raises DataError as `load_prompts` does.
+    `most`: records that are read, None: all. Raises DataError as `load_prompts` does.
     """
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
-    return load_examples(source, parse, too_long=config.too_long, noun="pairs")
+    return load_examples(source, parse, too_long=config.too_long, noun="pairs", most=most)
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:

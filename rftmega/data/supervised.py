@@ -38,13 +38,14 @@ def load_supervised(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    most: int | None = None,
 ) -> list[Example]:
     """Reads one Example a record.
 
-    Raises DataError as `load_prompts` does.
+    `most`: records that are read, None: all. Raises DataError as `load_prompts` does.
     """
     parse = partial(_parse, Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens))
-    return load_examples(source, parse, too_long=config.too_long, noun="examples")
+    return load_examples(source, parse, too_long=config.too_long, noun="examples", most=most)
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
