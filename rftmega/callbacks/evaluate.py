@@ -18,6 +18,8 @@ from rftmega.interfaces import Reward
 from rftmega.sampling_seeds import evaluation_seed
 from rftmega.types import Metrics, Prompt, Rollout, Sampling
 
+ACCURACY = "accuracy"  # share of the answers that are right
+
 
 class Answering(NamedTuple):
     """Answering says how held-out prompts are answered and judged."""
@@ -67,8 +69,8 @@ class Evaluate(Evaluation):
         self.reward, self.answering, self.adapters = reward, answering, adapters
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each set the mean of every reward part over all answers and pass@k; of other
-        adapters too, under their names.
+        """Returns for each set the mean of every reward part over all answers, the share of answers
+        that are right ("accuracy") and pass@k; of other adapters too, under their names.
 
         "eval_seconds" for all together.
         """
@@ -114,13 +116,16 @@ class Evaluate(Evaluation):
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
-    """Returns the mean of every part, and pass@k.
+    """Returns the mean of every part, the share that is right, and pass@k.
 
     `scores` are those of all answers, a prompt's side by side.
     """
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)
     found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
+    judging = [score for score in scores if answering.accuracy in score]
+    if judging:
+        found[ACCURACY] = _right(judging, answering.accuracy) / len(judging)
     groups = [scores[i : i + n] for i in range(0, len(scores), n)]
     for k in answering.pass_at:
         # a rollout that was lost has no score

@@ -27,12 +27,15 @@ SHOWN = {  # metric -> its name in the line of a step
 class Progress(Observer):
     """One bar, and a line for each evaluation."""
 
-    def __init__(self, steps: int, accuracy: Mapping[str, str]):
-        """`accuracy`: name of a held-out set ("" where there is but one) -> metric that is shown of
-        it.
+    def __init__(
+        self, steps: int, accuracy: Mapping[str, str], means: Mapping[str, str] | None = None
+    ):
+        """`accuracy`: name of a held-out set ("" where there is but one) -> metric that has the
+        share of its right answers; `means`: set -> that of the mean score, which is shown where it
+        is another.
         """
         self.steps = steps
-        self.accuracy = accuracy
+        self.accuracy, self.means = accuracy, means or {}
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self._say(metrics, f"after step {trainer.step}" if trainer.step else "before training")
@@ -51,12 +54,19 @@ class Progress(Observer):
 
     def _say(self, metrics: Metrics, when: str) -> None:
         found = [
-            f"{name} {_share(metrics[metric])}".strip()
+            f"{name} {metrics[metric]:.1%}{self._mean(metrics, name)}".strip()
             for name, metric in self.accuracy.items()
             if metric in metrics
         ]
         if found:
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
+
+    def _mean(self, metrics: Metrics, name: str) -> str:
+        """Returns the mean score of a set where it says more than the share of right answers."""
+        mean = metrics.get(self.means.get(name, ""))
+        if mean is None or mean == metrics[self.accuracy[name]]:
+            return ""
+        return f" (mean score {mean:.3g})"
 
 
 def status(metrics: Metrics) -> str:
@@ -72,11 +82,6 @@ def status(metrics: Metrics) -> str:
         if metric in metrics:  # a frozen policy has no loss
             said.append(f"{name} {metrics[metric]:.3g}")
     return ", ".join(said)
-
-
-def _share(value: float) -> str:
-    """Shows a share in percent, and what is none as a number: a reward function may give any."""
-    return f"{value:.1%}" if 0 <= value <= 1 else f"{value:.3g}"
 
 
 class JSONLines(StepLines):

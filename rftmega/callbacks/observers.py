@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rftmega.callbacks.alerts import Alerts
-from rftmega.callbacks.evaluate import Answering, Evaluate, Evaluation, metric_of
+from rftmega.callbacks.evaluate import ACCURACY, Answering, Evaluate, Evaluation, metric_of
 from rftmega.callbacks.evaluate_rows import HeldOut, cross_entropy_of, preference_of
 from rftmega.callbacks.exporting import Exporting
 from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
@@ -17,7 +17,7 @@ from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.callbacks.run_chat import RunChat
-from rftmega.callbacks.trajectories import Trajectories
+from rftmega.callbacks.trajectories import Grading, Trajectories
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
 from rftmega.types import Prompt, Rows, Sampling
@@ -69,18 +69,21 @@ def observers_of(
     *,
     is_main: bool,
     measures: Sequence[Observer] = (),
+    grading: Grading | None = None,
 ) -> list[Observer]:
     """Builds the observers in their order.
 
     Only the main process writes; `export` is called on all, with a folder, after the last step;
-    `measures` add metrics after the evaluation.
+    `measures` add metrics after the evaluation; `grading` says what of a response is graded.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
     if is_main:
-        accuracy = {"rl": chosen.eval_accuracy, "reward_model": "accuracy"}.get(task)
+        judged = evaluation.held_out if task in ("rl", "reward_model") else ()
         found += writers(
-            config, {name: metric_of(name, accuracy) for name in evaluation.held_out if accuracy}
+            config,
+            {name: metric_of(name, ACCURACY) for name in judged},
+            {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
         )
     if is_main and task == "rl" and chosen.trajectories:
         folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
@@ -93,6 +96,7 @@ def observers_of(
                 most_bytes=most_bytes,
                 chat=RunChat.of(config, text.chat),
                 warn=_warns(config),
+                grading=grading,
             )
         )
     if is_main and chosen.max_staleness and not config.rollout.ahead:
@@ -112,15 +116,17 @@ def observers_of(
     return found
 
 
-def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
-    """Builds what writes metrics, and the progress, which shows of each held-out set the metric
-    that `shown` names.
+def writers(
+    config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
+) -> list[Observer]:
+    """Builds what writes metrics, and the progress, which shows of each held-out set the metrics
+    that `accuracy` and `means` name.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
         JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
         TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
-        Progress(config.trainer.steps, shown),
+        Progress(config.trainer.steps, accuracy, means),
         Alerts(Path(output) / "metrics.jsonl"),
     ]
     if chosen.wandb:

@@ -23,6 +23,8 @@ from rftmega.types import Experience, Metrics, Samples, Turn
 
 log = logging.getLogger(__name__)
 LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
+# (context, response) in token ids -> the text that rewards grade; None: unfinished reasoning
+Grading = Callable[[Sequence[int], Sequence[int]], str | None]
 
 
 class Trajectories(Observer):
@@ -42,15 +44,16 @@ class Trajectories(Observer):
         every: int,
         most_bytes: int,
         chat: RunChat | None = None,
+        grading: Grading | None = None,
         warn: bool = False,
     ):
         """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: how messages
-        become tokens, which is written beside. With `warn` a file that can't be written is left
-        out, with a warning; see `writing`.
+        become tokens, which is written beside; `grading`: what of a response is graded. With `warn`
+        a file that can't be written is left out, with a warning; see `writing`.
         """
         self.warn = warn
         self.folder = Path(folder)
-        self.chat = chat
+        self.chat, self.grading = chat, grading
         self.decode, self.pieces = decode, pieces
         self.every, self.most_bytes = every, most_bytes
 
@@ -83,7 +86,9 @@ class Trajectories(Observer):
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:
         if trainer.step == 1 or trainer.step % self.every == 0:
-            lines = records(trainer.step, samples, experience, self.decode, self.pieces)
+            lines = records(
+                trainer.step, samples, experience, self.decode, self.pieces, self.grading
+            )
             path = self.folder / name_of(trainer.step)
             with writing(path, warn=self.warn):
                 write(path, lines)
@@ -138,6 +143,7 @@ def records(
     experience: Experience[Ragged],
     decode: Callable[[Sequence[int]], str],
     pieces: Callable[[Sequence[int]], list[str]],
+    grading: Grading | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yields one JSON-ready object a row.
 
@@ -150,6 +156,9 @@ def records(
     "pictures" lists those of the prompt, in which each has one placeholder: digest, path (none for
     bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are there, too,
     with their frames.
+
+    "graded" is what rewards graded of the response, null where its reasoning is not finished; a
+    rollout's last trajectory has it.
 
     "rollout" is the rollout's number; where it has several rows, "trajectory" says which of them
     this is, from 0, of how many "trajectories". "turns" have their places among the tokens of the
@@ -183,6 +192,7 @@ def records(
             "index": samples.prompts[row].index,
             "prompt": "".join(pieces(unexpanded(ids[:first], pictures))),
             "response": decode(ids[first:]),
+            **graded(samples, row, places[row], grading),
             "label": samples.prompts[row].label,
             "reward": rounded(samples.reward[row].item(), LOGP_DIGITS),
             "reward_parts": {
@@ -236,6 +246,21 @@ def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
         "messages": messages_in(samples.prompts[row].record),
     }
     return {name: value for name, value in found.items() if value}
+
+
+def graded(
+    samples: Samples[Ragged], row: int, place: dict[str, int], grading: Grading | None
+) -> dict[str, Any]:
+    """Returns what was graded of a row: of its last answer, or of all behind the prompt."""
+    if grading is None or place.get("trajectory", 0) + 1 != place.get("trajectories", 1):
+        return {}
+    ids = samples.rows.tokens[row].tolist()
+    turns = samples.turns[row] if samples.turns else ()
+    begin, end = int(samples.rows.prompt_lengths[row]), len(ids)
+    for turn in turns:
+        if turn.role == "assistant":
+            begin, end = turn.start, turn.stop
+    return {"graded": grading(ids[:begin], ids[begin:end])}
 
 
 def described_turn(turn: Turn, first: int) -> dict[str, Any]:

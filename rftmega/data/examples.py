@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +31,12 @@ def load_examples(
     noun: str,
     places: list[str] | None = None,
     report: Report | None = None,
+    most: int | None = None,
 ) -> Examples[T]:
     """Returns `parse`(record, examples before it) of every record.
 
-    `noun` says in the plural what is made. To `places` is added where each example stands, as
-    `records` tells it. What `parse` adds to `report` is logged.
+    `noun` says in the plural what is made; `most`: records that are read, None: all. To `places` is
+    added where each example stands, as `records` tells it. What `parse` adds to `report` is logged.
 
     Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
     where `too_long` is "drop".
@@ -43,7 +45,7 @@ def load_examples(
     identities: list[int] = []
     problems: list[str] = []
     dropped = 0
-    for where, record in records(source):
+    for where, record in islice(records(source), most):
         try:
             if isinstance(record, DataError):
                 raise record

@@ -44,10 +44,11 @@ def load_preferences(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    most: int | None = None,
 ) -> list[Pair]:
     """Reads one Pair a record.
 
-    Raises DataError as `load_prompts` does.
+    `most`: records that are read, None: all. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     return load_examples(
@@ -56,6 +57,7 @@ def load_preferences(
         too_long=config.too_long,
         noun="pairs",
         report=encoder.report,
+        most=most,
     )
 
 

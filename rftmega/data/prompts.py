@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,12 +48,13 @@ def load_prompts(
     max_pictures: int = 0,
     max_videos: int = 0,
     places: list[str] | None = None,
+    most: int | None = None,
 ) -> list[Prompt]:
     """Returns one Prompt a record, with the record's columns where `columns` says so.
 
     `processor`: of a model that sees, whose prompts may have `max_pictures` pictures and
     `max_videos` videos, or of one that hears, and `max_pictures` waveforms. To `places` is added
-    where each prompt stands in the file.
+    where each prompt stands in the file. `most`: records that are read, None: all.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
     is too long.
@@ -61,10 +63,10 @@ def load_prompts(
     if isinstance(processor, AudioProcessor):
         reader = WaveformReader(processor, config, source, max_pictures)
     else:
-        most = Most(max_pictures, max_videos)
-        reader = PictureReader(processor, config, source, most, tokenizer)
+        media = Most(max_pictures, max_videos)
+        reader = PictureReader(processor, config, source, media, tokenizer)
     if config.picture_hosts and processor is not None:
-        given = (each for _, each in records(source) if not isinstance(each, DataError))
+        given = (each for _, each in islice(records(source), most) if not isinstance(each, DataError))
         reader.fetch(with_media_moved(given, config))
     encoder = Encoder(
         tokenizer, config, max_prompt_tokens, placeholders=_placeholders(tokenizer, processor)
@@ -76,6 +78,7 @@ def load_prompts(
         noun="prompts",
         places=places,
         report=encoder.report,
+        most=most,
     )
 
 

@@ -24,11 +24,13 @@ def prompts_of(
     check: Callable[[Sequence[Prompt]], None],
     rank: int = 0,
     ranks: int = 1,
+    most: int | None = None,
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
     """Loads prompts, those of each file checked by `check`, which raises DataError for what speaks
     against them; the file is named before it.
 
     Each of the `ranks` processes that load the same decodes its share of the pictures and waveforms.
+    `most`: records of a file that are read, None: all.
     """
     ear = ear_of(config.model.path)
     processor = ear or processor_of(config.model.path)
@@ -45,6 +47,7 @@ def prompts_of(
             max_pictures=config.rollout.max_pictures,
             max_videos=config.rollout.max_videos,
             places=places,
+            most=most,
         )
         try:
             check(prompts)
@@ -60,8 +63,13 @@ def prompts_of(
     return order, {name: load(source) for name, source in config.data.held_out.items()}
 
 
-def given_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[PromptOrder[Any], dict[str, Rows]]:
-    """Loads rows of answers to learn (algorithm.task=sft) or of preferences (reward_model)."""
+def given_of(
+    config: RunConfig, tokenizer: Tokenizer, most: int | None = None
+) -> tuple[PromptOrder[Any], dict[str, Rows]]:
+    """Loads rows of answers to learn (algorithm.task=sft) or of preferences (reward_model).
+
+    `most`: records of a file that are read, None: all.
+    """
     read, rows = (
         (load_supervised, rows_of)
         if config.algorithm.task == "sft"
@@ -69,20 +77,23 @@ def given_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[PromptOrder[Any],
     )
 
     def load(source: str) -> Sequence[Any]:
-        return read(source, tokenizer, config.data, **_limits(config))
+        return read(source, tokenizer, config.data, **_limits(config), most=most)
 
     size, seed = config.trainer.prompts_per_step, config.trainer.seed
     order = order_of(config.data, load, batch_size=size, seed=seed, collate=rows)
     return order, {name: rows(load(source)) for name, source in config.data.held_out.items()}
 
 
-def ptx_of(config: RunConfig, tokenizer: Tokenizer) -> PromptOrder[Example] | None:
+def ptx_of(
+    config: RunConfig, tokenizer: Tokenizer, most: int | None = None
+) -> PromptOrder[Example] | None:
     """Loads rows of the answers that are learnt beside those that are rewarded, where data.ptx
     gives any.
     """
     if not config.data.ptx:
         return None
-    examples = load_supervised(config.data.ptx, tokenizer, config.data, **_limits(config))
+    limits = _limits(config)
+    examples = load_supervised(config.data.ptx, tokenizer, config.data, **limits, most=most)
     size, seed = config.trainer.prompts_per_step, f"{config.trainer.seed}/ptx"
     return PromptOrder(examples, batch_size=size, seed=seed, collate=rows_of)
 

@@ -43,11 +43,12 @@ def load_supervised(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    most: int | None = None,
 ) -> list[Example]:
     """Reads one Example a record; of several learnt turns, another one where the chat template
     rewrites what stands before a turn.
 
-    Raises DataError as `load_prompts` does.
+    `most`: records that are read, None: all. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     found = load_examples(
@@ -56,6 +57,7 @@ def load_supervised(
         too_long=config.too_long,
         noun="examples",
         report=encoder.report,
+        most=most,
     )
     return [example for of_record in found for example in of_record]
 

@@ -17,6 +17,7 @@ from rftmega.launch.hub import fetched
 from rftmega.launch.option_reference import option_reference
 from rftmega.parallel.private import keep_private
 
+FIRST_RECORDS = 8  # of each file that a dry run reads
 FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
 where my_function(prompts, completions, **columns) gives a number for each completion (docs/rewards.md)."""
 
@@ -73,7 +74,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print layout, batch arithmetic and parameters a rank, and exit",
+        help="print layout, batch arithmetic and parameters a rank, read the first records, check the reward, and exit",
     )
     return parser.parse_intermixed_args()
 
@@ -97,11 +98,15 @@ def reference(argv: Sequence[str]) -> str:
 
 
 def shown(given: argparse.Namespace) -> None:
-    """Prints layout, batch arithmetic and parameters a rank."""
+    """Prints layout, batch arithmetic and parameters a rank, and checks the first records of the
+    data with the reward.
+    """
     from rftmega.launch import preflight
+    from rftmega.launch.train import look
     from rftmega.parallel.process_group import launched_size
 
     config = fetched(configuration.load(given.config, given.overrides))
     check(config, given.processes)
     processes = launched_size() if given.processes is None else given.processes
     sys.stdout.write(preflight.dry_run(config, processes) + "\n")
+    sys.stdout.write(f"looked at   {look(config, FIRST_RECORDS)}\n")

@@ -99,7 +99,13 @@ def reinforce(config: RunConfig) -> int:
             trainer.callbacks = [
                 ControlTokensInData(tokenizer.named),
                 *callbacks_of(
-                    config, strategy, parts, evaluation, tokenizer, is_main=world.is_main
+                    config,
+                    strategy,
+                    parts,
+                    evaluation,
+                    tokenizer,
+                    is_main=world.is_main,
+                    grading=lambda context, ids: reasoning.read(context, ids).graded,
                 ),
             ]
             if world.is_main and config.checkpoint.every:
@@ -108,6 +114,35 @@ def reinforce(config: RunConfig) -> int:
             trainer.fit(prompts, steps=config.trainer.steps)
         strategy.close()
     return config.faults.requeue_code if trainer.stopped else 0
+
+
+def look(config: RunConfig, most: int) -> str:
+    """Reads the first `most` records of each data file as a run does, and checks the reward with
+    them. Returns what was looked at, in a line.
+
+    Raises ConfigError for functions and patterns that can't be used, DataError for records that a
+    run would refuse.
+    """
+    from rftmega.data import given_of, prompts_of, ptx_of
+    from rftmega.rewards import Reasoning, check_prompts, create
+
+    tokenizer = _tokenizer(config)
+    files = [config.data.train, *config.data.sources, *config.data.held_out.values()]
+    files += [config.data.ptx]
+    said = f"the first {most} records of {', '.join(filter(None, files))}"
+    if config.algorithm.task != "rl":
+        given_of(config, tokenizer, most)
+        return said
+    prompts_of(
+        config,
+        tokenizer,
+        check=lambda prompts: check_prompts(config.reward, prompts),
+        most=most,
+    )
+    ptx_of(config, tokenizer, most)
+    reasoning = Reasoning.of(config.reward.reasoning_markers, tokenizer)
+    create(config.reward, tokenizer.decode, reasoning)
+    return f"{said}; reward of {', '.join(sorted(config.reward.used())) or 'others'}"
 
 
 def supervise(config: RunConfig) -> int:

@@ -11,6 +11,7 @@ from rftmega.callbacks.checkpointing import Checkpointing
 from rftmega.callbacks.evaluate import Evaluation
 from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.callbacks.observers import Text, observers_of
+from rftmega.callbacks.trajectories import Grading
 from rftmega.config import RunConfig
 from rftmega.interfaces import Callback, Resumable
 from rftmega.observe.model_card import write_model_card
@@ -27,14 +28,21 @@ def callbacks_of(
     text: Text,
     *,
     is_main: bool,
+    grading: Grading | None = None,
 ) -> list[Callback]:
     """Builds the callbacks of a run in the order in which they are told.
 
-    A checkpoint holds the state of `parts`.
+    A checkpoint holds the state of `parts`; `grading` says what of a response is graded.
     """
     found: list[Callback] = [
         *observers_of(
-            config, evaluation, text, strategy.export, is_main=is_main, measures=measures_of(config)
+            config,
+            evaluation,
+            text,
+            strategy.export,
+            is_main=is_main,
+            measures=measures_of(config),
+            grading=grading,
         )
     ]
     if is_main and config.trainer.export:  # after the export, into whose folder it goes

@@ -28,7 +28,7 @@ REWARD_OPTIONS = {  # option -> the parts that read it
     },
 }
 COMPARING = {"exact_match", "math", "multiple_choice", "code"}  # an answer with its label
-NAMES_OF_METRICS = ("reward", "majority", "model")
+NAMES_OF_METRICS = ("reward", "majority", "model", "accuracy")
 
 
 def reward_parts(config: RunConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -586,3 +587,85 @@ def test_text_is_readable_on_every_colour(scheme: str, browser: Any, address: st
     }""")
     page.close()
     assert min(ratios) >= 4.5, ratios
+
+
+SYSTEM = "You are a careful assistant. " * 40  # about 300 tokens
+CHATS = [
+    "How many legs has a spider?",
+    "How many legs have two ants?",
+    "What is 3+4?",
+    "Name a prime.",
+]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run of chat prompts on one line, which share a long system prompt, with its metrics."""
+    folder = tmp_path_factory.mktemp("chats")
+    (folder / "trajectories").mkdir()
+    texts = [f"<|system|>{SYSTEM}<|user|>{chat}<|assistant|>" for chat in CHATS]
+    said = {0: "8", 1: None, 2: "<think>x</think>7"}
+    rows = [
+        sample(i) | {"prompt": text, "response": "<think>x</think>7"} | ({"graded": said[i]} if i in said else {})
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    for row in rows:
+        row["tokens"]["gap"] = [1.23e-5, -4.0e-6, 0.0]
+    write(folder / "trajectories/step_000001.jsonl.gz", iter(rows))
+    steps = [
+        {"step": n, "time": 1.0, "reward": n / 10, "loss": None, "eval_near": 0.5} for n in range(5)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert view.main([str(folder)]) == 0
+    return f"file://{folder}/trajectories.html"
+
+
+@pytest.fixture(params=[(1400, 900), (390, 844)], ids=["desk", "telephone"])
+def chat(browser: Any, chats: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    width, height = request.param
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(chats)
+    yield page
+    page.close()
+
+
+def test_gaps_are_written_with_their_power_of_ten(chat: Any) -> None:
+    assert column(chat, "gap")[0] == "5.4e-6"
+    assert "5.4e-6, 1.2e-5" in chat.text_content("#facts")
+
+
+def test_of_prompts_that_begin_alike_the_part_that_differs_is_shown(chat: Any) -> None:
+    shown = column(chat, "prompt")
+    assert [text.split("<|assistant|>")[0].split("<|user|>")[-1] for text in shown] == CHATS
+    assert all(len(text) < 80 and text.startswith("…") for text in shown)
+    pale, rest = chat.eval_on_selector_all(
+        "#prompt span", "all => all.map(each => each.textContent)"
+    )
+    assert pale.startswith("<|system|>You are") and CHATS[0] in rest
+    assert chat.evaluate(
+        "() => { const own = document.querySelector('#prompt'), rest = own.lastChild.getBoundingClientRect(),"
+        " box = own.getBoundingClientRect(); return rest.top >= box.top && rest.top < box.bottom }"
+    ), "the question is seen without scrolling the prompt"
+    assert chat.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert chat.evaluate("() => document.querySelector('#prompt').offsetHeight <= 240")
+
+
+def test_what_was_graded_is_shown(chat: Any) -> None:
+    seen = []
+    for number in range(4):
+        chat.click(f"tr.row[data-sample='{number}']")
+        seen.append(chat.text_content("#graded") if chat.is_visible("#graded") else "hidden")
+    assert seen == ["8", "nothing: the reasoning is not finished", "the whole response", "hidden"]
+
+
+def test_the_page_has_the_curves_of_the_run(chat: Any, page: Any) -> None:
+    assert chat.is_visible("#curves")
+    said = chat.eval_on_selector_all(
+        "#curves figcaption", "all => all.map(each => each.textContent)"
+    )
+    assert said == ["eval_near 0.5 → 0.5", "reward 0 → 0.4"]
+    points = chat.get_attribute("#curves figure:last-child polyline", "points").split()
+    places = [tuple(map(float, point.split(","))) for point in points]
+    assert [across for across, _ in places] == pytest.approx([2, 26, 50, 74, 98])
+    assert [down for _, down in places] == pytest.approx([37, 28.5, 20, 11.5, 3])
+    assert not page.is_visible("#run"), "a folder without metrics has none"

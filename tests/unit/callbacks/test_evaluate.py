@@ -67,7 +67,7 @@ def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> No
     engine = Answers({EASY[0]: [7], EASY[1]: [8]})
     found = Evaluate({"": EASY}, seven, every=0, last=1).evaluate(Trainer(engine))
     assert {name: value for name, value in found.items() if name != "eval_seconds"} == {
-        "eval_exact_match": 0.5, "eval_half": 0.25, "eval_reward": 0.5,
+        "eval_exact_match": 0.5, "eval_half": 0.25, "eval_reward": 0.5, "eval_accuracy": 0.5,
     }  # fmt: skip
     assert [(prompt, sampling.temperature) for prompt, _, sampling in engine.asked] == [
         (EASY[0], 0.0),
@@ -99,6 +99,28 @@ def test_an_answer_passes_by_the_part_that_is_named() -> None:
         ]
         == 0
     )
+
+
+def near(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
+    """Scores 1 for a 7, less the farther from it; a 0 is no answer."""
+    found = [own.response_ids[0] for own in rollouts]
+    return [{"near": 1 / (1 + abs(each - 7)), "reward": 0.0} if each else {} for each in found]
+
+
+def test_accuracy_is_the_share_of_scores_of_1_and_more_and_the_mean_stands_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = Answers({EASY[0]: [7, 8, 9, 0], EASY[1]: [7, 7, 5, 8]})
+    answering = Answering(samples=4, sampling=Sampling(0.5), accuracy="near")
+    found = Evaluate({"": EASY}, near, answering, every=0, last=1).evaluate(Trainer(engine))
+    assert found["eval_accuracy"] == pytest.approx(3 / 7)
+    mean = (3 + 2 * 1 / 2 + 2 * 1 / 3) / 7
+    assert found["eval_near"] == pytest.approx(mean)
+    bar = Progress(1, {"": "eval_accuracy"}, {"": "eval_near"})
+    bar.on_start(Trainer(engine), found)
+    bar.on_end(None)
+    said = "held-out accuracy before training: 42.9% (mean score 0.667)"
+    assert capsys.readouterr().out.splitlines() == [said]
 
 
 def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> None:
@@ -223,11 +245,11 @@ def test_progress_shows_the_accuracy_of_each_set(
     assert capsys.readouterr().out.splitlines() == [shown]
 
 
-def test_progress_shows_what_is_no_share_as_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress(1, {"": "eval_length"})
-    bar.on_start(Trainer(Answers({})), {"eval_length": 12.5})
+def test_a_mean_that_is_the_accuracy_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(1, {"": "eval_accuracy"}, {"": "eval_exact_match"})
+    bar.on_start(Trainer(Answers({})), {"eval_accuracy": 0.5, "eval_exact_match": 0.5})
     bar.on_end(None)
-    assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 12.5"]
+    assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 50.0%"]
 
 
 class Several(Answers):

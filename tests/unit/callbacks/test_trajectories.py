@@ -132,6 +132,23 @@ def test_a_line_says_all_about_its_sample(tmp_path: Path) -> None:
     assert last["response"] == "\u2028G"
 
 
+def test_what_was_graded_stands_in_a_rollouts_last_trajectory(tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def grading(context: Sequence[int], ids: Sequence[int]) -> str | None:
+        asked.append((text(context), text(ids)))
+        return None if len(asked) == 2 else f"<{text(ids)}>"
+
+    observer = Trajectories(tmp_path, text, letters, every=1, most_bytes=10**6, grading=grading)
+    observer.on_start(SimpleNamespace(step=0, resumed=False), {})
+    observer.on_experience(SimpleNamespace(step=1), *learnt())
+    (path,) = tmp_path.iterdir()
+    said = [line["graded"] for line in lines_of(path)]
+    assert said[1:3] == [None, "<>"]
+    assert said[3] == "<\u2028G>"
+    assert asked[1] == ("abc", "CDE")
+
+
 def test_tokens_of_the_environment_have_no_numbers(tmp_path: Path) -> None:
     first, second = Completion((65,), (-0.5,), "stop", 0), Completion((66,), (-1.0,), "stop", 0)
     turns = Rollout((Trajectory.of((97,), first, (120, 121), second),))

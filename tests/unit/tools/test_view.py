@@ -202,3 +202,27 @@ def test_a_limit_of_none_and_a_page_that_cannot_be_written_are_refused(
     assert view.main([str(path), "--limit", "0"]) == 2
     assert view.main([str(path), "--output", str(tmp_path / "no/page.html")]) == 2
     assert capsys.readouterr().err.count("error: ") == 2
+
+
+def test_the_chief_metrics_of_a_run_are_curves_in_its_page(tmp_path: Path) -> None:
+    write(tmp_path / "trajectories/step_000001.jsonl.gz", sample(graded=None))
+    lines = [
+        {"step": 0, "time": 1.0, "eval_accuracy": 0.25},
+        {"step": 1, "time": 2.0, "reward": 0.5, "loss": None, "host": 3.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert view.main([str(tmp_path)]) == 0
+    held = json.loads(Elements((tmp_path / "trajectories.html").read_text()).data["samples"])
+    assert held["curves"] == {"eval_accuracy": [[0, 0.25]], "reward": [[1, 0.5]]}
+    assert held["samples"][0]["graded"] is None
+
+
+@pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", '{"reward": 1}\n', "\xff\n"])
+def test_metrics_that_can_not_be_read_are_one_line_and_no_traceback(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "trajectories/step_000001.jsonl.gz", sample())
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode("latin-1"))
+    assert view.main([str(tmp_path)]) != 0
+    said = capsys.readouterr().err
+    assert "metrics.jsonl can't be read" in said and "Traceback" not in said
