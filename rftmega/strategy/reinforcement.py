@@ -65,11 +65,8 @@ class ReinforcementStrategy:
         actor = self.actor = self._built(backend.policy(config))
         self.label = actor.label
         judges = self._build_value_models()
-        self._frozen = {
-            "reward.model_path": model.sum_of_frozen
-            for name, model in judges.items()
-            if name == "reward_model" and model.sum_of_frozen is not None
-        }
+        judge = judges.get("reward_model")
+        self._frozen = {"reward.model_path": judge.sum_of_frozen} if judge else {}
         self.trained: dict[str, TrainedModel] = {
             name: model for name, model in judges.items() if name == "critic"
         } | {POLICY: actor}
