@@ -17,6 +17,7 @@ from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.callbacks.run_chat import RunChat
+from rftmega.callbacks.run_reports import RunReports
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
@@ -122,6 +123,7 @@ def writers(config: RunConfig, shown: Mapping[str, str]) -> list[Observer]:
         TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
         Progress(config.trainer.steps, shown),
         Alerts(Path(output) / "metrics.jsonl"),
+        RunReports(config),
     ]
     if chosen.wandb:
         found.append(WandB(chosen.wandb, config))
