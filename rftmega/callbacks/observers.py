@@ -17,6 +17,7 @@ from rftmega.callbacks.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.callbacks.run_chat import RunChat
+from rftmega.callbacks.run_reports import RunReports
 from rftmega.callbacks.trajectories import Grading, Trajectories
 from rftmega.config import RunConfig
 from rftmega.interfaces import Reward
@@ -128,6 +129,7 @@ def writers(
         TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
         Progress(config.trainer.steps, accuracy, means),
         Alerts(Path(output) / "metrics.jsonl"),
+        RunReports(config),
     ]
     if chosen.wandb:
         found.append(WandB(chosen.wandb, config))

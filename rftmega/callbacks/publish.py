@@ -5,9 +5,13 @@ comes and asks.
 import json
 import os
 import re
+import shutil
+import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +38,10 @@ class WandB(Observer):
         self.project, self.config = project, config
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        import wandb  # optional, and slow to import
-
         output = Path(self.config.trainer.output)
+        with temporary_files_in(output / "wandb" / "temporary", of="wandb"):
+            import wandb  # optional, and slow to import
+
         self.run = wandb.init(
             project=self.project,
             id=remembered(output / "wandb.id", trainer, lambda: uuid.uuid4().hex),
@@ -59,6 +64,23 @@ class WandB(Observer):
 
     def on_failed(self, trainer: Any) -> None:
         self.run.finish(exit_code=1)
+
+
+@contextmanager
+def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
+    """Makes the temporary folders of a package that is imported within a `with` block in the run's
+    own, where the next start removes what a killed run has left.
+    """
+    if of in sys.modules:  # which has them
+        yield
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder.resolve())
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 class MLflow(Observer):

@@ -326,7 +326,7 @@ def of_run(
     config: RunConfig,
     models: Mapping[str, TrainedModel],
     export: Callable[[Path], None],
-    frozen: Mapping[str, int] | None = None,
+    frozen: Mapping[str, int | None] | None = None,
 ) -> TrainingCheckpoints:
     """Builds the TrainingCheckpoints that a run's config asks for. `frozen`: checksums of weights
     that it reads and does not train, by the option that names them.

@@ -1,6 +1,5 @@
 """Exports the policy as a Hugging Face folder that `transformers` and vLLM load."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from rftmega.errors import CheckpointError
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.block_scaled_writing import Quantising
+from rftmega.hf_folders.classifier import say_classifier
 from rftmega.hf_folders.hf_folder import (
     PlannedTensor,
     copy_companions,
@@ -157,7 +157,7 @@ def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: boo
     """Writes what lies beside the weights. Gives what config.json says otherwise than before."""
     changed = copy_companions(source, draft, quantised=quantised)
     if classifier:
-        _say_classifier(draft / "config.json")
+        say_classifier(draft / "config.json")
     return changed
 
 
@@ -170,13 +170,3 @@ def _quantising(source: Path) -> Quantising:
     if layout is None:
         raise CheckpointError(f"{source} has no quantised weights, as which to write others.")
     return Quantising(layout, BlockScaledFolder(source, layout).scaled)
-
-
-def _say_classifier(path: Path) -> None:
-    config = read_json_object(path)
-    config["architectures"] = [
-        name.replace("ForCausalLM", "ForSequenceClassification")
-        for name in config.get("architectures") or []
-    ]
-    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}, "num_labels": 1}
-    path.write_text(json.dumps(config, indent=2))

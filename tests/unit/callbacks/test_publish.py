@@ -142,3 +142,37 @@ def test_trackio_has_every_step_and_a_resumed_run_goes_on_there(tmp_path: Path) 
     assert found[:2] == [(0, {"eval_reward": 0.5}), (1, {"loss": 3.0})]
     assert found[-1] == (2, {"loss": 1.5})
     assert json.loads(config[0])["trainer"]["steps"] == 7
+
+
+KILLED = """
+import os, signal, sys
+from types import SimpleNamespace
+from rftmega.callbacks.publish import WandB
+from rftmega.config import RunConfig
+
+config = RunConfig()
+config.trainer.output = sys.argv[1]
+WandB("project", config).on_start(SimpleNamespace(step=0, resumed=sys.argv[2] == "again"), {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_no_folders_of_wandb_but_in_its_own_until_the_next_start(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("wandb")
+    shared, output = tmp_path / "tmp", tmp_path / "run"
+    shared.mkdir()
+    environment = os.environ | {"TMPDIR": str(shared), "WANDB_MODE": "offline"}
+    found = []
+    for start in ("first", "again"):
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(output), start], env=environment, check=False
+        )
+        assert done.returncode == -9
+        waited = time.monotonic() + 60  # for wandb's own process, which ends after ours
+        while list(shared.glob("*wandb*")) and time.monotonic() < waited:
+            time.sleep(0.2)
+        assert list(shared.glob("*wandb*")) == []
+        found.append({path.name for path in (output / "wandb/temporary").iterdir()})
+    assert found[0] and len(found[0]) == len(found[1]) and not found[0] & found[1]

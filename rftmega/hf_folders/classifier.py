@@ -1,0 +1,19 @@
+"""Says in a config.json that the weights are a value model's."""
+
+import json
+from pathlib import Path
+
+from rftmega.json_files import read_json_object
+
+
+def say_classifier(path: Path) -> None:
+    """Changes a config.json to that of a sequence classifier with one label, as transformers calls a
+    value model.
+    """
+    config = read_json_object(path)
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures") or []
+    ]
+    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}, "num_labels": 1}
+    path.write_text(json.dumps(config, indent=2))
