@@ -50,8 +50,8 @@ from typing import TYPE_CHECKING, Any
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError, exit_code_of
+from rftmega.known_fields import ignore
 from rftmega.launch.hub import fetched
-from rftmega.model_providers.known_fields import ignore
 
 if TYPE_CHECKING:
     from rftmega.planning.backends import Recommendation
