@@ -72,7 +72,8 @@ MAY_IMPORT = {
     "requests",
     "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
     "transport": "types shards errors parallel weights hf_folders",
-    "planning": "columns transport config validation shards errors parallel weights model_providers converters hf_folders flops",
+    "planning": "columns transport config validation shards errors parallel weights model_providers converters hf_folders flops "
+    "known_fields",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
