@@ -13,7 +13,7 @@ from tests.counters import counted
 LEARNT = "algorithms rewards data environments conversations toolsets agents experience gap trainer callbacks"
 RUNS = (
     "device parallel passes kernels layers checkpoint requests rollout vllm_server server_protocol fleet dispatch weights "
-    "planning model_providers converters hf_folders flops"
+    "planning model_providers converters hf_folders flops known_fields"
 )
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
 BASICS = (
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "kernels": "device",
     "layers": "columns errors kernels",
     "flops": "model_providers hf_folders",
+    "known_fields": "",
     "passes": "columns config types media errors device parallel model_providers flops",
     "parallel": "config columns errors device",
     "optimizers": "config device",
@@ -74,13 +75,14 @@ MAY_IMPORT = {
     "requests",
     "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
     "transport": "types shards errors parallel weights hf_folders",
-    "planning": "columns transport config validation shards errors parallel weights model_providers converters hf_folders flops",
+    "planning": "columns transport config validation shards errors parallel weights model_providers converters hf_folders flops "
+    "known_fields",
     "strategy": f"{BASICS} {LEARNT} {RUNS}",
     "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
     "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
     "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy given_media",
     "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft given_media",
-    "model_providers": "config errors json_files device layers converters",
+    "model_providers": "config errors json_files device layers converters known_fields",
     "converters": "errors json_files shards",
     "hf_folders": "options shards errors json_files converters kernels model_providers",
     "__main__": "config parallel launch",
@@ -93,7 +95,7 @@ ONLY_IN = {
     " lightrft",
     "torch.cuda": "device",
     "vllm": "rollout fleet vllm_server",
-    "transformers": "rollout data media model_providers hf_folders fsdp conversion",
+    "transformers": "rollout data media model_providers known_fields hf_folders fsdp conversion",
     "pyarrow": "records",
     "datasets": "records",
     "renderers": "conversations",

@@ -51,7 +51,6 @@ from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.errors import ConfigError, exit_code_of
 from rftmega.launch.hub import fetched
-from rftmega.model_providers.known_fields import ignore
 
 if TYPE_CHECKING:
     from rftmega.planning.backends import Recommendation
@@ -147,7 +146,6 @@ def show(chosen: argparse.Namespace) -> int:
         chosen.host_memory * GB,
     )
     config = fetched(configuration.load(chosen.config, chosen.overrides), weights=False)
-    ignore(config.model.ignore_config_fields)
     models = models_of(config)
     if chosen.splits:
         return show_splits(

@@ -21,7 +21,8 @@ async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
             future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         try:
             result = function(*given)
         except SystemExit as raised:  # the run is not the agent's to end

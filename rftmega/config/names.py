@@ -16,8 +16,8 @@ PREFIX = "actor_rollout_ref."  # of verl, which the table mostly leaves out
 MOST_NAMED = 3  # in an error
 
 
-class Row(NamedTuple):
-    """Row is one row of a table: names of another system, and what is here in their place."""
+class TheirNames(NamedTuple):
+    """TheirNames is one row of a table: names of another system, and what is here in their place."""
 
     system: str
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ def unknown(name: str, known: Sequence[str]) -> str:
     return f"{name} is not an option. `rftmega train --help` lists them all."
 
 
-def _theirs(name: str, elsewhere: Sequence[Row]) -> str:
+def _theirs(name: str, elsewhere: Sequence[TheirNames]) -> str:
     said = "; ".join(f"of {row.system}: {row.here}" for row in elsewhere)
     return f"{name} is not an option here. What is in its place ({TABLES.name}) {said}."
 
@@ -70,7 +70,7 @@ def _alike(a: str, b: str) -> float:
     return matcher.ratio() if one_off or matcher.ratio() >= CLOSE else 0.0
 
 
-def named_elsewhere(name: str, *, whole: bool = True) -> list[Row]:
+def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
     """Returns the rows of the tables that have this name; without `whole`, that end in its last part."""
     name = name.removeprefix(PREFIX)
     leaf = name.rpartition(".")[2]
@@ -81,7 +81,7 @@ def named_elsewhere(name: str, *, whole: bool = True) -> list[Row]:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[TheirNames, ...]:
     """Reads the tables of the documentation."""
     found, system = [], ""
     for line in TABLES.read_text(encoding="utf-8").splitlines():
@@ -89,7 +89,7 @@ def rows() -> tuple[Row, ...]:
             system = line.removeprefix("## ").strip()
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if system in SYSTEMS and line.startswith("| ") and len(cells) == 2:
-            found.append(Row(system, _names(cells[0]), _plain(cells[1])))
+            found.append(TheirNames(system, _names(cells[0]), _plain(cells[1])))
     return tuple(found)
 
 

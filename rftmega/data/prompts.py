@@ -66,7 +66,9 @@ def load_prompts(
         media = Most(max_pictures, max_videos)
         reader = PictureReader(processor, config, source, media, tokenizer)
     if config.picture_hosts and processor is not None:
-        given = (each for _, each in islice(records(source), most) if not isinstance(each, DataError))
+        given = (
+            each for _, each in islice(records(source), most) if not isinstance(each, DataError)
+        )
         reader.fetch(with_media_moved(given, config))
     encoder = Encoder(
         tokenizer, config, max_prompt_tokens, placeholders=_placeholders(tokenizer, processor)

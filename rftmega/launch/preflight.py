@@ -25,6 +25,7 @@ from rftmega.hf_folders.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.tensor_plan import styles_of
 from rftmega.json_files import read_json_object
+from rftmega.known_fields import ignore
 from rftmega.launch import run_end
 from rftmega.model_providers.description import (
     ModelDescription,
@@ -34,7 +35,6 @@ from rftmega.model_providers.description import (
 )
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
-from rftmega.model_providers.known_fields import ignore
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK

@@ -11,6 +11,7 @@ from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.decoder import TransformersModel
 from rftmega.hf_folders.gathered_groups import Groups, read_groups
+from rftmega.known_fields import ignore
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
 
@@ -67,6 +68,7 @@ def models_of(
 
     Raises CheckpointError where a folder has no config.json, or one that is not understood.
     """
+    ignore(config.model.ignore_config_fields)
     itemsize = BYTES[auto if config.model.dtype == "auto" else config.model.dtype]
 
     def planned(

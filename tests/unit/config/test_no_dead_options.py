@@ -292,7 +292,7 @@ CHECKPOINTS = "distributed/test_checkpoints.py"
 ELSEWHERE = {
     "model.ignore_config_fields": (
         "[num_mtp_layers]",
-        "unit/model_providers/test_known_fields.py",
+        "unit/test_known_fields.py",
         "model.ignore_config_fields=",
     ),
     "model.freeze_vision": ("true", "distributed/test_vision.py", "freeze_vision"),

@@ -163,6 +163,17 @@ def test_an_environment_that_raises_no_exception_is_named_as_well() -> None:
         rollouts_of(scripted(), Raises())
 
 
+class Exits:
+    async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
+        await model.generate(task.token_ids)
+        raise SystemExit(3)
+
+
+def test_an_environment_that_ends_its_program_is_named_and_ends_nothing() -> None:
+    with pytest.raises(EnvironmentFailed, match=r"Exits failed with SystemExit\(3\)"):
+        rollouts_of(scripted(), Exits())
+
+
 class Cancels:
     """Is cancelled by a tool of its own."""
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rftmega import known_fields
 from rftmega.config import load
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.launch.preflight import preflight
-from rftmega.model_providers import known_fields
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import save_tiny
