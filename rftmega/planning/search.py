@@ -115,7 +115,8 @@ class Search:
         """
         pairs = self._pairs()
         if order == "nearest":
-            return self._first(sorted(pairs, key=lambda pair: (_moved(pair), _seconds(pair))))
+            pairs.sort(key=lambda pair: (_moved(pair), _options(pair), _seconds(pair)))
+            return self._first(pairs)
         pairs.sort(key=lambda pair: (_seconds(pair), _moved(pair)))
         found = self._first(pairs)
         if found.proposal is None:
@@ -145,8 +146,8 @@ class Search:
             found.refusal = ""
             reasons = self._reasons(candidate)
             if not reasons:
-                took, most = trainer.seconds + engine.seconds, trainer.moved + engine.moved
-                found.proposal = Proposal(changes, took, candidate)
+                most = _moved((trainer, engine))
+                found.proposal = Proposal(changes, _seconds((trainer, engine)), candidate)
                 break
             found.rejected.append((changes, max(reasons, key=lambda reason: reason.over)))
             if any(reason.phase.startswith(TRAINER) for reason in reasons):
@@ -228,11 +229,9 @@ class Search:
         optimizer have room.
         """
         memory, world = self.machine.budget.memory, self.machine.trainers(self.config)
-        axes = self._of_shards() if self.config.backend == "fsdp" else self._of_stages()
         rl = self.config.algorithm.task == "rl"
-        axes.append(self._axis([{"trainer.offload": True}] if rl else []))
         found = []
-        for values in product(*axes):
+        for values in product(*self.axes()):
             changes = {name: value for part in values for name, value in part.items()}
             candidate = changed(self.config, changes)
             moved = sum(map(bool, values))
@@ -262,6 +261,12 @@ class Search:
             simple = (spread, now.pipeline, now.virtual_pipeline, now.tensor, -tokens)
             found.append(Part(changes, moved, took, stays, simple))
         return found
+
+    def axes(self) -> list[Axis]:
+        """Lists what may change of the trainer, each with its values."""
+        found = self._of_shards() if self.config.backend == "fsdp" else self._of_stages()
+        rl = self.config.algorithm.task == "rl"
+        return [*found, self._axis([{"trainer.offload": True}] if rl else [])]
 
     def _held(self, policy: PlannedModel, world: int) -> Mapping[str, int]:
         """Returns what the policy's fullest stage holds while it learns."""
@@ -409,3 +414,7 @@ def _seconds(pair: tuple[Part, Part]) -> float:
 
 def _moved(pair: tuple[Part, Part]) -> int:
     return pair[0].moved + pair[1].moved
+
+
+def _options(pair: tuple[Part, Part]) -> int:
+    return len(pair[0].changes) + len(pair[1].changes)
