@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -164,6 +165,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
+@lru_cache(1 << 16)  # a push's plan asks for the same boxes of every process
 def volume(box: Box) -> int:
     """Returns the number of elements of a box."""
     return math.prod(shape_of(box))

@@ -52,6 +52,7 @@ OPTIMIZER = OptimizerConfig(
     clip_grad=0.5,
     schedule="cosine",
     warmup_steps=2,
+    distributed=False,
 )
 SHARDED = replace(OPTIMIZER, distributed=True)
 OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)

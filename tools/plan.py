@@ -54,8 +54,9 @@ from rftmega.launch.hub import fetched
 
 if TYPE_CHECKING:
     from rftmega.planning.backends import Recommendation
-    from rftmega.planning.fit import Machine, Misfit, Proposal
+    from rftmega.planning.fit import Machine, Misfit
     from rftmega.planning.models import PlannedModel
+    from rftmega.planning.search import Proposal
 
 GB = 1e9
 KINDS = (
@@ -88,6 +89,19 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py"
     )
+    add_machine(parser)
+    parser.add_argument(
+        "--no-search", action="store_true", help="say what does not fit, propose nothing"
+    )
+    parser.add_argument(
+        "--splits", action="store_true", help="compare splits between trainer and servers"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    return exit_code_of(show, parser.parse_intermixed_args(given))
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that describe the devices."""
     parser.add_argument(
         "--gpus",
         type=int,
@@ -103,25 +117,14 @@ def main(given: list[str] | None = None) -> int:
         parser.add_argument(
             flag, type=float, default=default, metavar="X", help=f"{meaning} ({default:g})"
         )
-    parser.add_argument(
-        "--no-search", action="store_true", help="say what does not fit, propose nothing"
-    )
-    parser.add_argument(
-        "--splits", action="store_true", help="compare splits between trainer and servers"
-    )
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
-    return exit_code_of(show, parser.parse_intermixed_args(given))
 
 
-def show(chosen: argparse.Namespace) -> int:
-    from rftmega.planning.backends import recommended
-    from rftmega.planning.fit import Machine, misfits, nearest, refused
+def machine_of(chosen: argparse.Namespace) -> "Machine":
+    """Returns the machine that `add_machine`'s options describe. Raises ConfigError for none."""
+    from rftmega.planning.fit import Machine
     from rftmega.planning.memory import Budget
-    from rftmega.planning.models import models_of
     from rftmega.planning.times import Speeds
-    from rftmega.tools.plan_splits import show_splits
 
-    begin = time.perf_counter()
     if chosen.gpus < 1 or chosen.gpus_per_node < 1 or chosen.gpu_memory <= chosen.reserved_gb:
         raise ConfigError(
             "--gpus and --gpus-per-node must be at least 1, and --gpu-memory more than --reserved-gb."
@@ -131,7 +134,7 @@ def show(chosen: argparse.Namespace) -> int:
     )
     if min(chosen.tflops, hbm, nvlink, nic, pcie) <= 0:
         raise ConfigError("--tflops and all bandwidths must be positive.")
-    machine = Machine(
+    return Machine(
         chosen.gpus,
         Budget(chosen.gpu_memory * GB, chosen.reserved_gb * GB),
         Speeds(
@@ -145,6 +148,17 @@ def show(chosen: argparse.Namespace) -> int:
         ),
         chosen.host_memory * GB,
     )
+
+
+def show(chosen: argparse.Namespace) -> int:
+    from rftmega.planning.backends import recommended
+    from rftmega.planning.fit import misfits, refused
+    from rftmega.planning.models import models_of
+    from rftmega.planning.search import Found, found_layout
+    from rftmega.tools.plan_splits import show_splits
+
+    begin = time.perf_counter()
+    machine = machine_of(chosen)
     config = fetched(configuration.load(chosen.config, chosen.overrides), weights=False)
     models = models_of(config)
     if chosen.splits:
@@ -155,9 +169,10 @@ def show(chosen: argparse.Namespace) -> int:
         raise ConfigError.listing("This can't be planned", problems)
     found = figures(models, config, machine)
     reasons = misfits(models, config, machine, found["push_buffers"])
-    proposal, rejected = (
-        nearest(models, config, machine) if reasons and not chosen.no_search else (None, [])
-    )
+    looked = Found()
+    if reasons and not chosen.no_search:
+        looked = found_layout(models, config, machine, "nearest")
+    proposal, rejected = looked.proposal, looked.rejected
     found |= {"misfits": [reason.reason for reason in reasons], "proposal": None}
     if proposal is not None:
         found["proposal"] = {
@@ -169,7 +184,7 @@ def show(chosen: argparse.Namespace) -> int:
         "backend": recommendation.backend,
         "why": recommendation.why,
         "best": {
-            backend: {"changes": best.changes and dict(best.changes), "seconds": best.seconds}
+            backend: {"changes": best.changes(config), "seconds": best.seconds}
             for backend, best in recommendation.best.items()
         },
     }
@@ -182,7 +197,7 @@ def show(chosen: argparse.Namespace) -> int:
     else:
         said = [*table(found), *verdict(reasons, proposal, rejected)]
         if recommendation is not None:
-            said += advice(recommendation)
+            said += advice(recommendation, config)
         sys.stdout.write("\n".join([*said, ""]))
     return 1 if reasons else 0
 
@@ -197,6 +212,7 @@ def figures(
     from rftmega.planning.memory import cache_of, load_of, on_device, on_host
     from rftmega.planning.models import POLICY
     from rftmega.planning.push_buffers import push_of, sampled
+    from rftmega.planning.states import sharers
     from rftmega.planning.times import seconds
 
     world, policy, rl = machine.trainers(config), models[POLICY], config.algorithm.task == "rl"
@@ -215,9 +231,10 @@ def figures(
     return {
         "model": {"family": policy.model.family, "parameters": policy.model.parameters},
         "backend": config.backend,
-        "layout": _layout(config, world),
+        "layout": layout(config, world),
         "recompute": parallel.recompute,
-        "distributed_optimizer": config.optimizer.distributed,
+        "distributed_optimizer": config.backend == "megatron"
+        and config.optimizer.shards_states(max(sharers(policy, world))),
         "cpu_offload": parallel.cpu_offload,
         "offload": rl and config.trainer.offload,
         "processes": world,
@@ -240,23 +257,26 @@ def figures(
     }
 
 
-def _layout(config: RunConfig, world: int) -> str:
+def layout(config: RunConfig, world: int) -> str:
+    """Names the layout of the trainer's processes."""
     from rftmega.parallel.layout import layout_name
 
     parallel = config.parallel
     if config.backend == "fsdp":
         stage = 3 if parallel.reshard_after_forward else 2
-        return f"{parallel.replicas} replica(s) of FSDP over {world // parallel.replicas}, ZeRO-{stage},"
+        return f"{parallel.replicas} replica(s) of FSDP over {world // parallel.replicas}, ZeRO-{stage}"
     return layout_name(parallel, world // (parallel.tensor * parallel.context * parallel.pipeline))
 
 
-def advice(recommendation: "Recommendation") -> list[str]:
+def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
     """Names the backend to take, why, and the best layout of each."""
     name, why = recommendation.backend, recommendation.why
     said = ["", *textwrap.wrap(f"Recommended: backend={name}: {why}" if name else why, WIDTH)]
     for backend, best in recommendation.best.items():
-        if best.changes is not None:
-            line = f"  {backend}, at least {_s(best.seconds)} s a step: {_options(best.changes)}"
+        changes = best.changes(config)
+        if changes is not None:
+            options = _options(changes) or "as it is"
+            line = f"  {backend}, at least {_s(best.seconds)} s a step: {options}"
             said += textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return said
 
@@ -273,7 +293,7 @@ def table(found: dict[str, Any]) -> list[str]:
     ]
     said = [
         f"model    {found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} billion parameters",
-        f"layout   {found['layout']} on {found['processes']} devices of {memory / GB:g} GB",
+        f"layout   {found['layout']}, {found['processes']} devices of {memory / GB:g} GB",
         f"with     {', '.join(switches)}",
         f"update   {found['micro_batches']} micro-batches of {found['micro_batch_tokens']} tokens a data-parallel rank and step",
     ]

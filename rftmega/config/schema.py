@@ -165,8 +165,10 @@ class OptimizerConfig:
     clip_grad: NotNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
-    distributed: bool = False
-    """Shard optimizer states over the data-parallel processes (Megatron's DistributedOptimizer)."""
+    distributed: bool = True
+    """Shard optimizer states over the data-parallel processes, where there are several (Megatron's
+    DistributedOptimizer). Muon's stay whole.
+    """
 
     overlap_grad_reduce: bool = False
     """Reduce gradients over the data-parallel processes while the backward pass still runs."""
@@ -175,6 +177,10 @@ class OptimizerConfig:
     """Gather updated parameters while the next forward pass runs; needs optimizer.distributed and
     overlap_grad_reduce.
     """
+
+    def shards_states(self, copies: int) -> bool:
+        """Tells whether `copies` processes that hold the same parameters share the optimizer states."""
+        return self.distributed and self.name == "adam" and copies > 1
 
 
 @dataclass

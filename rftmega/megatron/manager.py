@@ -73,6 +73,7 @@ from rftmega.model_providers.value_head import ValueHead
 from rftmega.optimizers import offload
 from rftmega.optimizers.build import build_optimizer
 from rftmega.parallel.collectives import gather_objects
+from rftmega.parallel.layout import copies
 from rftmega.parallel.topology import Topology
 from rftmega.passes.reached_adapters import ReachedAdapters
 from rftmega.shards import Shard
@@ -345,11 +346,16 @@ class MegatronModelManager:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name and self.cfg.parallel.expert_tensor != self.cfg.parallel.tensor:
                 parameter.allreduce = False
+        experts = self.description.experts is not None
+        sizes = self.topology
+        world = sizes.tensor * sizes.context * sizes.pipeline * sizes.data
+        shared_by = copies(world, self.cfg.parallel, experts=experts)
+        shards = optimizer.shards_states(max(shared_by))
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=optimizer.distributed,
+            use_distributed_optimizer=shards,
             overlap_grad_reduce=optimizer.overlap_grad_reduce,
-            overlap_param_gather=optimizer.overlap_param_gather,
+            overlap_param_gather=optimizer.overlap_param_gather and shards,
             check_for_nan_in_grad=False,
         )
         # Later chunks' communication is off the critical path, so it need not come in small pieces.

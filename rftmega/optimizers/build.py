@@ -24,6 +24,7 @@ def build_optimizer(
 
     `overrides`: exceptions from the learning rate and from weight decay; None: Megatron's own.
     """
+    wrapped = model[0].ddp_config
     chosen = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.learning_rate,
@@ -35,8 +36,8 @@ def build_optimizer(
         clip_grad=options.clip_grad,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=options.distributed,
-        overlap_param_gather=options.overlap_param_gather,
+        use_distributed_optimizer=wrapped.use_distributed_optimizer,
+        overlap_param_gather=wrapped.overlap_param_gather,
         muon_momentum=MUON_MOMENTUM,
         muon_use_nesterov=True,
         # of whole matrices, not of each shard by itself: the same under every layout

@@ -33,6 +33,15 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
     )
 
 
+def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple[int, int]:
+    """Counts the processes that hold the same dense parameters, and the same experts (1 where there
+    are none).
+    """
+    stage = world_size // parallel.pipeline
+    of_experts = stage // (parallel.expert * parallel.expert_tensor)
+    return stage // parallel.tensor, of_experts if experts else 1
+
+
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
     """Splits processes into groups that each hold every parameter, as few processes as possible.
 

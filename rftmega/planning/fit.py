@@ -1,12 +1,7 @@
-"""Checks whether a run fits into its devices and hosts; if it does not, finds the change of fewest
-options that makes it fit.
-"""
+"""Checks whether a run fits into its devices and hosts (`search`: which layouts do)."""
 
-import copy
-import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import combinations, product
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rftmega.config import ParallelConfig, RunConfig
@@ -19,12 +14,11 @@ from rftmega.planning.data_plane import on_each_host
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import bound_of
-from rftmega.planning.times import Speeds, seconds
-from rftmega.planning.tower import patches_of_prompt
+from rftmega.planning.times import Speeds
 from rftmega.validation import violations
 
 GB = 1e9
-MOST = 2_000  # layouts that are looked at
+CHANGING = ("parallel", "optimizer", "rollout", "trainer", "critic")  # sections
 
 
 @dataclass(frozen=True)
@@ -57,15 +51,6 @@ class Misfit:
     phase: str
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Options to change, and what comes of it."""
-
-    changes: Mapping[str, Any]
-    seconds: float
-    config: RunConfig
-
-
 def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
     """Returns, for the first process of each stage (of the policy, or of the model that has most),
     its stage in every model.
@@ -83,8 +68,8 @@ def misfits(
 ) -> list[Misfit]:
     """Lists why the models do not fit; empty where everything fits."""
     found, world, budget = [], machine.trainers(config), machine.budget
-    if config.algorithm.task == "rl":
-        found += _engine(models[POLICY], config, budget)
+    if config.algorithm.task == "rl" and (misfit := engine_misfit(models[POLICY], config, budget)):
+        found.append(misfit)
     worst: dict[str, Misfit] = {}
     hosts = 0.0
     stages = stages_of(models, world)
@@ -107,20 +92,19 @@ def misfits(
     return found + list(worst.values())
 
 
-def _engine(policy: PlannedModel, config: RunConfig, budget: Budget) -> list[Misfit]:
+def engine_misfit(policy: PlannedModel, config: RunConfig, budget: Budget) -> Misfit | None:
+    """Returns why an engine has no room for a completion; None where it has."""
     cache = cache_of(policy, config, budget)
     if cache.sequences >= 1:
-        return []
+        return None
     needed = engine.held_bytes(policy, config.rollout)
     needed += engine.working_bytes(policy.model, config.rollout.tensor, config.rollout.max_batch)
-    return [
-        Misfit(
-            f"rollout: the engine's weights and work take {needed / GB:.1f} GB; rollout.memory_fraction="
-            f"{config.rollout.memory_fraction:g} gives {cache.budget / GB:.1f}, no answer's cache",
-            1 + needed / budget.memory,
-            "rollout",
-        )
-    ]
+    return Misfit(
+        f"rollout: the engine's weights and work take {needed / GB:.1f} GB; rollout.memory_fraction="
+        f"{config.rollout.memory_fraction:g} gives {cache.budget / GB:.1f}, no room for a completion's cache",
+        1 + needed / budget.memory,
+        "rollout",
+    )
 
 
 def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
@@ -129,162 +113,14 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
     return f"{phase} on stage {stage} needs {sum(parts.values()) / GB:.1f} GB of {budget.memory / GB:g} ({named})"
 
 
-def nearest(
-    models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine
-) -> tuple[Proposal | None, list[tuple[Mapping[str, Any], Misfit]]]:
-    """Returns (the quickest of those that fit with fewest changes; every other that was looked at,
-    with why it does not fit).
-
-    Only what matters where `config` does not fit is changed.
-    """
-    rejected: list[tuple[Mapping[str, Any], Misfit]] = []
-    now = misfits(models, config, machine, push_bound(models[POLICY], config))
-    options = choices(models[POLICY], config, machine, {reason.phase for reason in now})
-    seen = 0
-    for number in range(1, len(options) + 1):
-        fitting: list[Proposal] = []
-        for changes in _combined(options, number):
-            changes = {
-                name: value for name, value in changes.items() if value != value_of(config, name)
-            }
-            candidate = changed(config, changes)
-            if refused(models, candidate, machine):
-                continue
-            seen += 1
-            if seen > MOST:
-                return min(fitting, key=lambda one: one.seconds, default=None), rejected
-            theirs = laid_out(models, candidate)
-            reasons = misfits(theirs, candidate, machine, push_bound(theirs[POLICY], candidate))
-            if reasons:
-                rejected.append((changes, max(reasons, key=lambda reason: reason.over)))
-            else:
-                fitting.append(
-                    Proposal(changes, total_seconds(theirs, candidate, machine), candidate)
-                )
-        if fitting:
-            return min(fitting, key=lambda one: one.seconds), rejected
-    return None, rejected
-
-
-def choices(
-    policy: PlannedModel, config: RunConfig, machine: Machine, phases: Collection[str]
-) -> list[list[dict[str, Any]]]:
-    """Lists, for each option that may change, its choices: other values than it has.
-
-    Only of what tells in one of `phases`.
-    """
-    found = []
-    if set(phases) - {"rollout"} or not config.trainer.offload:
-        if config.backend == "fsdp":
-            found += _of_shards(config, machine)
-        else:
-            found += _of_the_trainer(policy, config, machine)
-    if config.algorithm.task == "rl":
-        found.append([{"trainer.offload": True}] if not config.trainer.offload else [])
-        if {"start", "rollout", "push"} & set(phases):
-            ranks = [2**n for n in range(6)]
-            found.append([{"rollout.tensor": r} for r in ranks if r != config.rollout.tensor])
-            fractions = (0.6, 0.7, 0.8, 0.4, 0.3)
-            found.append(
-                [
-                    {"rollout.memory_fraction": f}
-                    for f in fractions
-                    if f != config.rollout.memory_fraction
-                ]
-            )
-    return [values for values in found if values]
-
-
-def _of_the_trainer(
-    policy: PlannedModel, config: RunConfig, machine: Machine
-) -> list[list[dict[str, Any]]]:
-    world, parallel, model = machine.trainers(config), config.parallel, policy.model
-    twos = powers(world)
-    found: list[list[dict[str, Any]]] = [
-        [
-            {"parallel.tensor": t, "parallel.sequence": t > 1}
-            for t in twos
-            if t != parallel.tensor and t <= machine.speeds.node
-        ],
-        [
-            {
-                "parallel.pipeline": p,
-                "parallel.virtual_pipeline": 1,
-                **stage_options(model.layers, p),
-            }
-            for p in twos
-            if p != parallel.pipeline and p <= model.layers
-        ],
-        [{"parallel.context": c} for c in twos if c != parallel.context and c <= 16],
-        [{"parallel.virtual_pipeline": v} for v in (1, 2, 4) if v != parallel.virtual_pipeline],
-        [{"parallel.recompute": "full"}] if parallel.recompute != "full" else [],
-        [{"optimizer.distributed": True}] if not config.optimizer.distributed else [],
-    ]
-    if model.experts:
-        found.append([{"parallel.expert": e} for e in twos if e != parallel.expert])
-    found.append(_fewer_tokens(config))
-    patches, bound = patches_of_prompt(model, config), config.trainer.max_patches_per_micro_batch
-    if patches and (not bound or patches < bound):
-        found.append([{"trainer.max_patches_per_micro_batch": patches}])
-    return found
-
-
-def _of_shards(config: RunConfig, machine: Machine) -> list[list[dict[str, Any]]]:
-    """Lists the choices of a trainer on FSDP2."""
-    world, parallel = machine.trainers(config), config.parallel
-    replicas = [n for n in powers(world) if world % n == 0 and n != parallel.replicas]
-    shared = powers(min(machine.speeds.node, world))
-    found: list[list[dict[str, Any]]] = [
-        [{"parallel.replicas": n} for n in replicas],
-        [{"parallel.tensor": t} for t in shared if t != parallel.tensor],
-        [{"parallel.recompute": "full"}] if parallel.recompute != "full" else [],
-        [{"parallel.reshard_after_forward": True}] if not parallel.reshard_after_forward else [],
-        [{"parallel.cpu_offload": True}] if not parallel.cpu_offload else [],
-    ]
-    return [*found, _fewer_tokens(config)]
-
-
-def powers(most: int) -> list[int]:
-    """Returns the powers of 2 up to `most`."""
-    return [2**n for n in range(int(math.log2(max(most, 1))) + 1)]
-
-
-def _fewer_tokens(config: RunConfig) -> list[dict[str, Any]]:
-    """Returns micro-batches of one row, where they may be."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if config.algorithm.task == "reward_model" or config.reward.model:
-        return []
-    shorter = longest < config.trainer.max_tokens_per_micro_batch
-    return [{"trainer.max_tokens_per_micro_batch": longest}] if shorter else []
-
-
-def stage_options(layers: int, number: int) -> dict[str, int]:
-    """Returns the options for stages that can't be equal: the last one, which has the output head
-    as well, holds fewer layers.
-    """
-    last = layers - (number - 1) * math.ceil(layers / number)
-    while last < 1 or (number > 1 and (layers - last) % (number - 1)):
-        last += 1
-    return {
-        "parallel.first_stage_layers": 0,
-        "parallel.last_stage_layers": 0 if layers % number == 0 else last,
-    }
-
-
-def _combined(options: list[list[dict[str, Any]]], number: int) -> Iterator[dict[str, Any]]:
-    for group in combinations(options, number):
-        for parts in product(*group):
-            yield {name: value for part in parts for name, value in part.items()}
-
-
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Returns a copy with other values.
 
     Where the critic has the policy's layout or optimizer, it goes along.
     """
-    found = copy.copy(config)
-    for section in ("parallel", "optimizer", "rollout", "trainer", "critic"):
-        setattr(found, section, copy.copy(getattr(config, section)))
+    # copy.copy would read the whole config again: RunConfig is restored from its options
+    sections = {name: replace(getattr(config, name)) for name in CHANGING}
+    found = replace(config, **sections)
     for name, value in changes.items():
         *path, leaf = name.split(".")
         setattr(value_of(found, ".".join(path)), leaf, value)
@@ -334,12 +170,3 @@ def push_bound(policy: PlannedModel, config: RunConfig) -> int:
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0
     return bound_of(policy, config.rollout.tensor, config.trainer.push_bucket_mib * 2**20)
-
-
-def total_seconds(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> float:
-    """Returns the seconds of a step, the push aside."""
-    cache = (
-        cache_of(models[POLICY], config, machine.budget) if config.algorithm.task == "rl" else None
-    )
-    found = seconds(models, config, machine.trainers(config), cache, None, machine.speeds)
-    return sum(sum(parts.values()) for parts in found.values())

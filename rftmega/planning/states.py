@@ -20,6 +20,7 @@ from rftmega.converters.decoder import is_of_value_head
 from rftmega.converters.rules import Column, Row, VocabularyColumns
 from rftmega.converters.vision import is_of_tower
 from rftmega.model_providers.description import ModelDescription, stage_layers
+from rftmega.parallel.layout import copies
 from rftmega.planning import sharded
 from rftmega.planning.models import (
     ADAM,
@@ -112,9 +113,7 @@ def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
     """Returns processes that hold the same dense parameters, and the same experts: the distributed
     optimizer is shared by them.
     """
-    parallel = planned.parallel
-    stage = world // parallel.pipeline
-    return stage // parallel.tensor, stage // (parallel.expert * parallel.expert_tensor)
+    return copies(world, planned.parallel, experts=planned.model.experts is not None)
 
 
 def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
@@ -128,8 +127,9 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
     if planned.adapted:
         totals[PARAMETERS] += frozen_bytes(planned, stage)
         planned = alone(planned)
+    several = max(sharers(planned, world))
     for size, elements, shared_by in _buffers(planned, world, stage):
-        split = optimizer is not None and optimizer.distributed
+        split = optimizer is not None and optimizer.shards_states(several)
         totals[PARAMETERS] += planned.itemsize * (size if split else elements)
         if optimizer is None:
             continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rftmega.config import RolloutConfig, RunConfig
 from rftmega.flops import BACKWARD, OF_FROZEN, forward_flops
-from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning import data_plane, engine, sharded
 from rftmega.planning.memory import Cache, load_of, rows_of
 from rftmega.planning.models import (
@@ -189,15 +189,17 @@ def _learning(
         found["bubble"] = (
             compute * (parallel.pipeline - 1) / parallel.virtual_pipeline / load.micro_batches
         )
+        stages = stage_layers(model.layers, parallel)
+        largest = max(sum(map(len, chunks)) for chunks in stages)
+        found["uneven stages"] = compute * (largest * parallel.pipeline / model.layers - 1)
     if parallel.expert > 1:
         found["experts' exchange"] = (
             (4 + 2 * again) * _routed(model, planned, tokens) * (1 - 1 / parallel.expert)
         ) / speeds.link(parallel.expert * parallel.expert_tensor)
     held, shared_by = states(planned, world, 0), sharers(planned, world)[0]
     if shared_by > 1:
-        reduced = held[GRADIENTS] * (1 if optimizer.distributed else 2) + (
-            held[PARAMETERS] if optimizer.distributed else 0
-        )
+        shards = optimizer.shards_states(max(sharers(planned, world)))
+        reduced = held[GRADIENTS] * (1 if shards else 2) + (held[PARAMETERS] if shards else 0)
         found["gradients"] = (
             reduced * (1 - 1 / shared_by) * config.algorithm.steps_per_rollout / speeds.link(stage)
         )

@@ -51,10 +51,6 @@ def _muon(section: str, said: str, chosen: OptimizerConfig, config: RunConfig) -
             f"{said} needs the package emerging_optimizers, which is not installed: build it from "
             "github.com/NVIDIA-NeMo/Emerging-Optimizers (the one of that name on PyPI is empty), or set it to adam."
         )
-    if chosen.distributed:
-        found.append(
-            f"{said} needs whole matrices, and {section}.distributed=true leaves each process a part. Set that to false."
-        )
     if chosen.states != "float32":
         found.append(
             f"{said} has one moment, in float32: {section}.states={chosen.states} is Adam's. Leave it out."

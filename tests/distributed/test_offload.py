@@ -23,7 +23,7 @@ from tests.vision_rows import rows_with_pictures
 
 P = ParallelConfig
 INTERLEAVED = P(pipeline=2, virtual_pipeline=2)
-PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
+PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, distributed=False)
 SHARDED = replace(PLAIN, distributed=True)
 # (processes, model, layout, optimizer, dtype, the kinds inside Megatron's chain)
 KINDS = {

@@ -33,7 +33,7 @@ from tests.tiny_models import save_tiny
 from tests.tiny_vision import KINDS, save_tiny_vision
 
 P = ParallelConfig
-PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4)
+PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, distributed=False)
 SHARDED = replace(PLAIN, distributed=True)
 OVERLAPPED = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
 SIZES = {"vocab_size": 509, "hidden_size": 192, "intermediate_size": 320}

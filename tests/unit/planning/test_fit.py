@@ -17,9 +17,10 @@ from rftmega.config import (
     TrainerConfig,
 )
 from rftmega.options.algorithms import GAE
-from rftmega.planning.fit import Machine, changed, laid_out, misfits, nearest, push_bound, refused
+from rftmega.planning.fit import Machine, changed, laid_out, misfits, push_bound, refused
 from rftmega.planning.memory import Budget, on_host, resident
 from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.search import found_layout
 from rftmega.planning.states import frozen_bytes, states
 from rftmega.planning.times import Speeds
 
@@ -149,7 +150,8 @@ def test_the_nearest_that_fits_changes_no_more_than_it_must(
 ) -> None:
     where = machine()
     assert reasons(config, where)
-    proposal, rejected = nearest(models_of(config), config, where)
+    found = found_layout(models_of(config), config, where, "nearest")
+    proposal, rejected = found.proposal, found.rejected
     assert proposal is not None
     assert proposal.changes.keys() == changes
     assert reasons(changed(config, proposal.changes), where) == {}
@@ -174,6 +176,7 @@ def test_a_change_leaves_the_config_that_it_is_made_to_alone_and_takes_the_criti
 
 def test_where_nothing_fits_nothing_is_proposed() -> None:
     config = config_of(FITS)
-    proposal, rejected = nearest(models_of(config), config, machine(host=1, memory=40))
-    assert proposal is None
-    assert rejected
+    found = found_layout(models_of(config), config, machine(host=1, memory=40), "nearest")
+    assert found.proposal is None
+    assert found.rejected
+    assert "a host needs" in found.why

@@ -19,9 +19,10 @@ from rftmega.hf_folders.gathered_groups import Groups
 from rftmega.launch import disk_space
 from rftmega.planning import backends, engine, memory, times
 from rftmega.planning.backends import Best, best_of, on_backend, recommended
-from rftmega.planning.fit import Machine, misfits, nearest, refused
+from rftmega.planning.fit import Machine, misfits, refused
 from rftmega.planning.memory import Budget, load_of
 from rftmega.planning.models import POLICY, PlannedModel, models_of
+from rftmega.planning.search import found_layout
 from rftmega.planning.sharded import elements_of, frozen_bytes, gathered, pairs_of, states
 from rftmega.planning.times import Speeds
 from tests.tiny_decoders import save_decoder
@@ -218,7 +219,7 @@ def test_the_nearest_that_fits_is_one_of_fsdp(tmp_path: Path) -> None:
     models = models_of(config)
     assert refused(models, config, where) == []
     assert misfits(models, config, where, 0)
-    proposal, _ = nearest(models, config, where)
+    proposal = found_layout(models, config, where, "nearest").proposal
     assert proposal is not None
     assert proposal.changes.keys() <= {"parallel.recompute", "trainer.max_tokens_per_micro_batch"}
 
@@ -237,15 +238,16 @@ def test_a_backend_is_recommended_for_a_reason(tmp_path: Path) -> None:
     assert "granite" in unknown.why
     sparse = recommended(example("deepseek-v3"), machine(512))
     assert sparse.backend == "megatron"
-    assert sparse.best["fsdp"].changes is not None
-    assert sparse.best["fsdp"].changes["parallel.tensor"] > 1  # to gather less of each expert
+    sharded = sparse.best["fsdp"].config
+    assert sharded is not None
+    assert sharded.parallel.tensor > 1  # to gather less of each expert
 
 
 @pytest.mark.parametrize(("fitting", "other"), [("megatron", "fsdp"), ("fsdp", "megatron")])
 def test_a_backend_without_a_layout_that_fits_is_not_recommended(
     fitting: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = {fitting: Best({}, 5.0), other: Best(None, 0.0, "gathered 90 GB")}
+    of = {fitting: Best(RunConfig(), 5.0), other: Best(None, 0.0, "gathered 90 GB")}
     monkeypatch.setattr(backends, "best_of", lambda config, machine: of[config.backend])
     found = recommended(config_of(small(tmp_path), P()), machine(8))
     assert found.backend == fitting
@@ -256,10 +258,10 @@ def test_adapters_that_a_backend_cannot_have_are_why_it_has_no_layout() -> None:
     config = example("qwen3-235b-a22b")
     config.model.lora = LoRA(rank=16, targets=["linear_qkv"])  # a name of Megatron's
     best = best_of(on_backend(config, "fsdp"), machine(256))
-    assert best.changes is None
+    assert best.config is None
     assert "linear_qkv can't have an adapter in this model" in best.why
     config.model.lora = LoRA(rank=16)
-    assert best_of(on_backend(config, "fsdp"), machine(256)).changes is not None
+    assert best_of(on_backend(config, "fsdp"), machine(256)).config is not None
 
 
 def test_adapters_of_experts_are_counted_by_hand() -> None:
@@ -310,7 +312,7 @@ def test_the_other_backend_is_looked_at_without_this_ones_options() -> None:
     config.optimizer.distributed = config.optimizer.overlap_grad_reduce = True
     other = on_backend(config, "fsdp")
     assert (other.parallel, other.critic.parallel) == (P(), P())
-    assert not other.optimizer.distributed
+    assert other.optimizer.distributed, "which is the default, and says nothing there"
     assert not other.optimizer.overlap_grad_reduce
     assert config.parallel.tensor == 8
-    assert best_of(on_backend(other, "megatron"), machine(8, memory=10)).changes is None
+    assert best_of(on_backend(other, "megatron"), machine(8, memory=10)).config is None

@@ -17,9 +17,10 @@ from rftmega.model_providers.description import describe
 from rftmega.model_providers.tower import AudioTower
 from rftmega.planning import tower
 from rftmega.planning.activations import Load
-from rftmega.planning.fit import Machine, choices
+from rftmega.planning.fit import Machine
 from rftmega.planning.memory import Budget, load_of, on_device
 from rftmega.planning.models import POLICY, PlannedModel, models_of
+from rftmega.planning.search import Search
 from rftmega.planning.times import Speeds
 from tests.tiny_audio import TOWER, audio_config
 from tests.tiny_vision import KINDS, save_tiny_vision, vision_config
@@ -139,8 +140,8 @@ def test_fewer_patches_are_among_what_may_make_a_run_fit(
     machine = Machine(1, Budget(1e9), Speeds(1e12, 1e12, 1e12, 1e12, 1e12, 8))
 
     def looked_at() -> list[dict[str, Any]]:
-        options = choices(policy, config, machine, {"update"})
-        return [change for option in options for change in option]
+        axes = Search({POLICY: policy}, config, machine).axes()
+        return [change for axis in axes for change in axis]
 
     fewer = {"trainer.max_patches_per_micro_batch": 60 * 4}
     assert fewer in looked_at()

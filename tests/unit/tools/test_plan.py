@@ -91,11 +91,11 @@ def test_a_run_on_fsdp_is_planned_and_a_backend_recommended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sharded = ("backend=fsdp", "parallel.tensor=1", "parallel.pipeline=1")
-    sharded += ("parallel.sequence=false", "optimizer.distributed=false")
+    sharded += ("parallel.sequence=false",)
     assert plan.main(given("llama-3-70b", *sharded)) == 1
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= plan.WIDTH
-    assert "1 replica(s) of FSDP over 64, ZeRO-3, on 64 devices" in said
+    assert "1 replica(s) of FSDP over 64, ZeRO-3, 64 devices" in said
     assert "\n  parallel.recompute=full    (a step" in said
     assert "\nRecommended: backend=megatron: a step under fsdp takes" in said
     assert plan.main(given("llama-3-70b", *sharded, "parallel.recompute=full", "--json")) == 0

@@ -28,7 +28,6 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
         (["optimizer.states=8bit", "backend=fsdp"], "states=8bit needs backend=megatron"),
         ([MUON, "backend=fsdp"], "optimizer.name=muon needs backend=megatron"),
         (["optimizer.states=bfloat16", "optimizer.beta2=0.999"], "would never shrink"),
-        ([MUON, "optimizer.distributed=true"], "needs whole matrices"),
         ([MUON, "optimizer.states=8bit"], "has one moment, in float32"),
         ([MUON, "model.lora.rank=8"], "leaves no whole matrix to learn"),
         ([MUON, "parallel.expert=2"], "mixes up the groups of experts"),

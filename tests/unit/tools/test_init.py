@@ -1,0 +1,118 @@
+"""`rftmega init`: a first run of models that no machine here could hold, and of one that any could."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rftmega import config as configuration
+from rftmega.tools import init, plan
+from tests.unit.model_providers.test_published import COMMON, PUBLISHED
+
+EXAMPLES = Path(__file__).parents[3] / "examples/planning"
+SMOL: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    "rope_theta": 100000, "max_position_embeddings": 8192,
+}  # fmt: skip
+IN_EXAMPLES = {
+    "Qwen3-8B": "qwen3-8b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "DeepSeek-V3": "deepseek-v3",
+    "Llama-3-70B": "llama-3-70b",
+}
+CASES = [
+    ("Qwen3-8B", 8),
+    ("Qwen3-30B-A3B", 16),
+    ("Qwen3-30B-A3B", 32),
+    ("Qwen3-30B-A3B", 64),
+    ("GLM-4.5-Air", 64),
+    ("Qwen3-235B-A22B", 128),
+    ("DeepSeek-V3", 256),
+    ("DeepSeek-V3", 512),
+    ("Llama-3-70B", 32),
+    ("SmolLM2-135M", 1),
+]
+
+
+def folder_of(name: str, above: Path) -> Path:
+    if name in IN_EXAMPLES:
+        return EXAMPLES / IN_EXAMPLES[name]
+    folder = above / name
+    folder.mkdir()
+    fields = SMOL if name.startswith("SmolLM2") else PUBLISHED[name][1]
+    (folder / "config.json").write_text(json.dumps(COMMON | fields))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "devices"), CASES)
+def test_a_first_run_of_a_published_model_fits_as_it_is_written(
+    name: str, devices: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, size = tmp_path / "run.yaml", ["--gpus", str(devices), "--gpu-memory", "80"]
+    assert init.main([str(folder_of(name, tmp_path)), *size, "--output", str(target)]) == 0
+    assert "a step takes at least" in capsys.readouterr().out
+    assert plan.main([str(target), *size, "--no-search"]) == 0
+    assert "All of it fits." in capsys.readouterr().out
+    lines = target.read_text().splitlines()
+    written = [line for line in lines if line.startswith("  ") and not line.lstrip().startswith("#")]
+    told = [after for before, after in zip(lines, lines[1:], strict=False) if "  # " in before]
+    assert all(line in told or line.startswith("  # ") for line in written), "each with its meaning"
+
+
+def test_options_given_are_written_and_data_of_ones_own_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks, target = tmp_path / "tasks.jsonl", tmp_path / "own.yaml"
+    tasks.write_text('{"prompt": "What is 2 + 2?", "label": "4"}\n')
+    folder = folder_of("SmolLM2-135M", tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    given = [str(folder), "--gpus", "1", "--gpu-memory", "24", "--data", str(tasks)]
+    more = ["--response-tokens", "512", "--prompt-tokens", "256", "--output", str(target)]
+    assert init.main([*given, *more]) == 0
+    config = configuration.load(target)
+    assert config.data.train == str(tasks)
+    assert config.data.chat_template
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens) == (256, 512)
+    assert config.reward.weights()["math"] == 1
+    assert config.reward.weights()["exact_match"] == 0
+    assert not target.with_name("own_tasks.jsonl").exists()
+    capsys.readouterr()
+    assert init.main([*given, *more]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_without_data_sums_are_written_whose_labels_are_right(tmp_path: Path) -> None:
+    target = tmp_path / "run.yaml"
+    folder = folder_of("SmolLM2-135M", tmp_path)
+    given = [str(folder), "--gpus", "1", "--gpu-memory", "24", "--output", str(target)]
+    assert init.main(given) == 0
+    train = yaml.safe_load(target.read_text())["data"]["train"]
+    records = [json.loads(line) for line in Path(train).read_text().splitlines()]
+    assert len(records) == init.TASKS
+    for record in records:
+        question = record["prompt"].removeprefix("What is ").partition("?")[0]
+        first, second = map(int, question.split(" + "))
+        assert record["label"] == str(first + second)
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--gpus", "1", "--gpu-memory", "24", "--response-tokens", "16384"], "knows 8192 positions"),
+        (["--gpus", "1", "--gpu-memory", "24", "--response-tokens", "0"], "at least 1"),
+        (["--gpus", "1", "--gpu-memory", "24", "--data", "nowhere.jsonl"], "is not there"),
+        (["--gpus", "1", "--gpu-memory", "4.5"], "No layout of"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(
+    more: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "run.yaml"
+    folder = folder_of("SmolLM2-135M", tmp_path)
+    assert init.main([str(folder), *more, "--output", str(target)]) == 2
+    assert complaint in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["SmolLM2-135M"]

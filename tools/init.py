@@ -1,0 +1,129 @@
+"""Writes the YAML file of a first run with your model: GRPO, in the quickest layout that fits your
+devices, every option with its meaning.
+
+    init.py Qwen/Qwen3-8B --gpus 8 --gpu-memory 80
+    init.py ./my-model --gpus 64 --gpu-memory 80 --data tasks.jsonl --response-tokens 8192
+
+MODEL is a Hugging Face folder, or org/name of the hub; its config.json is read and nothing else.
+Without --data a file of small sums is written beside the YAML file, so that it starts as it is.
+
+Then look at what it takes, check it without a device, and start it:
+
+    rftmega plan run.yaml --gpus 8 --gpu-memory 80
+    rftmega train run.yaml --processes 8 --dry-run
+    rftmega train run.yaml --processes 8                        # on one node
+    rftmega launch slurm run.yaml --nodes 8 --gpus-per-node 8   # on several
+"""
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from rftmega.config import ModelConfig, RunConfig
+from rftmega.errors import ConfigError, exit_code_of
+from rftmega.launch.hub import fetched
+
+TASKS = 256  # sums of a file that is written where there is no data
+ASKED = "What is {} + {}? Put the final answer within \\boxed{{}}."
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+def main(given: list[str] | None = None) -> int:
+    from rftmega.tools import plan
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="%(prog)s MODEL --gpus N --gpu-memory GB [--data FILE] [--response-tokens T] [--output FILE] [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face folder, or org/name of the hub")
+    plan.add_machine(parser)
+    add("--data", metavar="FILE", help="tasks with prompt and label, in a format of docs/data.md")
+    add("--prompt-tokens", type=int, default=1024, metavar="T", help="of the longest prompt (1024)")
+    add("--response-tokens", type=int, default=2048, metavar="T", help="of a completion (2048)")
+    add("--output", type=Path, default=Path("run.yaml"), metavar="FILE", help="to write (run.yaml)")
+    return exit_code_of(write, parser.parse_args(given))
+
+
+def write(chosen: argparse.Namespace) -> int:
+    from rftmega.launch.first_run import as_yaml, first_run
+    from rftmega.tools import plan
+
+    begin = time.perf_counter()
+    if chosen.prompt_tokens < 1 or chosen.response_tokens < 1:
+        raise ConfigError("--prompt-tokens and --response-tokens must be at least 1.")
+    target: Path = chosen.output.absolute()
+    tasks = target.with_name(f"{target.stem}_tasks.jsonl")
+    data = Path(chosen.data).absolute() if chosen.data else tasks
+    for path in (target, *(() if chosen.data else (tasks,))):
+        if path.exists():
+            raise ConfigError(f"{path} is there already. Move it away, or choose another --output.")
+    if chosen.data and not data.exists():
+        raise ConfigError(f"--data {chosen.data} is not there.")
+    machine = plan.machine_of(chosen)
+    described = fetched(RunConfig(model=ModelConfig(path=chosen.model)), weights=False).model.path
+    config, best = first_run(
+        described,
+        machine,
+        prompt_tokens=chosen.prompt_tokens,
+        response_tokens=chosen.response_tokens,
+        train=str(data),
+        chat_template=_has_template(Path(described)),
+    )
+    local = Path(chosen.model).is_dir()
+    config.model.path = str(Path(chosen.model).absolute()) if local else chosen.model
+    config.trainer.output = str(target.with_name("runs") / target.stem)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not chosen.data:
+        tasks.write_text(_sums(), encoding="utf-8")
+    target.write_text(as_yaml(config, _heading(chosen)), encoding="utf-8")
+    layout, took = plan.layout(config, machine.trainers(config)), time.perf_counter() - begin
+    sys.stdout.write(
+        f"wrote {chosen.output}: backend={config.backend}, {layout}, engines of {config.rollout.tensor} device(s); "
+        f"a step takes at least {best.seconds:.0f} s (found in {took:.1f} s)\n"
+    )
+    if not chosen.data:
+        sys.stdout.write(f"wrote {tasks.name}: {TASKS} sums; set data.train to your tasks\n")
+    return 0
+
+
+def _heading(chosen: argparse.Namespace) -> str:
+    size = f"--gpus {chosen.gpus} --gpu-memory {chosen.gpu_memory:g}"
+    name = shlex.quote(str(chosen.output))
+    nodes = -(-chosen.gpus // chosen.gpus_per_node)
+    start = (
+        f"rftmega train {name} --processes {chosen.gpus}"
+        if nodes == 1
+        else f"rftmega launch slurm {name} --nodes {nodes} --gpus-per-node {chosen.gpus_per_node}"
+    )
+    return (
+        f"GRPO with {chosen.model} on {chosen.gpus} devices of {chosen.gpu_memory:g} GB, made by `rftmega init`.\n"
+        f"What it takes:  rftmega plan {name} {size}\n"
+        f"Check it:       rftmega train {name} --processes {chosen.gpus} --dry-run\n"
+        f"Start it:       {start}\n"
+        "All options:    rftmega train --help"
+    )
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in TEMPLATES):
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in config.read_text(encoding="utf-8")
+
+
+def _sums() -> str:
+    """Returns the lines of a data file: sums of numbers below 1000."""
+    rng = random.Random(0)
+    pairs = [(rng.randrange(1000), rng.randrange(1000)) for _ in range(TASKS)]
+    records = [{"prompt": ASKED.format(a, b), "label": str(a + b)} for a, b in pairs]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
