@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.counters import counted
-
 LEARNT = "algorithms rewards data environments conversations toolsets agents experience gap trainer callbacks"
 RUNS = (
     "device parallel passes kernels layers checkpoint requests rollout vllm_server server_protocol fleet dispatch weights "
@@ -297,8 +295,3 @@ def test_a_planted_violation_is_found(path: str, code: str, complaint: str, tmp_
     bad.write_text(code)
     found = violations(tmp_path)
     assert any(complaint in violation for violation in found), found
-
-
-def test_no_room_is_larger_than_2300_lines() -> None:
-    room, lines = str(counted(Path(__file__).parents[1])["largest room"]).split(", ")
-    assert int(lines.removesuffix(" lines")) <= 2300, f"{room} has {lines}: make two rooms of it"

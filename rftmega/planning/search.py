@@ -56,7 +56,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Part:
+class Alternative:
     """One layout of the trainer, or one size of the engine.
 
     `moved`: how many things it changes; `stays`: bytes of a device that it holds during a rollout;
@@ -127,7 +127,7 @@ class Search:
         simplest = self._first(alike)
         return simplest if simplest.proposal else found
 
-    def _first(self, pairs: Iterable[tuple[Part, Part]]) -> Found:
+    def _first(self, pairs: Iterable[tuple[Alternative, Alternative]]) -> Found:
         """Returns the first pair that fits, and those that were looked at before."""
         found = Found()
         failed: set[int] = set()
@@ -164,7 +164,7 @@ class Search:
         bound = push_bound(models[POLICY], candidate)
         return misfits(models, candidate, self.machine, bound)
 
-    def _pairs(self) -> list[tuple[Part, Part]]:
+    def _pairs(self) -> list[tuple[Alternative, Alternative]]:
         memory, found = self.machine.budget.memory, []
         for trainer in self._trainers:
             near = [
@@ -186,10 +186,10 @@ class Search:
             name: value for name, value in changes.items() if value != value_of(self.config, name)
         }
 
-    def _of_engines(self) -> list[Part]:
+    def _of_engines(self) -> list[Alternative]:
         """Lists the sizes of an engine that leave room for a completion."""
         if self.config.algorithm.task != "rl":
-            return [Part({}, 0, 0.0)]
+            return [Alternative({}, 0, 0.0)]
         now, policy = self.config.rollout, self.models[POLICY]
         world = self.machine.trainers(self.config)
         sizes = _with(now.tensor, powers(min(world, LONGEST_ENGINE)))
@@ -205,7 +205,7 @@ class Search:
                 self._no_engines.append((moved, self._told(changes), misfit))
                 continue
             held = 0.0 if separate else share * self.machine.budget.memory
-            found.append(Part(changes, moved, self._rolled(candidate), held))
+            found.append(Alternative(changes, moved, self._rolled(candidate), held))
         return found
 
     def _engine_runs(self, policy: PlannedModel, ranks: int) -> bool:
@@ -224,7 +224,7 @@ class Search:
         cache = cache_of(policy, config, self.machine.budget)
         return sum(generated(policy, config, prompts, cache, self.machine.speeds).busy.values())
 
-    def _of_trainers(self) -> list[Part]:
+    def _of_trainers(self) -> list[Alternative]:
         """Lists the layouts of the trainer whose sizes divide, and whose weights, gradients and
         optimizer have room.
         """
@@ -259,7 +259,7 @@ class Search:
             tokens = candidate.trainer.max_tokens_per_micro_batch
             spread = now.expert * now.expert_tensor > self.machine.speeds.node
             simple = (spread, now.pipeline, now.virtual_pipeline, now.tensor, -tokens)
-            found.append(Part(changes, moved, took, stays, simple))
+            found.append(Alternative(changes, moved, took, stays, simple))
         return found
 
     def axes(self) -> list[Axis]:
@@ -408,13 +408,13 @@ def _with(own: Any, values: Iterable[Any]) -> list[Any]:
     return [own, *(value for value in values if value != own)]
 
 
-def _seconds(pair: tuple[Part, Part]) -> float:
+def _seconds(pair: tuple[Alternative, Alternative]) -> float:
     return pair[0].seconds + pair[1].seconds
 
 
-def _moved(pair: tuple[Part, Part]) -> int:
+def _moved(pair: tuple[Alternative, Alternative]) -> int:
     return pair[0].moved + pair[1].moved
 
 
-def _options(pair: tuple[Part, Part]) -> int:
+def _options(pair: tuple[Alternative, Alternative]) -> int:
     return len(pair[0].changes) + len(pair[1].changes)

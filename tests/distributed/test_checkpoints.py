@@ -43,7 +43,9 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
-PLAIN = OptimizerConfig(learning_rate=1e-2, epsilon=1e-4, distributed=False, schedule="linear", warmup_steps=2)
+PLAIN = OptimizerConfig(
+    learning_rate=1e-2, epsilon=1e-4, distributed=False, schedule="linear", warmup_steps=2
+)
 SHARDED = replace(PLAIN, distributed=True)
 TOKENS = [
     [1, 2, 3, 4],

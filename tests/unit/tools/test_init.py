@@ -58,7 +58,9 @@ def test_a_first_run_of_a_published_model_fits_as_it_is_written(
     assert plan.main([str(target), *size, "--no-search"]) == 0
     assert "All of it fits." in capsys.readouterr().out
     lines = target.read_text().splitlines()
-    written = [line for line in lines if line.startswith("  ") and not line.lstrip().startswith("#")]
+    written = [
+        line for line in lines if line.startswith("  ") and not line.lstrip().startswith("#")
+    ]
     told = [after for before, after in zip(lines, lines[1:], strict=False) if "  # " in before]
     assert all(line in told or line.startswith("  # ") for line in written), "each with its meaning"
 
@@ -102,7 +104,10 @@ def test_without_data_sums_are_written_whose_labels_are_right(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        (["--gpus", "1", "--gpu-memory", "24", "--response-tokens", "16384"], "knows 8192 positions"),
+        (
+            ["--gpus", "1", "--gpu-memory", "24", "--response-tokens", "16384"],
+            "knows 8192 positions",
+        ),
         (["--gpus", "1", "--gpu-memory", "24", "--response-tokens", "0"], "at least 1"),
         (["--gpus", "1", "--gpu-memory", "24", "--data", "nowhere.jsonl"], "is not there"),
         (["--gpus", "1", "--gpu-memory", "4.5"], "No layout of"),
