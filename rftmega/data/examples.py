@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rftmega.data.epochs import Examples, identity_of
 from rftmega.errors import DataError
 from rftmega.records import Record, records
+from rftmega.records.epochs import Examples, identity_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
