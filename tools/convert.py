@@ -19,7 +19,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from rftmega.errors import ConfigError, RFTMegaError, exit_code_of
+from rftmega.errors import RFTMegaError, exit_code_of
 from rftmega.options.adapters import HF_TARGETS
 
 LAYOUT = {
@@ -48,18 +48,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     to_hf = commands.add_parser("to-hf", help="distributed checkpoint -> Hugging Face folder")
     to_hf.add_argument("source", type=Path, metavar="CHECKPOINT")
     to_hf.add_argument("target", type=Path, metavar="OUT")
-    to_hf.add_argument(
-        "--base",
-        type=Path,
-        metavar="HF_DIR",
-        help="of a run's own: the model that it began with, where that is elsewhere now",
-    )
-    to_hf.add_argument(
-        "--model",
-        default="",
-        metavar="NAME",
-        help="of a run's own: critic, for that one (the model that the run trains)",
-    )
+    to_hf.add_argument("--base", type=Path, help="of a run's own: the model that it began with")
+    to_hf.add_argument("--model", default="", help="of a run's own: critic, for that one")
     for command in (to_megatron, to_hf):
         command.add_argument(
             "--verify", action="store_true", help="then compare OUT with the source"
@@ -111,8 +101,14 @@ def main(given: list[str] | None = None) -> int:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    if chosen.command == "to-hf" and (checkpoint := checkpoint_in(chosen.source)) is not None:
-        return of_a_run(chosen, checkpoint)
+    if chosen.command == "to-hf":
+        import rftmega.device.before_megatron  # noqa: F401
+
+        # isort: split
+        from rftmega.conversion.run_checkpoint import checkpoint_in, write_model
+
+        if (own := checkpoint_in(chosen.source)) is not None:
+            return write_model(own, chosen.target, chosen.model, chosen.base, verify=chosen.verify)
     if not (chosen.source / "config.json").is_file():
         raise RFTMegaError(
             f"{chosen.source} holds no config.json, so it is neither a Hugging Face folder nor a checkpoint of ours."
@@ -162,37 +158,6 @@ def run(chosen: argparse.Namespace) -> int:
             sys.stdout.write(
                 f"logits differ by {logit_difference(chosen.source, chosen.target):.1e} at most\n"
             )
-    return 0
-
-
-def checkpoint_in(folder: Path) -> Path | None:
-    """The checkpoint of a run that a folder is, or the latest in it."""
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return None
-    import rftmega.device.before_megatron  # noqa: F401
-
-    # isort: split
-    from rftmega.conversion import trained
-
-    return trained.checkpoint_in(folder)
-
-
-def of_a_run(chosen: argparse.Namespace, checkpoint: Path) -> int:
-    """Writes the model of a run's own checkpoint."""
-    from rftmega.conversion import trained
-    from rftmega.conversion.progress_bar import progress_bar
-
-    if chosen.verify:
-        raise ConfigError(
-            f"--verify: every piece of {checkpoint} is checked as it is read. Leave it out."
-        )
-    model = trained.TrainedModel(checkpoint, chosen.model, chosen.base)
-    with progress_bar(model.base, "to Hugging Face") as bar:
-        changed = trained.to_hf(model, chosen.target, progress=bar.update)
-    step = model.reader.manifest["step"]
-    sys.stdout.write(f"{chosen.target}: the {model.name} after step {step}\n")
-    if changed:
-        sys.stdout.write(f"{changed}\n")
     return 0
 
 

@@ -5,12 +5,8 @@ model, layout, tensors, checksums.
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rftmega.errors import exit_code_of
-
-if TYPE_CHECKING:
-    from rftmega.checkpoint.reader import Reader
 
 
 def main(given: list[str] | None = None) -> int:
@@ -28,32 +24,20 @@ def main(given: list[str] | None = None) -> int:
 def show(chosen: argparse.Namespace) -> int:
     import math
 
-    from rftmega.checkpoint.reader import Reader, is_distributed
+    from rftmega.checkpoint.reader import is_distributed
+    from rftmega.conversion.run_checkpoint import checkpoint_in, listed, shown
     from rftmega.hf_folders.hf_folder import HFFolder
     from rftmega.model_providers.description import describe
     from rftmega.model_providers.hf_config import read_hf_config
 
-    say = sys.stdout.write
     if (checkpoint := checkpoint_in(chosen.folder)) is not None:
-        return show_of_a_run(checkpoint, chosen)
-    model = describe(read_hf_config(chosen.folder))
+        return shown(checkpoint, tensors=chosen.tensors, check=chosen.check)
+    model, say = describe(read_hf_config(chosen.folder)), sys.stdout.write
     say(
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}\n"
     )
     if is_distributed(chosen.folder):
-        reader = Reader(chosen.folder)
-        layout = reader.manifest["layout"] or "one rank"
-        pieces = [box for boxes in reader.stored.values() for box in boxes]
-        rows = [
-            (key, tuple(reader.manifest["shapes"][key]), boxes[0].dtype, f"{len(boxes)} piece(s)")
-            for key, boxes in reader.stored.items()
-        ]
-        say(f"kind        Megatron distributed checkpoint, cut for {layout}\n")
-        say(
-            f"tensors     {len(rows)} in {len(pieces)} pieces, {sum(box.length for box in pieces):,} bytes\n"
-        )
-        if chosen.check:
-            check(reader)
+        rows = listed(chosen.folder, check=chosen.check)
     else:
         files = HFFolder(chosen.folder)
         rows = [
@@ -67,63 +51,6 @@ def show(chosen: argparse.Namespace) -> int:
     for name, shape, dtype, more in rows if chosen.tensors else []:
         say(f"{name}  {list(shape)}  {dtype}  {more}\n")
     return 0
-
-
-def checkpoint_in(folder: Path) -> Path | None:
-    """The checkpoint of a run that a folder is, or the latest in it."""
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return None
-    import rftmega.device.before_megatron  # noqa: F401
-
-    # isort: split
-    from rftmega.conversion import trained
-
-    return trained.checkpoint_in(folder)
-
-
-def show_of_a_run(folder: Path, chosen: argparse.Namespace) -> int:
-    """Lists the models of a run's checkpoint, and how to make folders of them."""
-    from rftmega.checkpoint.training import TrainingReader
-
-    reader, say = TrainingReader(folder), sys.stdout.write
-    manifest = reader.manifest
-    pieces = [box for boxes in reader.stored.values() for box in boxes]
-    say(f"kind        a run's checkpoint, after step {manifest['step']}\n")
-    for name, said in manifest["models"].items():
-        own = [key for key in reader.stored if key.startswith(f"{name}/weights/")]
-        layout = {
-            option: value for option, value in said["layout"].items() if value not in (1, False, 0)
-        }
-        adapters = f", adapters {said['adapters']}" if "adapters" in said else ""
-        say(
-            f"model       {name}: {said['hf_config'].get('model_type')} in {said['dtype'].removeprefix('torch.')}, "
-            f"{len(own)} tensors of weights{adapters}, from {said['path']}, cut for {layout or 'one rank'}\n"
-        )
-    say(
-        f"tensors     {len(reader.stored)} in {len(pieces)} pieces, {sum(box.length for box in pieces):,} bytes\n"
-    )
-    for name, known in manifest.get("inputs", {}).items():
-        say(
-            f"read        {name}: {', '.join(f'{kind} {value}' for kind, value in known.items())}\n"
-        )
-    if chosen.check:
-        check(reader)
-    for key, boxes in reader.stored.items() if chosen.tensors else ():
-        say(f"{key}  {manifest['shapes'][key]}  {boxes[0].dtype}  {len(boxes)} piece(s)\n")
-    say(f"as a folder of Hugging Face: rftmega convert to-hf {folder} OUT\n")
-    return 0
-
-
-def check(reader: "Reader") -> None:
-    """Reads every piece. Raises CheckpointError where one is not as it was written."""
-    import torch
-    from tqdm import tqdm
-
-    pieces = [box for boxes in reader.stored.values() for box in boxes]
-    for box in tqdm(pieces, unit="piece", file=sys.stderr):
-        target = torch.empty(box.shape, dtype=getattr(torch, box.dtype))
-        reader.fill(target, box.key, box.offset)
-    sys.stdout.write("checksums   all as in the manifest\n")
 
 
 if __name__ == "__main__":

@@ -116,9 +116,10 @@ def _all_interpolated(resolved: Any, written: str) -> Any:
 
 def _section(given: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass of options that are stored."""
+    schema: Any = type(given)
     found = {}
     for f in fields(given):
-        hint, value = hints(type(given))[f.name], getattr(given, f.name)
+        hint, value = hints(schema)[f.name], getattr(given, f.name)
         mark = _mark(hint)
         kept = _kept(value, hint)
         if mark is None or mark.part != "all" or REFERENCE.fullmatch(str(kept)):

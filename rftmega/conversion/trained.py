@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint import retention
-from rftmega.checkpoint.reader import MANIFEST, PROGRESS, read_manifest
-from rftmega.checkpoint.training import KIND, StoredModel, TrainingReader
+from rftmega.checkpoint.reader import PROGRESS
+from rftmega.checkpoint.training import StoredModel, TrainingReader
 from rftmega.conversion import adapters
 from rftmega.conversion.convert import FolderTensors
 from rftmega.conversion.target import FILE_BYTES, Progress, begin, note, written_alone
@@ -35,18 +34,7 @@ CRITIC, WEIGHTS, HEAD, SCORE = "critic", "weights", "lm_head.weight", "score.wei
 WORDS = {2: torch.int16, 4: torch.int32}
 
 
-def checkpoint_in(folder: Path) -> Path | None:
-    """Returns the training checkpoint that a folder is, or the latest of those in it; None where it
-    is something else.
-    """
-    for each in (folder, folder / "checkpoints"):
-        if (each / retention.LATEST).is_file():
-            return retention.find(each, None)
-    is_one = (folder / MANIFEST).is_file() and read_manifest(folder).get("kind") == KIND
-    return folder if is_one else None
-
-
-class TrainedModel:
+class SavedModel:
     """The weights of one model of a training checkpoint, under their Hugging Face names."""
 
     def __init__(self, checkpoint: Path, name: str = "", base: Path | None = None):
@@ -92,7 +80,7 @@ class TrainedModel:
             yield name, self.reader.whole(f"{self.name}/{WEIGHTS}/{name}")
 
 
-def to_hf(model: TrainedModel, target: Path, *, progress: Progress = lambda _: None) -> str | None:
+def to_hf(model: SavedModel, target: Path, *, progress: Progress = lambda _: None) -> str | None:
     """Writes the model into the folder `target`. Adapters go into `target`_adapter, as PEFT has
     them, and are merged in `target`. Resumes what was broken off; gives what config.json says
     otherwise than before.
@@ -128,7 +116,7 @@ def to_hf(model: TrainedModel, target: Path, *, progress: Progress = lambda _: N
 
 
 def _stream(
-    model: TrainedModel, planned: list[PlannedTensor], files: FolderTensors | None
+    model: SavedModel, planned: list[PlannedTensor], files: FolderTensors | None
 ) -> Iterator[tuple[str, Tensor]]:
     own = {tensor.name for tensor in model.planned}
     for each in planned:
@@ -139,7 +127,7 @@ def _stream(
             yield each.name, files.files.whole(each.name, each.shape)
 
 
-def _adapted(model: TrainedModel, target: Path, progress: Progress) -> str:
+def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
     """Writes adapters, and merges them into the weights that they were trained on."""
     whole = peft_folder.learnt_whole(tensor.name for tensor in model.planned)
     chosen, lora = model.said["adapters"], model.reader.manifest["config"]["model"]["lora"]
@@ -171,7 +159,7 @@ def _adapted(model: TrainedModel, target: Path, progress: Progress) -> str:
     )
 
 
-def _sum_of(model: TrainedModel) -> int:
+def _sum_of(model: SavedModel) -> int:
     """Returns the checksum of the base's weights as `checkpoint.frozen_weights.sum_of` has it."""
     known = model.said["hf_config"].get("model_type") in FAMILIES
     files = FolderTensors(model.base) if known else None

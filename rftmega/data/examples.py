@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rftmega.chats.unrendered import Report
-from rftmega.data.epochs import Examples, identity_of
 from rftmega.errors import DataError
 from rftmega.records import Record, records, value_at
+from rftmega.records.epochs import Examples, identity_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -33,7 +33,7 @@ class FSDPModel:
     """
 
     average: AveragedWeights | None = None
-    sum_of_frozen: int | None = None  # of the reference, or of all weights of a reward model
+    sum_of_frozen: int | None = None  # of the reference, or of a reward model
     runner: FSDPRunner
 
     def __init__(self, manager: FSDPModelManager, placement: ShardingMesh):
@@ -144,8 +144,7 @@ class FSDPModel:
 
     def described(self) -> dict[str, Any]:
         """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
-        from; of a model with adapters these, and a checksum of its "base"; that of its "reference"
-        where it keeps one.
+        from; of a model with adapters these, and a checksum of its "base", or of its "reference".
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {

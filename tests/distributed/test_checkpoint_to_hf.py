@@ -36,7 +36,7 @@ CASES = {
     "FSDP2": Case("fsdp"),
     "FSDP2, experts": Case("fsdp", variant="qwen3-moe"),
     "adapters on Megatron": Case("megatron", P(tensor=2), rank=4),
-    "adapters on FSDP2": Case("fsdp", rank=4, dtype="bfloat16"),
+    "adapters on FSDP2": Case("fsdp", rank=4),
     "a value model": Case("megatron", P(tensor=2), role="reward_model", variant="qwen2-tied"),
 }  # fmt: skip
 

@@ -1,4 +1,3 @@
-import json
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from rftmega.experience import given
 from rftmega.trainer import Learner
 from rftmega.trainer.ptx import PTX
 from rftmega.types import Auxiliary
+from tests.unit.callbacks.test_checkpointing import read, written
 
 EXAMPLES = [Example((1, 2), (first, 3)) for first in range(10, 17)]
 
@@ -53,7 +53,7 @@ def test_each_update_gets_the_next_batch_of_given_answers_and_a_frozen_policy_no
         torch.equal(auxiliary.experience.mask, auxiliary.experience.rows.mask)
         for auxiliary in drawn
     )
-    assert source.state() == {"position": 9}
+    assert source.state()["position"] == 9
 
 
 def test_without_given_answers_a_policy_is_updated_as_ever() -> None:
@@ -69,7 +69,7 @@ def test_a_resumed_source_goes_on_where_it_was(before: int) -> None:
     wanted = [firsts(whole()) for _ in range(before + 3)]
     found = [firsts(first()) for _ in range(before)]
     resumed = ptx()
-    saved = json.loads(json.dumps(Learner(Remembering(), policy_loss(), ptx=first).state()))
+    saved = read(written(Learner(Remembering(), policy_loss(), ptx=first).state()))
     Learner(Remembering(), policy_loss(), ptx=resumed).load_state(saved)
     assert found + [firsts(resumed()) for _ in range(3)] == wanted
     assert wanted[0] != sorted(wanted[0]), "the order is shuffled"
