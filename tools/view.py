@@ -79,8 +79,7 @@ def show(chosen: argparse.Namespace) -> int:
     samples.sort(key=lambda sample: sample["step"])  # stable: a step's own order stays
     first = chosen.sources[0]
     target = chosen.output or (first if first.is_dir() else first.parent) / "trajectories.html"
-    curves = curves_of(first / "metrics.jsonl")
-    text = page(samples, title=f"Trajectories of {first}", curves=curves)
+    text = page(samples, f"Trajectories of {first}", curves_of(first / "metrics.jsonl"))
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -205,7 +204,7 @@ def check_pictures(pictures: Any) -> None:
             raise DataError("a thumbnail is no base64.")
 
 
-def page(samples: Sequence[dict[str, Any]], *, title: str, curves: Any = None) -> str:
+def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> str:
     """The whole page; `curves`: metric -> its steps and values. Tokens have an element each sample,
     so that the browser parses what is looked at only.
     """
