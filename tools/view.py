@@ -19,13 +19,13 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from rftmega.errors import DataError, exit_code_of
-from rftmega.observe.history import CHIEF, read_history
+from rftmega.observe.history import curves_of
 from rftmega.parallel.private import keep_private
 
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -79,7 +79,7 @@ def show(chosen: argparse.Namespace) -> int:
     samples.sort(key=lambda sample: sample["step"])  # stable: a step's own order stays
     first = chosen.sources[0]
     target = chosen.output or (first if first.is_dir() else first.parent) / "trajectories.html"
-    text = page(samples, title=f"Trajectories of {first}", curves=curves_of(first))
+    text = page(samples, f"Trajectories of {first}", curves_of(first / "metrics.jsonl"))
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -110,22 +110,6 @@ def files_of(source: Path) -> list[Path]:
             f"{source} holds no trajectories/step_*.jsonl.gz. Was the run's trainer.trajectories 0?"
         )
     return found
-
-
-def curves_of(source: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns metric -> (step, value) of a run's metrics.jsonl, of those that tell how it went; none
-    where the source is no run's folder. Raises DataError for a file that can't be read.
-    """
-    found: dict[str, list[tuple[int, float]]] = {}
-    path = source / "metrics.jsonl"
-    try:
-        for line in read_history(path):
-            for name, value in line.items():
-                if CHIEF.fullmatch(name) and isinstance(value, int | float):
-                    found.setdefault(name, []).append((int(line["step"] or 0), float(value)))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} can't be read: {type(error).__name__}: {error}.") from error
-    return dict(sorted(found.items()))
 
 
 def samples_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -168,10 +152,8 @@ def checked(sample: Any) -> dict[str, Any]:
     numbers += [value for key in given if key != "text" for value in tokens[key]]
     if not all(value is None or isinstance(value, int | float) for value in numbers):
         raise DataError("a reward or a token's value is no number.")
-    if not all(isinstance(text, str) for text in tokens["text"]):
-        raise DataError("a token's text is no string.")
-    if not isinstance(sample.get("graded", ""), str | None):
-        raise DataError('"graded" is neither a string nor null.')
+    if not all(isinstance(text, str) for text in [*tokens["text"], sample.get("graded") or ""]):
+        raise DataError("a token's text, or what was graded, is no string.")
     check_pictures(sample.get("pictures", []))
     check_rollout(sample)
     return sample
@@ -222,15 +204,9 @@ def check_pictures(pictures: Any) -> None:
             raise DataError("a thumbnail is no base64.")
 
 
-def page(
-    samples: Sequence[dict[str, Any]],
-    *,
-    title: str,
-    curves: Mapping[str, Sequence[tuple[int, float]]] | None = None,
-) -> str:
-    """The whole page; `curves`: metric -> its steps and values.
-
-    Tokens have an element each sample, so that the browser parses what is looked at only.
+def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> str:
+    """The whole page; `curves`: metric -> its steps and values. Tokens have an element each sample,
+    so that the browser parses what is looked at only.
     """
     rows = []
     thumbnails: dict[str, str] = {}  # by digest

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rftmega.errors import DataError
+
 Step = Mapping[str, float | None]
 """Step is a line of metrics.jsonl: "step", "time" and metrics; None for what was not finite."""
 
@@ -30,6 +32,21 @@ def read_history(path: Path) -> list[Step]:
         return []
     *whole, _ = path.read_text().split("\n")  # the last line is still being written
     return [json.loads(line) for line in whole]
+
+
+def curves_of(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns metric -> (step, value) of metrics.jsonl, of the chief ones; none where there is no
+    such file. Raises DataError for one that can't be read.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    try:
+        for line in read_history(path):
+            for name, value in line.items():
+                if CHIEF.fullmatch(name) and isinstance(value, int | float):
+                    found.setdefault(name, []).append((int(line["step"] or 0), float(value)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} can't be read: {type(error).__name__}: {error}.") from error
+    return dict(sorted(found.items()))
 
 
 def changes(history: Iterable[Step], chosen: re.Pattern[str] = CHIEF) -> dict[str, Change]:

@@ -42,18 +42,25 @@ def test_the_first_steps_run_show_their_progress_and_learn(
     client.execute()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     steps = metrics_of(tmp_path / "runs/first_steps/run")
-    assert [step["step"] for step in steps] == list(range(11))
-    assert steps[-1]["eval_near"] > steps[0]["eval_near"]
+    assert [step["step"] for step in steps] == list(range(31))
+    rewards = [step["reward"] for step in steps[1:]]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, "the reward rises visibly"
+    assert steps[-1]["eval_accuracy"] > max(0.5, steps[0]["eval_accuracy"])
     assert steps[-1]["logprob_gap_max"] < 1e-4
     (training,) = [cell for cell in code if "rftmega.train(" in cell.source]
     said = "\n".join(outputs(training, "text/plain"))
-    assert "step 10 of 10" in said
+    assert "step 30 of 30" in said
     assert "it/s" not in said, "a bar that knows no cells"
     page = "\n".join(outputs(training, "text/html"))
-    shown = re.search(r"<th>eval_near</th><td>([\d.]+)</td><td>([\d.]+)</td>", page)
+    shown = re.search(r"<th>eval_accuracy</th><td>([\d.]+)</td><td>([\d.]+)</td>", page)
     assert shown is not None
-    assert float(shown[1]) == pytest.approx(steps[0]["eval_near"], rel=1e-3)
-    assert float(shown[2]) == pytest.approx(steps[-1]["eval_near"], rel=1e-3)
+    assert float(shown[1]) == pytest.approx(steps[0]["eval_accuracy"], rel=1e-3)
+    assert float(shown[2]) == pytest.approx(steps[-1]["eval_accuracy"], rel=1e-3)
+    (answers,) = [cell for cell in code if "policy.generate(" in cell.source]
+    lines = "\n".join(outputs(answers, "text/plain")).splitlines()
+    asked = [line.split()[-1] for line in lines if "=" in line]
+    assert len(asked) == 10
+    assert asked.count("right") > 5, "most completions of the trained model are right"
     (table,) = [cell for cell in code if "result.table(" in cell.source]
     assert f"{steps[-1]['reward']:.6f}"[:6] in "\n".join(outputs(table, "text/plain"))
     (plot,) = [cell for cell in code if "result.plot(" in cell.source]
