@@ -35,8 +35,8 @@ from rftmega.parallel.private import private_files
 from rftmega.user_code.functions import RewardFunction, give
 
 PACKAGE = "rftmega."
-# packages that warn of what is not installed, or of each other
-OTHERS = r"(megatron|vllm|torch|transformers|torchao|triton)\b"
+# packages that warn of what is not installed, or of each other; and of how this one imports them
+OTHERS = r"(megatron|vllm|torch|transformers|torchao|triton|rftmega|importlib)\b"
 
 
 def train(

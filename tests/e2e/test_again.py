@@ -13,9 +13,12 @@ import pytest
 from tests.e2e.conftest import ROOT, metrics_of, train_rl
 
 SCRIPT = """
-import json, sys
+import json, sys, warnings
 import rftmega
-import megatron.core  # after rftmega, which must be enough
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of an import of its own
+    import megatron.core  # after rftmega, which must be enough
 
 folder, engine, backend = sys.argv[1:]
 wrong = None
