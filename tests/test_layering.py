@@ -18,7 +18,7 @@ RUNS = (
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
 BASICS = (
     "config options user_code validation errors json_files media types interfaces shards "
-    "sampling_seeds columns rollout_arrays"
+    "sampling_seeds columns rollout_arrays control_tokens"
 )
 MAY_IMPORT = {
     "user_code": "errors",
@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "algorithms": "types config options columns",
     "sandbox": "",
     "rewards": "types errors json_files config options user_code",
-    "data": "media config types errors json_files records",
+    "data": "media config types errors json_files records control_tokens",
+    "control_tokens": "",
     "records": "config errors json_files user_code",
     "validation": "config options errors json_files user_code",
     "experience": "media errors types interfaces columns rollout_arrays algorithms config",
