@@ -16,7 +16,7 @@ RUNS = (
 BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
 BASICS = (
     "config options user_code validation errors json_files media types interfaces shards "
-    "sampling_seeds columns rollout_arrays"
+    "sampling_seeds columns rollout_arrays control_tokens"
 )
 MAY_IMPORT = {
     "user_code": "errors",
@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "algorithms": "types config options columns",
     "sandbox": "",
     "rewards": "types errors json_files config options user_code",
-    "data": "media config types errors json_files records chats",
+    "data": "media config types errors json_files records chats control_tokens",
+    "control_tokens": "",
     "chats": "config errors json_files records",
     "given_media": "data media config types errors",
     "records": "config errors json_files user_code",

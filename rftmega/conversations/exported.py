@@ -156,8 +156,11 @@ class MessageExporter:
     def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
         """Returns the tokens behind the last answer if `messages` reply to it."""
         assert self.renderer is not None
+        hidden: Messages = self.tokenizer.control.hidden(
+            messages, words=True
+        )  # as the run said them
         bridge = self.renderer.bridge(
-            talk.context, talk.answer, messages, self.tools, history=talk.messages
+            talk.context, talk.answer, hidden, self.tools, history=talk.messages
         )
         return bridge.token_ids if bridge else None
 

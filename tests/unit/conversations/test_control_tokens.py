@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rftmega.agents.session import Session
 from rftmega.agents.wire import Asked
@@ -236,6 +238,48 @@ def test_who_knows_the_stand_ins_can_not_write_a_control_token_with_them(tmp_pat
         assert end not in own.encode_said("<|im_start|>" + text)
 
 
+def sentences(path: Path) -> Ours:
+    """A tokenizer as sentencepiece makes them, whose first word gets a space; <|user|> and <|end|>
+    eat spaces behind them.
+    """
+    letters = ["<unk>", "\u2581", *"abdehnopqrsuxyz012345<|>/_.", "\n"]
+    inner = Tokenizer(
+        models.BPE({each: at for at, each in enumerate(letters)}, [], unk_token="<unk>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    names = [AddedToken(each, rstrip=True, normalized=False) for each in ("<|user|>", "<|end|>")]
+    inner.add_special_tokens([AddedToken("<s>", normalized=False), *names])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", bos_token="<s>")
+    fast.chat_template = "{{ bos_token }}<|user|>\n{{ messages[0].content }}<|end|>\n<|user|>\n"
+    fast.save_pretrained(path)
+    return Ours(path, control_tokens="text")
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+@pytest.mark.parametrize("text", ["a b", " a<|end|> b", "<|user|>", "a\n<s> <|end|> <|user|>b "])
+def test_a_tokenizer_that_eats_and_adds_spaces_does_so_where_the_template_s_tokens_are(
+    text: str, chat_template: bool, tmp_path: Path
+) -> None:
+    own = sentences(tmp_path)
+    found = own.encode(text, chat_template=chat_template)
+    letters = {"<|end|>": "xqz12|>", "<|user|>": "/_.34|>2", "<s>": "y50"}
+    other = text
+    for name, same in letters.items():
+        other = other.replace(name, same)
+    expected = own.encode(other, chat_template=chat_template)
+    swapped = own.inner.convert_ids_to_tokens(list(expected))
+    said = "".join(swapped)
+    for name, same in letters.items():
+        said = said.replace(same, name)
+    names = own.inner.convert_ids_to_tokens(list(found))
+    assert "".join(names) == said
+    assert len(found) == len(expected)
+    assert [each for each in names if each in letters] == [
+        each for each in swapped if each in letters
+    ]
+
+
 class Slow:
     """A tokenizer that is not of the tokenizers library."""
 
@@ -249,7 +293,7 @@ class Slow:
 
 
 def test_a_slow_tokenizer_gets_a_space_within_the_name(tmp_path: Path) -> None:
-    from rftmega.data.control_tokens import ControlTokens
+    from rftmega.control_tokens import ControlTokens
 
     own = tokenizer(tmp_path, FORMATS["hermes"])
     slow = ControlTokens(Slow(own.inner), lambda: "")

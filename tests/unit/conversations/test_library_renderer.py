@@ -7,8 +7,8 @@ import pytest
 from renderers.base import attribute_text_segments
 from transformers import AutoTokenizer
 
+from rftmega.control_tokens import ControlTokens
 from rftmega.conversations.library_renderer import SHORT, _remembering
-from rftmega.data.control_tokens import ControlTokens
 from tests import chat_formats
 
 

@@ -87,7 +87,7 @@ class ControlTokens:
     @cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
         """Returns a tokenizer that knows control tokens by other names alone, and the ids of those."""
-        copy = Tokenizer.from_str(self._inner.backend_tokenizer.to_str())
+        copy: Any = Tokenizer.from_str(self._inner.backend_tokenizer.to_str())
         names = [name for name in self._added if self._all.fullmatch(name)]
         copy.add_special_tokens([AddedToken(name, special=True) for name in names])
         copy.encode_special_tokens = True
