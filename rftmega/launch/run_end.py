@@ -49,6 +49,7 @@ def _exports(config: RunConfig) -> list[str]:
     folders += [Path(f"{config.exported}_ema")] if config.algorithm.ema_beta else []
     if config.model.lora.rank:
         folders += [Path(f"{folder}_adapter") for folder in folders]
+    folders += [folder.with_name(f"{folder.name}.incomplete") for folder in folders]
     return [
         f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
         "another trainer.output, or set trainer.export=false."
