@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "columns media types",
     "rollout": "columns media config types shards interfaces errors json_files device parallel kernels weights transport "
-    "requests",
+    "requests hf_folders",
     "vllm_server": "parallel rollout",
     "server_protocol": "config columns errors json_files requests vllm_server",
     "fleet": "server_protocol vllm_server columns media config types shards interfaces errors device parallel transport requests "

@@ -21,7 +21,6 @@ from rftmega.errors import CheckpointError
 from rftmega.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
-from rftmega.fsdp.output_head import names_of_head
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.fsdp.tensor_parallel import share_layers
 from rftmega.fsdp.weight import Weight
@@ -40,7 +39,11 @@ from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_
 from rftmega.json_files import read_json_object
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
+<<<<<<< HEAD
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
+=======
+from rftmega.model_providers.output_head import names_of_head
+>>>>>>> wt-fsdp
 from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate
 from rftmega.passes.reached_adapters import ReachedAdapters

@@ -1,7 +1,7 @@
 """Finds out, before there are weights, how a decoder of transformers is run rightly.
 
 Nothing is listed by family. The model's own code runs on the meta device, and what it does there
-decides whether rows may be packed. `fsdp.output_head`: what becomes of its logits.
+decides whether rows may be packed. `model_providers.output_head`: what becomes of its logits.
 """
 
 from collections.abc import Callable

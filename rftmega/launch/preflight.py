@@ -10,7 +10,6 @@ from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.device import hardware
 from rftmega.errors import CheckpointError, ConfigError
-from rftmega.fsdp.output_head import output_head
 from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
@@ -35,6 +34,7 @@ from rftmega.model_providers.description import (
 )
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
+from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK

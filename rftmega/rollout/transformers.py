@@ -24,6 +24,7 @@ from rftmega.columns import expert_routes
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
 from rftmega.errors import WeightMismatch
+from rftmega.hf_folders.converted_names import ConvertedNames
 from rftmega.media.fed import picture_positions
 from rftmega.media.hearing import AudioProcessor, ear_of
 from rftmega.media.placed import pictures_of
@@ -33,7 +34,6 @@ from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine
 from rftmega.rollout.eight_bits import rounded
-from rftmega.rollout.transformers_names import ConvertedNames
 from rftmega.types import Completion, Sampling
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,

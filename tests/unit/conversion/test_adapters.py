@@ -14,6 +14,7 @@ from rftmega.conversion import adapters
 from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from tests import plain_adapters
+from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
 from tools.convert import main
 
@@ -263,3 +264,20 @@ def test_the_commands_merge_and_extract_and_say_what_was_lost(
     assert (config["r"], config["lora_alpha"]) == (2, 2)
     refused = main(["merge", str(folder), str(tmp_path / "nothing"), str(tmp_path / "x")])
     assert refused == main(["merge", str(folder), str(merged), str(tmp_path / "x")]) != 0
+
+
+def test_adapters_beside_a_head_with_a_bias_are_merged_into_a_model_without_a_table(
+    tmp_path: Path,
+) -> None:
+    folder = save_decoder(tmp_path / "model", "phi")
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=("lm_head", "dense"))
+    adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
+    adapters.merge(folder, adapter, tmp_path / "merged")
+    before, after = weights(folder), weights(tmp_path / "merged")
+    assert torch.equal(after["lm_head.bias"], before["lm_head.bias"])
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    ids = torch.tensor([[5, 9, 4, 7]])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = plain_adapters.adapted(folder, pairs, alpha=ALPHA)(ids).logits
+        torch.testing.assert_close(merged(ids).logits, wanted, atol=1e-4, rtol=1e-5)

@@ -58,3 +58,13 @@ def test_a_model_card_that_can_not_be_written_is_told(
     (said,) = run_end.refusals(config_of(tmp_path))
     assert "the model card can't be written: ValueError: cannot represent an object" in said
     assert run_end.refusals(config_of(tmp_path, export=False)) == []
+
+
+@pytest.mark.parametrize("name", ["policy_adapter", "policy_ema.incomplete"])
+def test_what_is_in_the_way_of_an_export_is_told(name: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config.model.lora.rank, config.algorithm.ema_beta = 2, 0.5
+    (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / name / "thesis").write_text("years")
+    (said,) = run_end.refusals(config)
+    assert said.startswith(f"{tmp_path}/run/{name} is there, and no export made it")

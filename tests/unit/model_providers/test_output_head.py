@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rftmega.errors import CheckpointError
-from rftmega.fsdp.output_head import names_of_head, output_head
 from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta
+from rftmega.model_providers.output_head import names_of_head, output_head
 from tests.tiny_decoders import VOCABULARY, save_decoder
 
 Change = Callable[[Tensor], Any]
