@@ -39,11 +39,8 @@ from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_
 from rftmega.json_files import read_json_object
 from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
-<<<<<<< HEAD
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
-=======
 from rftmega.model_providers.output_head import names_of_head
->>>>>>> wt-fsdp
 from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate
 from rftmega.passes.reached_adapters import ReachedAdapters

@@ -43,20 +43,12 @@ def _unwritable(folder: Path) -> str:
 
 def _exports(config: RunConfig) -> list[str]:
     """Folders that the run would have to replace at its end, and may not."""
-<<<<<<< HEAD
-=======
-    if not config.trainer.export:
-        return []
-    folders = [Path(config.exported)]
-    folders += [Path(f"{config.exported}_ema")] if config.algorithm.ema_beta else []
-    if config.model.lora.rank:
-        folders += [Path(f"{folder}_adapter") for folder in folders]
+    folders = [Path(folder) for folder in config.exports()]
     folders += [folder.with_name(f"{folder.name}.incomplete") for folder in folders]
->>>>>>> wt-fsdp
     return [
         f"{folder} is there, and no export made it (it has no {MARK}): the model could not go there. Move it away, choose "
         "another trainer.output, or set trainer.export=false."
-        for folder in map(Path, config.exports())
+        for folder in folders
         if is_anothers(folder)
     ]
 
