@@ -81,7 +81,7 @@ class VisionFields:
     def _tower(self, given: Any) -> dict[str, Any]:
         if not isinstance(given, dict):
             raise CheckpointError("config.json of this model has no vision_config.")
-        fields: dict[str, Any] = {OLDER.get(name, name): value for name, value in given.items()}
+        fields = {str(OLDER.get(name, name)): value for name, value in given.items()}
         reasons = [f"{name} is missing" for name in self.required if fields.get(name) is None]
         known = {*self.required, *self.defaults, *self.only, *NEUTRAL, "rope_parameters"}
         for name, value in fields.items():

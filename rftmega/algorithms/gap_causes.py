@@ -84,8 +84,8 @@ def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
             return Cause(
                 "chance",
                 "the trainer gives the same rows other log-probabilities each time, by up to "
-                f"{_largest(first, again, evidence)}: its forward pass draws random numbers (dropout, noise in a router) "
-                "or a kernel of it is not deterministic. "
+                f"{_largest(first, again, evidence)}: its forward pass draws random numbers (dropout, noise in a router) or a "
+                "kernel of it is not deterministic. "
                 "So the gap says nothing of weights and pushes",
             )
     if _disagree(first, evidence.old_logp, evidence, limits):

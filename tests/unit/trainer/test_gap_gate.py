@@ -137,7 +137,9 @@ def test_a_policy_that_drops_while_it_scores_is_named_before_another_push(tmp_pa
     def drawing(rows: Any, **how: Any) -> Any:
         passes.append(len(machinery.pushed))
         found = plain(rows, **how)
-        return TokenStats(found.logp + 0.1 * torch.rand(found.logp.shape), None)
+        if isinstance(found.logp, torch.Tensor):  # of the worst rows
+            return TokenStats(found.logp + 0.1 * torch.rand(found.logp.shape), None)
+        return found
 
     machinery.log_probs = drawing  # type: ignore[method-assign]
     for row in range(len(samples)):
