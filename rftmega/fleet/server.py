@@ -114,12 +114,20 @@ class Server(ServerClient):
         """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's
         checks raise these.
         """
-        said = self.log.read_bytes()[self._begin :].decode(errors="replace")
+        said = self._said()[self._begin :].decode(errors="replace")
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
 
+    def _said(self) -> bytes:
+        """Returns its log, which somebody may have removed."""
+        try:
+            return self.log.read_bytes()
+        except OSError as error:
+            return f"(the log can't be read: {error.strerror or error})".encode()
+
     def last_words(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        text = self._said().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         return f"The end of {self.log}:\n" + "\n".join(lines[-5:])
 
 

@@ -157,6 +157,9 @@ WRONG: dict[str, Callable[[], wire.ServerAnswer]] = {
     "13 bytes of ids": lambda: spoilt(token_ids=wire.integers([5, 5, 1]) + b"x"),
     "6 bytes of log-probs": lambda: spoilt(logprobs=b"123456"),
     "spans that overlap": lambda: told([5, 6, 1], spans=[("3", 0, 2), ("3", 1, 3)]),
+    "as many versions as tokens, from another place": lambda: told(
+        [5, 6, 1], spans=[("3", 0, 2), ("3", 1, 2)]
+    ),
     "a span backwards": lambda: told([5, 6, 1], spans=[("3", 0, 3), ("3", 3, 1)]),
     "a span before the first": lambda: told([5, 1], spans=[("3", 0, -3)]),
     "a span of 2**62 tokens": lambda: told([5, 1], spans=[("3", 0, 2**62)]),

@@ -191,6 +191,17 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
     server.close()  # twice is once
 
 
+def test_a_server_whose_log_is_gone_fails_as_any_other(tmp_path: Path) -> None:
+    server = server_module.Server(
+        ["--no-such-option"], {"PATH": "", door.KEY: "key"}, tmp_path / "log"
+    )
+    (tmp_path / "log").unlink()
+    with pytest.raises(EngineError, match="the log can't be read: No such file"):
+        server.wait()
+    server.close()
+    assert isinstance(server.fault("hangs"), EngineFault)
+
+
 @pytest.mark.parametrize(
     ("said", "code", "passes"),
     [
