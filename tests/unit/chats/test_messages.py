@@ -137,8 +137,10 @@ def test_a_call_of_openais_old_api_and_one_without_its_wrapping_are_calls() -> N
 def test_fields_that_a_table_gives_as_null_are_not_there(tmp_path: Path) -> None:
     ours = tokenizer(tmp_path, FORMATS["qwen3"])
     padded = {"tool_calls": None, "reasoning_content": None, "name": None}
-    one, other = prompts(ours, tmp_path, [HI, NO, HI], [{**m, **padded} for m in (HI, NO, HI)])
+    given = [{**message, **padded} for message in (HI, NO, HI)]
+    one, other = prompts(ours, tmp_path, [HI, NO, HI], given)
     assert one == other
+    assert chat_messages(given, "prompt") == [HI, NO, HI]
 
 
 def test_a_role_that_the_template_names_itself_is_known(tmp_path: Path) -> None:
