@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from rftmega.config import DataConfig
-from rftmega.control_tokens import ControlTokens, unescaped
+from rftmega.control_tokens.names import ControlTokens, unescaped
 from rftmega.errors import DataError
 
 Messages = list[dict[str, Any]]  # content: a string, or a list of parts
