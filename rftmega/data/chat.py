@@ -13,7 +13,7 @@ from jinja2 import Environment, TemplateError, meta, nodes
 from rftmega.chats.template_forms import MARK, USER, Messages, TemplateForms
 from rftmega.chats.unrendered import Unrendered
 from rftmega.config import DataConfig
-from rftmega.control_tokens import ControlTokens, unescaped
+from rftmega.control_tokens.names import ControlTokens, unescaped
 from rftmega.errors import DataError
 
 # a block of transformers' own, which marks what the assistant says; plain Jinja does not know it

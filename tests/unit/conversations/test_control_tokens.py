@@ -293,7 +293,7 @@ class Slow:
 
 
 def test_a_slow_tokenizer_gets_a_space_within_the_name(tmp_path: Path) -> None:
-    from rftmega.control_tokens import ControlTokens
+    from rftmega.control_tokens.names import ControlTokens
 
     own = tokenizer(tmp_path, FORMATS["hermes"])
     slow = ControlTokens(Slow(own.inner), lambda: "")

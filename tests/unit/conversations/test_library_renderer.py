@@ -7,7 +7,7 @@ import pytest
 from renderers.base import attribute_text_segments
 from transformers import AutoTokenizer
 
-from rftmega.control_tokens import ControlTokens
+from rftmega.control_tokens.names import ControlTokens
 from rftmega.conversations.library_renderer import SHORT, _remembering
 from tests import chat_formats
 

@@ -1,0 +1,1 @@
+"""Control tokens of a tokenizer, and text that has their names."""
