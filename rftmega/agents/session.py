@@ -45,8 +45,10 @@ class Session:
         `body`: what has its parameters of sampling. Raises RequestRefused.
         """
         work: Coroutine[Any, Any, Said | Completion]
-        tokens = isinstance(asked, Tokens)
-        work = self.continued(body, asked) if tokens else self.answer(body, asked)
+        if isinstance(asked, Tokens):
+            work = self.continued(body, asked)
+        else:
+            work = self.answer(body, asked)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(future)
 
