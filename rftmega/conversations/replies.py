@@ -66,8 +66,9 @@ class ChatTokenizer(Protocol):
     """ChatTokenizer is what a conversation needs of data.Tokenizer."""
 
     stop_ids: list[int]
-    control: Control
 
+    @property
+    def control(self) -> Control: ...
     @property
     def inner(self) -> Any: ...
     @property

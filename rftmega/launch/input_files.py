@@ -29,7 +29,9 @@ def inputs_of(
     `order`, `held_out` and `ptx` are what the data were read to. A pipe has no checksum.
     """
     rows = rows_of(config, order, held_out, ptx)
-    found = {name: _described(source) for name, source in sources_of(config)}
+    found: dict[str, dict[str, Any]] = {
+        name: dict(_described(source)) for name, source in sources_of(config)
+    }
     for name, count in rows.items():
         found[name] = {"rows": count} | found.get(name, {})
     return {name: known for name, known in found.items() if known}
