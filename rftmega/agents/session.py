@@ -44,11 +44,9 @@ class Session:
 
         `body`: what has its parameters of sampling. Raises RequestRefused.
         """
-        work: Coroutine[Any, Any, Said | Completion]
-        if isinstance(asked, Tokens):
-            work = self.continued(body, asked)
-        else:
-            work = self.answer(body, asked)
+        work: Coroutine[Any, Any, Said | Completion] = (
+            self.continued(body, asked) if isinstance(asked, Tokens) else self.answer(body, asked)
+        )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(future)
 

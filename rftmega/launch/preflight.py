@@ -402,12 +402,10 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
     layout = layout_name(parallel, data)
-    counted = model.parameters
     if config.backend == "fsdp":
         shards = world_size // parallel.replicas // parallel.tensor
         shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
         layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
-        counted = HFFolder(config.model.path).elements
     answers = {
         "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,
         "sft": 1,
@@ -416,7 +414,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     rows = config.trainer.prompts_per_step * answers
     batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
     lines = [
-        f"model       {model.family}, {counted:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
+        f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
         f"backend     {config.backend}",
         f"processes   {world_size} = {layout}",
         f"engines     {_engines(config, world_size)}",
@@ -426,7 +424,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
     ]
     if config.backend == "fsdp":
-        each = -(-counted * parallel.replicas // world_size)
+        each = -(-model.parameters * parallel.replicas // world_size)
         return "\n".join([*lines, f"parameters a rank: about {each:,}"])
     rules = table(read_hf_config(config.model.path))
     lines.append("parameters a rank (of one replica):")

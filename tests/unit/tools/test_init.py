@@ -8,7 +8,16 @@ import pytest
 import yaml
 
 from rftmega import config as configuration
+from rftmega.examples.arithmetic import warm_start
+from rftmega.launch import preflight
+from rftmega.launch.command_line import run
+from rftmega.planning.fit import Machine, misfits, push_bound
+from rftmega.planning.memory import Budget
+from rftmega.planning.models import POLICY, models_of
+from rftmega.planning.times import Speeds
 from rftmega.tools import init, plan
+from rftmega.validation import violations
+from tests.tiny_models import save_tiny
 from tests.unit.model_providers.test_published import COMMON, PUBLISHED
 
 EXAMPLES = Path(__file__).parents[3] / "examples/planning"
@@ -24,6 +33,7 @@ IN_EXAMPLES = {
     "DeepSeek-V3": "deepseek-v3",
     "Llama-3-70B": "llama-3-70b",
 }
+SPEEDS = Speeds(989e12, 3350e9, 450e9, 50e9, 50e9, 8)
 CASES = [
     ("Qwen3-8B", 8),
     ("Qwen3-30B-A3B", 16),
@@ -55,14 +65,41 @@ def test_a_first_run_of_a_published_model_fits_as_it_is_written(
     target, size = tmp_path / "run.yaml", ["--gpus", str(devices), "--gpu-memory", "80"]
     assert init.main([str(folder_of(name, tmp_path)), *size, "--output", str(target)]) == 0
     assert "a step takes at least" in capsys.readouterr().out
-    assert plan.main([str(target), *size, "--no-search"]) == 0
-    assert "All of it fits." in capsys.readouterr().out
+    config = configuration.load(target)
+    models, machine = models_of(config), Machine(devices, Budget(80e9, 4e9), SPEEDS)
+    assert misfits(models, config, machine, push_bound(models[POLICY], config)) == []
+    if devices <= 64:  # a plan of more simulates a push for a quarter of a minute
+        assert plan.main([str(target), *size, "--no-search"]) == 0
+        assert "All of it fits." in capsys.readouterr().out
+    assert violations(config, devices, data=False) == []
+    assert f"processes   {devices} = " in preflight.dry_run(config, devices)
     lines = target.read_text().splitlines()
     written = [
         line for line in lines if line.startswith("  ") and not line.lstrip().startswith("#")
     ]
     told = [after for before, after in zip(lines, lines[1:], strict=False) if "  # " in before]
     assert all(line in told or line.startswith("  # ") for line in written), "each with its meaning"
+
+
+def test_what_is_written_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run of a model that is there, with its weights and its tokenizer."""
+    model, target = tmp_path / "model", tmp_path / "run.yaml"
+    save_tiny(model, "qwen3", vocab_size=16)
+    warm_start.tokenizer().save_pretrained(model)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 4)
+    given = [str(model), "--gpus", "1", "--gpu-memory", "24", "--output", str(target)]
+    lengths = ["--prompt-tokens", "8", "--response-tokens", "8"]
+    assert init.main([*given, *lengths, "--data", str(tmp_path / "tasks.jsonl")]) == 0
+    more = ["rollout.engine=transformers", "rollout.memory_fraction=0.5"]
+    command = ["rftmega", str(target), *more, "--processes", "1", "--dry-run"]
+    monkeypatch.setattr("sys.argv", command)
+    capsys.readouterr()
+    code = run("")
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "looked at   the first 8 records" in said.out
 
 
 def test_options_given_are_written_and_data_of_ones_own_is_named(
