@@ -133,7 +133,7 @@ def test_rollouts_are_asked_for_and_answered_in_lines(
     found = held(faked(tmp_path, monkeypatch), [{"prompt": f"{n}+1?"} for n in range(5)])
     for rollout in found:
         assert rollout.rewards == {"right": 1.0}
-        assert rollout.measures == {"length": 1.0, "turns": 1.0}
+        assert rollout.measures == {"length": 1.0, "turns": 1.0, "control_tokens": 0.0}
         (trajectory,) = rollout.trajectories
         assert int(trajectory.loss_mask.sum()) == 2
 
