@@ -94,8 +94,8 @@ def _differing(config: RunConfig, plain: RunConfig, section: str) -> Iterator[st
 
 def _option(config: RunConfig, name: str, indent: int) -> list[str]:
     *section, leaf = name.split(".")
-    owner = value_of(config, section[0]) if section else config
-    meaning = " ".join(documented(type(owner))[leaf][1].partition("\n\n")[0].split())
+    owner: Any = value_of(config, section[0]) if section else config
+    meaning = " ".join(documented(owner.__class__)[leaf][1].partition("\n\n")[0].split())
     said = textwrap.wrap(
         meaning, WIDTH, initial_indent=" " * indent + "# ", subsequent_indent=" " * indent + "# "
     )

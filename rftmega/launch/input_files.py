@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ TEXTS = (".txt", ".md")  # that reward.judge_template may name
 def inputs_of(
     config: RunConfig,
     order: PromptOrder[Any],
-    held_out: Mapping[str, Sequence[Any]],
+    held_out: Mapping[str, Sized],
     ptx: PromptOrder[Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns option (and file) -> number of rows and SHA-256 of what the run has read there: data,
@@ -40,7 +40,7 @@ def inputs_of(
 def rows_of(
     config: RunConfig,
     order: PromptOrder[Any],
-    held_out: Mapping[str, Sequence[Any]],
+    held_out: Mapping[str, Sized],
     ptx: PromptOrder[Any] | None,
 ) -> dict[str, int]:
     """Returns option -> number of rows."""

@@ -135,8 +135,8 @@ class Search:
         for trainer, engine in pairs:
             if id(trainer) in failed:
                 continue
-            changes = self._told({**trainer.changes, **engine.changes})
-            candidate = changed(self.config, changes)
+            told = self._told({**trainer.changes, **engine.changes})
+            candidate = changed(self.config, told)
             if problems := refused(self.models, candidate, self.machine):
                 found.refusal = found.refusal or ("" if found.rejected else problems[0])
                 not_allowed += 1
@@ -147,9 +147,9 @@ class Search:
             reasons = self._reasons(candidate)
             if not reasons:
                 most = _moved((trainer, engine))
-                found.proposal = Proposal(changes, _seconds((trainer, engine)), candidate)
+                found.proposal = Proposal(told, _seconds((trainer, engine)), candidate)
                 break
-            found.rejected.append((changes, max(reasons, key=lambda reason: reason.over)))
+            found.rejected.append((told, max(reasons, key=lambda reason: reason.over)))
             if any(reason.phase.startswith(TRAINER) for reason in reasons):
                 failed.add(id(trainer))
             if len(found.rejected) == MOST:
