@@ -346,11 +346,7 @@ class MegatronModelManager:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name and self.cfg.parallel.expert_tensor != self.cfg.parallel.tensor:
                 parameter.allreduce = False
-        experts = self.description.experts is not None
-        sizes = self.topology
-        world = sizes.tensor * sizes.context * sizes.pipeline * sizes.data
-        shared_by = copies(world, self.cfg.parallel, experts=experts)
-        shards = optimizer.shards_states(max(shared_by))
+        shards = self._shards_optimizer()
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=shards,
@@ -363,9 +359,21 @@ class MegatronModelManager:
             self.config, data_parallel, chunk, disable_bucketing=number > 0
         )
 
+    def _shards_optimizer(self) -> bool:
+        """Tells whether processes that hold the same parameters share the optimizer states."""
+        sizes, experts = self.topology, self.description.experts is not None
+        world = sizes.tensor * sizes.context * sizes.pipeline * sizes.data
+        return self.cfg.optimizer.shards_states(
+            max(copies(world, self.cfg.parallel, experts=experts))
+        )
+
     def _build_optimizer(self) -> Any:
         return build_optimizer(
-            self.cfg.optimizer, self.model, self.config, overrides=self._tower_s_rate()
+            self.cfg.optimizer,
+            self.model,
+            self.config,
+            shards=self._shards_optimizer(),
+            overrides=self._tower_s_rate(),
         )
 
     def _tower_s_rate(self) -> dict[ParamKey, Any] | None:

@@ -18,13 +18,14 @@ def build_optimizer(
     model: Sequence[Any],
     config: TransformerConfig,
     *,
+    shards: bool,
     overrides: dict[ParamKey, Any] | None,
 ) -> Any:
     """Returns the optimizer of wrapped chunks of a model, chained where there are several.
 
+    `shards`: processes that hold the same parameters share the states.
     `overrides`: exceptions from the learning rate and from weight decay; None: Megatron's own.
     """
-    wrapped = model[0].ddp_config
     chosen = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.learning_rate,
@@ -36,8 +37,8 @@ def build_optimizer(
         clip_grad=options.clip_grad,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
-        use_distributed_optimizer=wrapped.use_distributed_optimizer,
-        overlap_param_gather=wrapped.overlap_param_gather,
+        use_distributed_optimizer=shards,
+        overlap_param_gather=options.overlap_param_gather and shards,
         muon_momentum=MUON_MOMENTUM,
         muon_use_nesterov=True,
         # of whole matrices, not of each shard by itself: the same under every layout

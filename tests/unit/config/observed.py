@@ -59,6 +59,7 @@ class Letters:
 
     stop_ids = (STOP,)
     template = SimpleNamespace(source=lambda: "")
+    named = 0
 
     def __init__(self, seen: Seen, folder: str | Path, **settings: Any):
         seen.append(("tokenizer", settings))
@@ -354,6 +355,8 @@ def stepping(config: RunConfig) -> list[Any]:
     made = object.__new__(manager.MegatronModelManager)
     made.cfg, made.model, made.value_model = config, [], False
     made.config = SimpleNamespace(bf16=False, params_dtype=torch.float32)
+    made.description = SimpleNamespace(experts=None)
+    made.topology = SimpleNamespace(tensor=1, context=1, pipeline=1, data=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "get_megatron_optimizer", lambda chosen, *_, **__: chosen)
         patch.setattr(manager, "DistributedDataParallel", lambda _, chosen, *__, **___: chosen)
@@ -436,6 +439,7 @@ def built(config: RunConfig) -> Seen:
             patch.setattr(reinforcement, name, kept(name))
         patch.setattr(engines, "create", kept("create"))
         patch.setattr(reinforcement, "predicted", lambda *_: None)
+        patch.setattr(reinforcement, "rehearse", lambda *_: None)
         real = kept("value model of a role")
         backend = SimpleNamespace(
             policy=kept("policy"),

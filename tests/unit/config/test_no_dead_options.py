@@ -109,7 +109,7 @@ ADAM = {
     "beta2": Live("0.5", seen=stepping),
     "epsilon": Live("1e-4", seen=stepping),
     "clip_grad": Live("0.5", seen=stepping),
-    "distributed": Live("true", seen=stepping),
+    "distributed": Live("false", seen=stepping),
     "overlap_grad_reduce": Live("true", seen=stepping),
     "overlap_param_gather": Live("true", OVERLAP, stepping, dead=()),
 }
