@@ -282,7 +282,8 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
     class Written(Trajectories):
         def __init__(self, *given: Any, **named: Any):
             super().__init__(*given, **named)
-            seen.append(("trajectories", named))
+            told = {name: given for name, given in named.items() if not callable(given)}
+            seen.append(("trajectories", told))
 
     def strategy(config: RunConfig, *_: Any, environment: Any = None, **__: Any) -> Strategy:
         seen.append(("environment", type(environment).__name__))
@@ -296,8 +297,8 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(reinforcement, "ReinforcementStrategy", strategy)
         patch.setattr(supervised, "SupervisedStrategy", strategy)
         patch.setattr(model_runner, "custom_forward", bigrams)
-        patch.setattr(observers, "TensorBoard", lambda folder: Observer())
-        patch.setattr(observers, "Progress", lambda steps, shown: Observer())
+        patch.setattr(observers, "TensorBoard", lambda *_, **__: Observer())
+        patch.setattr(observers, "Progress", lambda *_: Observer())
         patch.setattr(observers, "Trajectories", Written)
         for name in ("MathPart", "CodePart", "RemotePart", "JudgePart"):
             patch.setattr(
@@ -405,7 +406,8 @@ def built(config: RunConfig) -> Seen:
             seen.append(
                 (name, {key: x for key, x in named.items() if not isinstance(x, RunConfig)})
             )
-            still: dict[str, Any] = {which: lambda: None for which in ("start", "push", "sleep")}
+            quiet = ("start", "push", "sleep", "close")
+            still: dict[str, Any] = {which: lambda: None for which in quiet}
 
             def weight_sync(_: Any, **planned: Any) -> Any:
                 seen.append(("weight transfer", planned))

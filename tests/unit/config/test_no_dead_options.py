@@ -163,6 +163,7 @@ OPTIONS: dict[str, Live] = {
     "data.system_prompt": Live("2"),
     "data.chat_template_kwargs": Live("{{a: 1}}"),
     "data.chat_template_file": Live("{train}"),
+    "data.control_tokens": Live("control"),
     "data.too_long": Live("drop", ("rollout.max_prompt_tokens=3",)),
     "reward.exact_match": Live("2", dead=MAJORITY),
     "reward.answer_pattern": Live("1", dead=("algorithm.task=sft",)),
