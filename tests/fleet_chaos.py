@@ -35,7 +35,7 @@ from rftmega.interfaces import RolloutGroup
 from rftmega.parallel.process_group import World
 from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
-from tests.rollouts import save_scripted
+from tests.rollouts import NEVER, save_scripted
 from tests.tcp_proxy import TcpProxy
 
 KEY = "the key of the run"
@@ -99,7 +99,7 @@ class Stage:
         world = World(0, 1, 0, 1, torch.device("cpu"))
         save_scripted(folder)
         self.engine = ServerEngine(
-            folder, config, world, dtype="float32", stop_ids=[1], logs=folder
+            folder, config, world, dtype="float32", stop_ids=[NEVER], logs=folder
         )
         self.missed: list[str] = []
         self.runner = RolloutRunner(

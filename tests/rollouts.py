@@ -12,6 +12,9 @@ from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 
 
+NEVER = 10**6  # a stop token for scripted servers, which answer with their prompt's tokens
+
+
 def save_scripted(folder: Path) -> None:
     """Writes the config.json of a scripted server's model; all ranks read it, so none writes it."""
     (folder / "config.json").write_text('{"model_type": "scripted"}')

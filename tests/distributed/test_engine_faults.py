@@ -27,7 +27,7 @@ from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
-from tests.rollouts import Wrapped, pool_of, response_of, save_scripted
+from tests.rollouts import NEVER, Wrapped, pool_of, response_of, save_scripted
 from tests.tiny_models import save_tiny
 
 PROMPTS = [Prompt((place,)) for place in range(12)]
@@ -86,7 +86,7 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int, servers: i
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     FailsInItsLast.fault, FailsInItsLast.folder = fault, folder
     config = RolloutConfig(servers=servers, max_batch=2, deadline_seconds=4.0)
-    engine = FailsInItsLast(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
+    engine = FailsInItsLast(folder, config, world, dtype="float32", stop_ids=[NEVER], logs=folder)
     if engine.servers:
         engine.expect(["one"])
     weights = Pushes(engine)

@@ -26,7 +26,7 @@ from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
 from tests.ranks import run_ranks
-from tests.rollouts import pool_of, save_scripted
+from tests.rollouts import NEVER, pool_of, save_scripted
 
 REQUESTS = [Prompt((5, place), index=place) for place in range(24)]
 LENGTHS = [random.Random(place).randint(20, 60) for place in range(24)]
@@ -126,7 +126,7 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
     preemption.meet(dist.FileStore(str(folder / "board"), world.size))
     Slow.folder = folder
     config = RolloutConfig(servers=2, max_batch=1, deadline_seconds=20.0)
-    engine = Slow(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
+    engine = Slow(folder, config, world, dtype="float32", stop_ids=[NEVER], logs=folder)
     if engine.servers:
         engine.expect(["one"])
     weights = Pushes(engine)

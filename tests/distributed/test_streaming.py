@@ -25,7 +25,7 @@ from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_engine_faults import Pushes
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
-from tests.rollouts import pool_of, save_scripted
+from tests.rollouts import NEVER, pool_of, save_scripted
 from tests.tiny_models import save_tiny
 
 GROUPS = [
@@ -53,7 +53,7 @@ def scripted_body(world: World, folder: Path) -> Any:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     Scripted.folder = folder
     config = RolloutConfig(servers=2, max_batch=4, deadline_seconds=20.0)
-    engine = Scripted(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
+    engine = Scripted(folder, config, world, dtype="float32", stop_ids=[NEVER], logs=folder)
     if engine.servers:
         engine.expect(["one"])
     weights = Pushes(engine)

@@ -24,7 +24,7 @@ from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks
-from tests.rollouts import Wrapped, save_scripted
+from tests.rollouts import NEVER, Wrapped, save_scripted
 from tests.two_turns import TwoTurns, expected
 
 PROMPTS = [Prompt((5, 9 + place % 4), index=place) for place in range(20)]
@@ -155,7 +155,7 @@ def servers_body(world: World, folder: Path) -> Any:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     NotingServers.folder = folder
     config = RolloutConfig(servers=2, max_batch=2, deadline_seconds=20.0)
-    engine = NotingServers(folder, config, world, dtype="float32", stop_ids=[1], logs=folder)
+    engine = NotingServers(folder, config, world, dtype="float32", stop_ids=[NEVER], logs=folder)
     if engine.servers:
         engine.expect(["one"])
     weights = Pushes(engine)

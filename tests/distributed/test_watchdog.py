@@ -32,7 +32,7 @@ from rftmega.weights import EngineWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
-from tests.rollouts import pool_of
+from tests.rollouts import NEVER, pool_of
 from tests.tiny_models import save_tiny
 
 SECONDS = 1.0  # watched is only what hangs, for the machine may take any time for the rest
@@ -136,7 +136,7 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
     WatchedServer.hung, WatchedServer.rank, HangsOnce.path = path, world.rank, path
     manager = build_manager(folder, ParallelConfig(tensor=2))
     engine = HangsOnce(
-        folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[1], logs=said
+        folder, RolloutConfig(max_batch=2), world, dtype="float32", stop_ids=[NEVER], logs=said
     )
     turns = DevicePhases({"policy": manager.residency}, offload=False)
     weights = ColocatedWeights(SharedWeights(manager.shards(), engine, bucket_bytes=10_000), turns)
