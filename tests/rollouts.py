@@ -11,7 +11,6 @@ from rftmega.requests import Requests
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 
-
 NEVER = 10**6  # a stop token for scripted servers, which answer with their prompt's tokens
 
 
