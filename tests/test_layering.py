@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "low_rank": "config shards",
     "fsdp": "config types media shards errors json_files device parallel passes kernels low_rank checkpoint model_providers "
     "hf_folders",
-    "checkpoint": "config shards errors json_files device parallel converters hf_folders",
+    "checkpoint": "config shards errors json_files device parallel converters hf_folders known_fields",
     "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
     "requests": "columns media types",
     "rollout": "columns media config types shards interfaces errors json_files device parallel kernels weights transport "

@@ -22,6 +22,7 @@ from rftmega.checkpoint.states import put_together, taken_apart
 from rftmega.checkpoint.training import StoredModel, TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.errors import CheckpointError
+from rftmega.known_fields import without_strange_sections
 from rftmega.parallel import collectives, seeds
 from rftmega.parallel.watchdog import mark
 from rftmega.shards import ShardBox
@@ -357,7 +358,10 @@ def refuse_another(
         )
     described = model.described()
     _refuse_another_reference(described, saved[name])
-    hf_config, said = json.loads(json.dumps(described["hf_config"])), saved[name]["hf_config"]
+    hf_config, said = (
+        without_strange_sections(each)
+        for each in (json.loads(json.dumps(described["hf_config"])), saved[name]["hf_config"])
+    )
     if odd := sorted(
         key for key in hf_config.keys() | said.keys() if hf_config.get(key) != said.get(key)
     ):
