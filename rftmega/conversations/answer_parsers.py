@@ -23,6 +23,10 @@ ANALYSIS = re.compile(
 LLAMA_CALL = re.compile(r'\{\s*"(?:name|parameters|type"\s*:\s*"function)"')
 NEAR = 8  # tokens at the end of a context in which it may have begun to think
 DEEPEST = 100  # lists and objects within each other in the arguments of a call
+UNREADABLE = (
+    400  # brackets within each other, at which no parser of JSON is asked: it would recurse
+)
+BRACKET = re.compile(r"[\[{\]}]")
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +100,22 @@ def _writable(value: Any) -> bool:
     return True
 
 
+def too_deep(text: str) -> bool:
+    """Tells whether a text has more brackets within each other than a parser of JSON should see: at
+    the limit of recursion even the destructors that Python runs there fail.
+    """
+    depth = 0
+    for bracket in BRACKET.finditer(text):
+        depth = depth + 1 if bracket[0] in "[{" else max(0, depth - 1)
+        if depth > UNREADABLE:
+            return True
+    return False
+
+
 def _json(text: str) -> Any:
     """Returns the value that the text writes; None where it is no JSON."""
+    if too_deep(text):
+        return None
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

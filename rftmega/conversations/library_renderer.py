@@ -15,8 +15,16 @@ from rftmega.conversations.answer_parsers import (
     deepseek,
     llama,
     parsed_of,
+    too_deep,
 )
-from rftmega.conversations.replies import Bridge, ChatTokenizer, Control, Messages, Specs
+from rftmega.conversations.replies import (
+    Bridge,
+    ChatTokenizer,
+    Control,
+    Messages,
+    Specs,
+    text_of,
+)
 from rftmega.errors import ConfigError, DataError
 from rftmega.json_files import read_json_object
 from rftmega.types import Turn
@@ -113,6 +121,8 @@ class LibraryRenderer:
         """Takes an answer apart; `end`: the token that ended it, or none. None: the library fails."""
         if parser := READ_HERE.get(self.name):
             return parser(tokenizer, answer)
+        if too_deep(text_of(tokenizer, answer.token_ids)):
+            return None
         ids = [*answer.token_ids, *end]
         specs = [dict(each) for each in tools] or None
         try:

@@ -19,7 +19,9 @@ UNENDED = CHATML.replace("<s>", "").replace("</s>\n", "")
 REWRITES = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def tokenizer(folder: Path, template: str = "", chat: Chat | None = None) -> Ours:
+def tokenizer(
+    folder: Path, template: str = "", chat: Chat | None = None, control_tokens: str = "reject"
+) -> Ours:
     words = ["<s>", "</s>", "<b>", "\n", *"0123456789+=abu ", MERGED]
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("=", "2")]))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("\n"), "isolated")
@@ -32,7 +34,7 @@ def tokenizer(folder: Path, template: str = "", chat: Chat | None = None) -> Our
     )
     fast.chat_template = template or None
     fast.save_pretrained(folder)
-    return Ours(folder, chat=chat)
+    return Ours(folder, chat=chat, control_tokens=control_tokens)
 
 
 def shown(ours: Ours, ids: tuple[int, ...]) -> str:
