@@ -74,11 +74,12 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
         return scored_by_index(prompts, rollouts)
 
     settings: dict[str, Any] = {"seeds": LENGTHS, "sampling": Sampling(1.0), "reward": score}
-    with preemption.listening(), pytest.raises(Preempted) as raised:
-        ask(shared, REQUESTS, until, settings)
+    with preemption.listening():
+        with pytest.raises(Preempted) as raised:
+            ask(shared, REQUESTS, until, settings)
+        came = bool(preemption.request.came)
     given_up.set()
-    steps, came = engine.steps, bool(preemption.request.came)
-    preemption.request.came = 0
+    steps = engine.steps
     preemption.meet(None)
     whole = shared.generate(REQUESTS, **settings)
     answers = [None if c is None else (len(c.response_ids), c.scores) for c in raised.value.answers]

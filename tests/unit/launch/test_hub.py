@@ -51,7 +51,7 @@ def repositories(tmp_path: Path) -> dict[str, Path]:
     (model / "pytorch_model.bin").write_bytes(b"old")
     for split, number in (("train", 0), ("train", 1), ("test", 0)):
         file = data / f"data/{split}-{number:05}-of-00002.jsonl"
-        file.write_text(json.dumps({"prompt": f"{split}{number}"}) + "\n")
+        file.write_text(json.dumps({"prompt": f"{len(split)}+{number}=", "label": "1"}) + "\n")
     return {"models/org/tiny": model, "datasets/org/sums": data}
 
 
@@ -71,7 +71,7 @@ def test_a_model_and_data_are_fetched_once_and_read_from_the_cache(
     ).read_bytes()
     assert train == held_out
     assert critic == ""
-    assert [record["prompt"] for _, record in records(train)] == ["train0", "train1"]
+    assert [record["prompt"] for _, record in records(train)] == ["5+0=", "5+1="]
     # the hub is gone; what was fetched is there
     again = asked(tmp_path, address, "org/tiny", "org/sums#train", "weights", HF_HUB_OFFLINE="1")
     assert json.loads(again.stdout)[0] == model

@@ -62,7 +62,7 @@ def test_a_published_config_without_the_decoder_s_sizes_is_the_model_of_transfor
 @pytest.mark.parametrize(
     ("part", "name", "value", "said"),
     [
-        ("text_config", "surprise", 1, "surprise=1"),
+        ("text_config", "logit_scale", 2.0, "logit_scale=2.0"),
         ("text_config", "vocab_size", None, "vocab_size is null"),
         ("text_config", "tie_word_embeddings", True, "a head of its own"),
         ("audio_config", "surprise", 1, "surprise=1 is not honoured"),

@@ -186,7 +186,7 @@ def test_both_ways_of_writing_describe_one_model(config: tuple[Path, Any]) -> No
 @pytest.mark.parametrize(
     ("part", "name", "value", "said"),
     [
-        ("text_config", "surprise", 1, "surprise=1"),
+        ("text_config", "logit_scale", 2.0, "logit_scale=2.0"),
         ("text_config", "hidden_act", "gelu", "hidden_act"),
         ("text_config", "num_key_value_heads", None, "num_key_value_heads is null"),
         ("text_config", "tie_word_embeddings", True, "Leave one of them out"),
