@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rftmega.converters.dropout_fields import drops
+from rftmega.hf_folders.meta_decoder import layers_of
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from tests.tiny_decoders import FAMILIES, tiny
 
@@ -108,8 +109,7 @@ def test_a_layer_is_computed_again_and_gives_the_gradients_of_a_model_that_drops
     allow_recomputation(model)
     learn(model, True)
     calls: list[int] = []
-    first = plain.model.layers[0].mlp
-    again = model.model.layers[0].mlp
+    first, again = (layers_of(each)[0].mlp for each in (plain, model))
     again.register_forward_pre_hook(lambda *_: calls.append(1))
     assert first is not again
     for each in (plain.eval(), model):
