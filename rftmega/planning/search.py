@@ -38,7 +38,7 @@ LONGEST_ENGINE = 64  # processes
 FRACTIONS = (0.6, 0.7, 0.8, 0.85, 0.4, 0.3)  # of rollout.memory_fraction, beside the config's
 LONGER = (2, 4, 8, 16)  # context-parallel processes, where no layout fits with fewer
 UNEVEN = 1.25  # layers of the largest stage over their mean, at most
-MOST = 400  # layouts whose memory is computed in whole
+MOST = 100  # layouts whose memory is computed in whole
 ALIKE = 1.1  # times as long: a roofline does not tell which is quicker
 TRAINER = ("update", "score")  # phases without an engine
 Changes = Mapping[str, Any]
@@ -244,7 +244,8 @@ class Search:
             held = self._held(models[POLICY], world)
             over = (sum(held.values()) + self.machine.budget.reserved) / memory
             if over > 1:
-                told = f"weights, gradients and optimizer alone take {sum(held.values()) / GB:.1f}"
+                reserved = self.machine.budget.reserved / GB
+                told = f"weights, gradients and optimizer take {sum(held.values()) / GB:.1f}, and {reserved:g} are reserved"
                 misfit = Misfit(
                     f"update needs more than {memory / GB:g} GB: {told}", over, "update"
                 )

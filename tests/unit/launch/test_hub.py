@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rftmega.examples.arithmetic import warm_start
 from tests.hub_server import hub
 from tests.tiny_models import save_tiny
 
@@ -118,6 +119,7 @@ def test_a_path_is_never_looked_up(repositories: dict[str, Path], tmp_path: Path
 
 
 def test_the_program_takes_names_of_the_hub(repositories: dict[str, Path], tmp_path: Path) -> None:
+    warm_start.tokenizer().save_pretrained(repositories["models/org/tiny"])
     limits = "max_prompt_tokens: 8, max_response_tokens: 8"
     options = (
         "model: {path: org/tiny}",

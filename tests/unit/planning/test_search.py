@@ -79,7 +79,8 @@ def test_a_mixture_of_experts_with_default_options_is_told_a_layout_that_fits() 
     assert 1 < best.parallel.expert <= where.speeds.node, "experts within a node"
     assert best.parallel.pipeline <= 4, "no stage without need"
     known = on_backend(config, "megatron")
-    known.parallel = ParallelConfig(tensor=2, sequence=True, pipeline=8, expert=8)
+    known.parallel = ParallelConfig(tensor=2, sequence=True, pipeline=8, expert=8, recompute="full")
+    known.critic.parallel = known.parallel
     known.rollout = RolloutConfig(tensor=2)
     assert fits(known, where)
 
@@ -141,4 +142,5 @@ def test_the_optimizer_is_sharded_by_default_where_somebody_shares_it() -> None:
     config = run_of("qwen3-8b")
     config.rollout.tensor = 2
     config.parallel.tensor, config.parallel.sequence = 2, True
+    config.parallel.recompute = "full"
     assert fits(config, machine(8)), "8 billion parameters on 8 devices"
