@@ -172,7 +172,8 @@ def show(chosen: argparse.Namespace) -> int:
     looked = Found()
     if reasons and not chosen.no_search:
         looked = found_layout(models, config, machine, "nearest")
-    proposal, rejected = looked.proposal, looked.rejected
+    proposal = looked.proposal
+    rejected = [(changes, misfit) for changes, misfit in looked.rejected if changes]
     found |= {"misfits": [reason.reason for reason in reasons], "proposal": None}
     if proposal is not None:
         found["proposal"] = {

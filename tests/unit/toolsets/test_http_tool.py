@@ -209,7 +209,7 @@ def test_a_number_that_json_has_not_is_the_models_failure() -> None:
         (HTTPTool("a", "b", ""), "url is empty"),
         (HTTPTool("a", "b", "ftp://x"), "url must be http"),
         (HTTPTool("a", "b", "http://x:port"), "url must be http"),
-        (HTTPTool("a", "b", "http://me:s3cr3t@x"), "holds a password"),
+        (HTTPTool("a", "b", "http://me:s3cr3t@x"), "holds a user or a password"),
         (HTTPTool("a", "b", "http://x", {"type": "list"}), "no JSON schema"),
         (
             HTTPTool("a", "b", "http://x", key_env="NOT_SET_ANYWHERE"),
