@@ -209,7 +209,7 @@ def test_a_server_that_does_not_start_is_a_fault(options: MCPServer, says: str) 
         (MCPServer("a", url="http://x", env={"a": "b"}), "env is for a command"),
         (MCPServer("a", command=["a"], key_env="HOME"), "key_env is for a url"),
         (MCPServer("a", command=["a"], per_rollout=True, idempotent=["b"]), "not for per_rollout"),
-        (MCPServer("a", url="http://me:s3cr3t@x"), "holds a password"),
+        (MCPServer("a", url="http://me:s3cr3t@x"), "holds a user or a password"),
     ],
 )
 def test_options_that_do_not_fit_each_other_are_refused(options: MCPServer, says: str) -> None:
