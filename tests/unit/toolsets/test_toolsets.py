@@ -92,7 +92,10 @@ def test_a_config_file_may_list_tools_with_their_options(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("environment.http=[{name: a, b: 3}]", "environment.http=.*each with options of: name, description, url"),
+        (
+            "environment.http=[{name: a, b: 3}]",
+            "environment.http=.*each with options of: name, description, url",
+        ),
         ("environment.http=3", "environment.http=3 must be"),
         (
             "environment.limits.second=3",
