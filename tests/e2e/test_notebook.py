@@ -44,8 +44,8 @@ def test_the_first_steps_run_show_their_progress_and_learn(
     steps = metrics_of(tmp_path / "runs/first_steps/run")
     assert [step["step"] for step in steps] == list(range(31))
     rewards = [step["reward"] for step in steps[1:]]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, "the reward rises visibly"
-    assert steps[-1]["eval_accuracy"] > max(0.5, steps[0]["eval_accuracy"])
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, "the reward rises visibly"
+    assert steps[-1]["eval_accuracy"] > max(0.5, steps[0]["eval_accuracy"] + 0.1)
     assert steps[-1]["logprob_gap_max"] < 1e-4
     (training,) = [cell for cell in code if "rftmega.train(" in cell.source]
     said = "\n".join(outputs(training, "text/plain"))
