@@ -67,6 +67,10 @@ def write(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--data {chosen.data} is not there.")
     machine = plan.machine_of(chosen)
     described = fetched(RunConfig(model=ModelConfig(path=chosen.model)), weights=False).model.path
+    if not (Path(described) / "config.json").is_file():
+        raise ConfigError(
+            f"{chosen.model} is no folder with a config.json, and no org/name of the hub. Give one of these as MODEL."
+        )
     config, best = first_run(
         described,
         machine,

@@ -158,3 +158,12 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(
     assert init.main([str(folder), *more, "--output", str(target)]) == 2
     assert complaint in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["SmolLM2-135M"]
+
+
+def test_a_model_that_is_nowhere_is_refused_without_asking_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(tmp_path / "nowhere"), "--gpus", "8", "--gpu-memory", "80"]
+    assert init.main([*given, "--output", str(tmp_path / "run.yaml")]) == 2
+    assert "is no folder with a config.json" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
