@@ -44,19 +44,9 @@ class Trainer:
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
         """Trains until `steps` steps are done, or `stop` says so."""
         self.last = steps
+        batches = self.prepare(batches)
         begun: list[Callback] = []
-        try:
-            self._run(self.prepare(batches), begun)
-            for callback in begun:
-                callback.on_end(self)
-        except BaseException:
-            for callback in begun:
-                callback.on_failed(self)
-            raise
-
-    def _run(self, batches: Iterable[Any], begun: list[Callback]) -> None:
-        """Takes the steps. Adds each callback to `begun` once it has started."""
-        try:
+        with self._told_how_it_ends(begun):
             start: Metrics = {}
             for callback in self.callbacks:
                 callback.on_start(self, start)
@@ -77,10 +67,23 @@ class Trainer:
                 self._begin()
                 if self.stopped:
                     break
-        except Preempted:
-            self.stopped = True
-            for callback in begun:  # what is saved can't wait for those that close a connection
-                callback.on_given_up(self)
+
+    @contextmanager
+    def _told_how_it_ends(self, begun: Sequence[Callback]) -> Iterator[None]:
+        """Tell the callbacks in `begun` whether the block ended, was preempted, or failed."""
+        try:
+            try:
+                yield
+            except Preempted:
+                self.stopped = True
+                for callback in begun:  # what is saved can't wait for those that close a connection
+                    callback.on_given_up(self)
+            for callback in begun:
+                callback.on_end(self)
+        except BaseException:
+            for callback in begun:
+                callback.on_failed(self)
+            raise
 
     def prepare(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Returns what `train_step` gets its batches from; called before the first step."""

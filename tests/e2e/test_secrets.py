@@ -92,7 +92,7 @@ def test_a_run_writes_and_says_no_secret(arithmetic: Path, tmp_path: Path) -> No
             (tmp_path / "part.py").write_text(PART)
             (tmp_path / "run.yaml").write_text(f"""
 base: {arithmetic / "run.yaml"}
-plugins: [part.py]
+plugins: [{tmp_path / "part.py"}]
 reward:
   remote_url: http://me:{secret}@{host}?key={secret}
   custom: {{keyed: {{weight: 0.1, key: {secret}, named: "${{oc.env:MY_PASSWORD}}"}}}}

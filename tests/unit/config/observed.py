@@ -204,6 +204,7 @@ class Strategy:
         self.inner = Alone(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self.checkpoints = self
         self.label = ""
+        self.inputs: dict[str, Any] = {}
 
     def step(self, *given: Any, **named: Any) -> Metrics:
         return self.model.step(*given, **named)
@@ -424,6 +425,7 @@ def built(config: RunConfig) -> Seen:
                 layout="",
                 label="",
                 path="",
+                sum_of_frozen=None,
                 **still,
             )
 

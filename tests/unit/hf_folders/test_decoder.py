@@ -64,7 +64,7 @@ def test_angles_that_stay_are_no_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "nobody_knows"}, "transformers can't read"),
+        ({"model_type": "nobody_knows"}, "has no model_type=nobody_knows"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights can't be trained"),
         ({"use_bidirectional_attention": True}, "tokens see later ones"),
         ({"model_type": "llava"}, "more than a decoder of text"),

@@ -154,6 +154,8 @@ class Kept:
 
     def wait(self) -> None: ...
 
+    def leave(self) -> None: ...
+
 
 class Run:
     """From the beginning, or from what a run saved last."""

@@ -604,6 +604,8 @@ TEXTS = (  # options that are texts and neither paths nor choices
             "images",
             "videos",
             "audio",
+            "tools",
+            "alpaca_input",
         )
     ),
     "data.system_prompt",
@@ -717,7 +719,7 @@ def test_reward_functions_that_cannot_be_are_refused(
         ([], "reward.judge_url is empty"),
         (["reward.judge_model="], "reward.judge_model is empty"),
         (["reward.judge_url=ftp://x"], "reward.judge_url is no address"),
-        (["reward.judge_url=http://me:s3cr3t@x"], "reward.judge_url holds a password"),
+        (["reward.judge_url=http://me:s3cr3t@x"], "reward.judge_url holds a user or a password"),
         (
             ["reward.judge_url=http://x", "reward.judge_scale=[3]"],
             "reward.judge_scale=[3.0] must be",
