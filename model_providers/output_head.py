@@ -5,16 +5,18 @@ either side of it. The model's own forward pass says whether that is all: it is 
 of the decoder and one of the output head.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rftmega.errors import CheckpointError
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 LARGEST, SMALLEST = 1e4, 1e-2  # of the logits that are tried, on both sides of 0
 
@@ -27,7 +29,7 @@ class OutputHead(NamedTuple):
     after: float = 1.0
 
 
-def output_head(model: PreTrainedModel) -> OutputHead:
+def output_head(model: "PreTrainedModel") -> OutputHead:
     """Returns the output head of a model, which may be on the meta device.
 
     Raises CheckpointError, with the class of the model, where it makes its logits in another way,
@@ -45,8 +47,8 @@ def output_head(model: PreTrainedModel) -> OutputHead:
         seen.append(given)
         return told
 
-    def given(*_: Any, **__: Any) -> _GivenOutput:
-        return _GivenOutput(last_hidden_state=hidden)  # type: ignore[arg-type]
+    def given(*_: Any, **__: Any) -> Any:
+        return _given_output()(last_hidden_state=hidden)
 
     decoder = getattr(model, model.base_model_prefix)
     try:
@@ -73,7 +75,7 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     return OutputHead(linear, before, after)
 
 
-def names_of_head(model: PreTrainedModel) -> list[str]:
+def names_of_head(model: "PreTrainedModel") -> list[str]:
     """Returns the names of the tensors that a folder may have of a model's output head: of its weight,
     which may be the embedding as well, and of its bias.
     """
@@ -104,13 +106,18 @@ def _factor(found: Tensor, given: Tensor) -> float | None:
     return factor if same and factor else None
 
 
-class _GivenOutput(MoeModelOutputWithPast):
-    """_GivenOutput is what any decoder gives, with nothing in it but hidden states."""
+@functools.cache
+def _given_output() -> type[Any]:
+    """Return the class of a decoder's output in which all but the hidden states is None."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    def __getattr__(self, name: str) -> None:
-        """Is asked for what one decoder or another gives besides, such as its cache."""
-        if name.startswith("_"):
-            raise AttributeError(name)
+    class GivenOutput(MoeModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            """Is asked for what one decoder or another gives besides, such as its cache."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    return GivenOutput
 
 
 @contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunResult", "train"]
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch gives advice on NUMA
 # transformers imports torchao where it is installed. Of its kernels nothing is used here, and each
 # rank would say which ones can't be loaded, and that two enumerations were told twice.
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")

@@ -71,7 +71,7 @@ def run_ranks(
             for rank in range(world_size)
         ]
         try:
-            _start(ranks, preloaded)
+            start_in(ranks, preloaded)
             for _, sender in pipes:
                 sender.close()
             return _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
@@ -98,8 +98,8 @@ def alone(body: Callable[..., Any], *args: Any) -> Any:
             parallel_state.destroy_model_parallel()
 
 
-def _start(ranks: list[Any], preloaded: str) -> None:
-    """From the server that has imported `preloaded`; multiprocessing knows only one server."""
+def start_in(ranks: list[Any], preloaded: str) -> None:
+    """Start processes in the server that has imported `preloaded`; multiprocessing knows only one."""
     if preloaded not in SERVERS:
         server = forkserver.ForkServer()
         server.set_forkserver_preload([preloaded])

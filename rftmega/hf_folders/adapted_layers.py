@@ -4,12 +4,9 @@ weight (LoRA, arXiv:2106.09685), named as PEFT names it.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from rftmega.converters.adapters import (
     pair_names,
@@ -21,6 +18,10 @@ from rftmega.errors import ConfigError
 from rftmega.hf_folders.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
 from rftmega.options.adapters import OF_ATTENTION, experts_targeted
 from rftmega.shards import EMBEDDING, HEAD, OF_WORDS
+
+if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 WEIGHT = ".weight"
 EXPERTS = ".experts."  # in the name of what belongs to an expert
@@ -39,7 +40,7 @@ class AdaptedLayers(NamedTuple):
 
 
 def adapted_of(
-    model: PreTrainedModel, targets: Sequence[str], *, value: bool = False
+    model: "PreTrainedModel", targets: Sequence[str], *, value: bool = False
 ) -> AdaptedLayers:
     """Returns the layers of a decoder that `targets` name, all linear ones of its layers and all
     experts where it is empty. A `value` model has no output head: where targets name one as well as
@@ -97,7 +98,7 @@ def module_name(weight: str) -> str:
     return _leaf(weight.removesuffix(WEIGHT))
 
 
-def _of_words(model: PreTrainedModel) -> dict[str, tuple[str, Any]]:
+def _of_words(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
     """Returns the embedding and the output head of a model by the last parts of their names, with
     their whole names; without one that computes, or is called, otherwise than in most models.
     """
@@ -118,11 +119,14 @@ def _is_within(name: str, layers: Iterable[str]) -> bool:
     return any(name.startswith(f"{layer}.") for layer in layers)
 
 
-def _experts(model: PreTrainedModel, layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Returns what stands in the matrices of experts: `AdaptedLayers.stacks`.
 
     Raises ConfigError for a parameter of experts of which transformers does not say so.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
     transforms = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     found = {}
@@ -140,10 +144,12 @@ def _experts(model: PreTrainedModel, layers: Sequence[str]) -> dict[str, tuple[s
     return found
 
 
-def _parts(name: str, converters: Sequence[WeightConverter]) -> tuple[str, ...]:
+def _parts(name: str, converters: "Sequence[WeightConverter]") -> tuple[str, ...]:
     """Returns the last parts of the names of the matrices that transformers puts one below the other,
     of each expert; () where it makes the parameter otherwise.
     """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
     for each in converters:
         if not any(re.search(f"{pattern}$", name) for pattern in each.target_patterns):
             continue

@@ -1,23 +1,27 @@
 """Builds a decoder of transformers on the meta device: the shapes of its parameters, without memory."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from rftmega.errors import CheckpointError
 from rftmega.hf_folders.decoder import SEEING, TransformersModel, describe_any
 from rftmega.model_providers.tower import VisionTower
 
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
+
 EXPERT_DIMENSIONS = 3  # of the parameters that transformers fuses experts into
 
 
-def on_meta(config: Any, attention: str) -> PreTrainedModel:
+def on_meta(config: Any, attention: str) -> "PreTrainedModel":
     """Builds the decoder of a config, in float32. A vision tower has an attention of its own.
 
     Raises ValueError, ImportError where transformers knows that it can't have this attention.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     sees = config.model_type in SEEING
     kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     chosen = {"text_config": attention, "vision_config": "sdpa"} if sees else attention
@@ -29,13 +33,13 @@ def on_meta(config: Any, attention: str) -> PreTrainedModel:
     return model.eval()
 
 
-def words_of(model: PreTrainedModel) -> nn.Module:
+def words_of(model: "PreTrainedModel") -> nn.Module:
     """Returns the decoder of text, which is all of most models but their head."""
     decoder: nn.Module = getattr(model.base_model, "language_model", model.base_model)
     return decoder
 
 
-def describe(model: PreTrainedModel, tower: VisionTower | None = None) -> TransformersModel:
+def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> TransformersModel:
     """Describes a model that was built, on the meta device or not, and counts its weights."""
     said = describe_any(model.config, tower)
     outside = {
@@ -51,7 +55,7 @@ def describe(model: PreTrainedModel, tower: VisionTower | None = None) -> Transf
     return said.with_weights(counted, round(matrices))
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
     """Returns a model's layers, those of a tower among them.
 
     Raises CheckpointError where transformers does not name their class.
@@ -66,7 +70,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def gathered_apart(model: PreTrainedModel, head: nn.Module) -> list[nn.Module]:
+def gathered_apart(model: "PreTrainedModel", head: nn.Module) -> list[nn.Module]:
     """Returns the modules whose parameters FSDP2 gathers together, one after another: the embedding,
     each layer, and `head`, which stands for the model's own. What is in none of them is gathered
     for a whole pass; so is a tied embedding, since it is the head, too.

@@ -8,12 +8,15 @@ are always shared, in blocks of which the last may be short.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from rftmega.converters.adapters import EMBEDDING_DOWN, EMBEDDING_UP
 from rftmega.errors import CheckpointError
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 COLUMN, ROW = "colwise", "rowwise"
 COLUMN_GATHERED, ROW_OF_WHOLE = "colwise_gather_output", "rowwise_split_input"
@@ -42,7 +45,7 @@ class Split:
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
-def styles_of(model: PreTrainedModel, size: int) -> dict[str, str]:
+def styles_of(model: "PreTrainedModel", size: int) -> dict[str, str]:
     """Returns the styles of modules and parameters, by their names in the model, for groups of
     `size` processes.
 
@@ -83,7 +86,7 @@ def _known(style: str, part: object) -> bool:
     return linear or words or style in (PARTIAL, EXPERTS)
 
 
-def _refuse_forgotten(model: PreTrainedModel, styles: dict[str, str]) -> None:
+def _refuse_forgotten(model: "PreTrainedModel", styles: dict[str, str]) -> None:
     """Raises CheckpointError for weights beside shared columns that the plan says nothing of: a norm
     of each process's heads has a share of its gradient only, one of all heads a wrong mean.
     """
@@ -98,7 +101,7 @@ def _refuse_forgotten(model: PreTrainedModel, styles: dict[str, str]) -> None:
                 )
 
 
-def _refuse_uneven(model: PreTrainedModel, styles: dict[str, str], size: int) -> None:
+def _refuse_uneven(model: "PreTrainedModel", styles: dict[str, str], size: int) -> None:
     config = model.config.get_text_config()
     whole_heads = any(name.endswith(".k_proj") and styles[name] == COLUMN for name in styles)
     for field in ("num_attention_heads", "num_key_value_heads") if whole_heads else ():
@@ -122,7 +125,7 @@ def _refuse_uneven(model: PreTrainedModel, styles: dict[str, str], size: int) ->
 
 
 def splits_of(
-    model: PreTrainedModel, styles: dict[str, str], rank: int, size: int
+    model: "PreTrainedModel", styles: dict[str, str], rank: int, size: int
 ) -> dict[str, Split]:
     """Returns what process `rank` of a group of `size` holds of each parameter that is split, by
     the parameter's name.
@@ -136,7 +139,7 @@ def splits_of(
     return found
 
 
-def partial_of(model: PreTrainedModel, styles: dict[str, str]) -> set[str]:
+def partial_of(model: "PreTrainedModel", styles: dict[str, str]) -> set[str]:
     """Returns the names of parameters that are whole on every process and see its heads only, so
     that their gradients are to be added up.
     """
@@ -144,7 +147,7 @@ def partial_of(model: PreTrainedModel, styles: dict[str, str]) -> set[str]:
 
 
 def _styled(
-    model: PreTrainedModel, styles: dict[str, str]
+    model: "PreTrainedModel", styles: dict[str, str]
 ) -> Iterator[tuple[str, nn.Parameter, str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.endswith((EMBEDDING_DOWN, EMBEDDING_UP)):

@@ -183,7 +183,7 @@ def launched(processes: int, config: RunConfig, functions: bytes) -> int:
 
     if preemption.asked():  # ranks would each have to agree on it
         return config.faults.requeue_code
-    preload = ["rftmega.launch.preloaded", *preflight.engine_modules(config)]
+    preload = ["rftmega.launch.preloaded", *preflight.slow_modules(config)]
     restarts, saves = config.faults.max_restarts, config.checkpoint.every > 0
     with folders_locked(config):
         return launch(
@@ -221,7 +221,6 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Hides what other packages warn of, in a program whose own warnings stay, within a `with` block."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=OTHERS)
         yield

@@ -57,7 +57,6 @@ def launch(
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a line of NUMA advice a rank
     # what it would say is said below
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if device.current().start_method == "forkserver":

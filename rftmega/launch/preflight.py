@@ -449,12 +449,13 @@ def _engines(config: RunConfig, world_size: int) -> str:
     return f"{engines} x {config.rollout.engine}, {config.rollout.tensor} process(es) each, {config.strategy}"
 
 
-def engine_modules(config: RunConfig) -> list[str]:
-    """Returns modules of the chosen engine: those whose import takes long."""
+def slow_modules(config: RunConfig) -> list[str]:
+    """Return the modules of the chosen backend and engine, whose import takes seconds."""
+    found = ["rftmega.fsdp.backend" if config.backend == "fsdp" else "rftmega.megatron"]
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"
         or config.rollout.engine == "scripted"
     ):
-        return []
-    return [f"rftmega.rollout.{config.rollout.engine}"]
+        return found
+    return [*found, f"rftmega.rollout.{config.rollout.engine}"]

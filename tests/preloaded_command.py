@@ -1,0 +1,24 @@
+"""Import what `train_rl.py` and its ranks need, once, in the server that `warm_command.py` forks
+commands from.
+"""
+
+import warnings
+
+import torch
+
+torch.set_num_threads(1)  # a pool of threads would not survive a fork; each command sets its own
+
+with warnings.catch_warnings():  # filters of a program that only imports are its own
+    import transformers.models.qwen3.modeling_qwen3
+
+    import rftmega.launch.preloaded
+
+    # isort: split
+    import rftmega.fsdp.backend
+    import rftmega.launch.command_line
+    import rftmega.launch.local_launcher
+    import rftmega.launch.preflight
+    import rftmega.megatron
+    import rftmega.rollout.scripted
+    import rftmega.rollout.transformers
+    import rftmega.rollout.vllm  # noqa: F401
