@@ -1,5 +1,6 @@
 """For every test."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -22,6 +23,38 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if Path("/proc/driver/nvidia").exists() and config.getoption("markexpr").strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+DURATIONS = Path(__file__).with_name("durations.json")  # file of tests -> seconds it took last
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write {DURATIONS.name}, for `make test`"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take the longest files first, so that two workers end together. A new file counts as long."""
+    known = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -known.get(item.nodeid.partition("::")[0], 1e6))
+
+
+class Recorder:
+    """Recorder adds up the seconds of each file's tests."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        rounded = {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())}
+        DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
 
 
 _SILENCED = logging.root.manager.disable

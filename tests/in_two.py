@@ -1,7 +1,8 @@
-"""Runs what CI runs in two processes of pytest at once, then what must be alone: `python -m tests.in_two`.
+"""Runs what CI runs in two workers of pytest at once, then what must be alone: `python -m tests.in_two`.
 
-Lines come as they are written, with the name of the half before them, and at the end which tests
-failed and how many passed. A few that failed are run once more with nothing beside them: one that
+The workers take one file of tests after the other, the longest first (`tests/durations.json`, which
+`--record-durations` writes). Lines come as they are written, with the name of the part before them,
+and at the end which tests failed and how many passed. A few that failed are run once more with nothing beside them: one that
 passes then is named, since something in it depends on how busy the machine is, and does not fail the
 run. The exit code is 0 where all passed.
 """
@@ -17,14 +18,12 @@ from pathlib import Path
 QUICK = "not ranks and not learning and not slurm and not gpu"
 MOST_REPEATED = 5  # tests; more than that is no accident
 ALONE = "tests/distributed/test_left_behind.py"  # it looks for processes that nobody waits for
-TOGETHER = {
-    "ranks": ["tests/distributed", f"--ignore={ALONE}"],
-    "units": ["tests", "--ignore=tests/distributed"],
-}
+IN_TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+TOGETHER = {"two": ["tests", f"--ignore={ALONE}", *IN_TWO]}
 
 
-class Half:
-    """Half is a process of pytest whose lines are handed on."""
+class Part:
+    """Part is a process of pytest whose lines are handed on."""
 
     def __init__(self, name: str, chosen: Sequence[str]):
         command = [sys.executable, "-u", "-m", "pytest", "-q", "-m", QUICK, *chosen]
@@ -55,27 +54,28 @@ class Half:
         return abs(code)
 
 
-def run(halves: Sequence[Half]) -> int:
+def run(parts: Sequence[Part]) -> int:
     """Waits for all of them. Returns the largest exit code; Ctrl-C reaches them as well."""
     try:
-        return max([half.end() for half in halves])
+        return max([part.end() for part in parts])
     except KeyboardInterrupt:
-        for half in halves:
-            half.end()
+        for part in parts:
+            part.end()
         return 130
 
 
-def main() -> int:
-    halves = [Half(name, chosen) for name, chosen in TOGETHER.items()]
-    code = run(halves)
+def main(*options: str) -> int:
+    """Run all with further `options` of pytest. Returns the exit code."""
+    parts = [Part(name, [*chosen, *options]) for name, chosen in TOGETHER.items()]
+    code = run(parts)
     if code != 130:
-        halves.append(Half("alone", [ALONE]))
-        code = max(code, run(halves[-1:]))
-    passed = sum(half.counted["passed"] for half in halves)
-    failed = [test for half in halves for test in half.failed]
-    count = sum(half.counted["failed"] + half.counted["error"] for half in halves)
+        parts.append(Part("alone", [ALONE]))
+        code = max(code, run(parts[-1:]))
+    passed = sum(part.counted["passed"] for part in parts)
+    failed = [test for part in parts for test in part.failed]
+    count = sum(part.counted["failed"] + part.counted["error"] for part in parts)
     if code == 1 and count == len(failed) <= MOST_REPEATED:
-        again = Half("again, alone", failed)
+        again = Part("again, alone", failed)
         code = run([again])
         for test in set(failed) - set(again.failed) if code != 130 else ():
             sys.stdout.write(f"failed beside others and passed alone, so mend it: {test}\n")
@@ -88,4 +88,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     assert Path(ALONE).is_file(), "Run it in the project's folder."
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -9,8 +9,6 @@ import torch
 torch.set_num_threads(1)  # a pool of threads would not survive a fork; each command sets its own
 
 with warnings.catch_warnings():  # filters of a program that only imports are its own
-    import transformers.models.qwen3.modeling_qwen3
-
     import rftmega.launch.preloaded
 
     # isort: split

@@ -46,7 +46,9 @@ def run_warm(
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
-            raise subprocess.TimeoutExpired(command, timeout, *(path.read_bytes() for path in files))
+            raise subprocess.TimeoutExpired(
+                command, timeout, *(path.read_bytes() for path in files)
+            )
         stdout, stderr = (path.read_text(errors="replace") for path in files)
         assert process.exitcode is not None
         return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)

@@ -13,7 +13,13 @@ from rftmega.launch.option_reference import documented
 
 # options that speak of files and folders, and name none
 NO_PATHS = {
-    *("model.trust_remote_code", "model.verify", "model.ignore_config_fields", "rollout.transport", "data.images_key"),
+    *(
+        "model.trust_remote_code",
+        "model.verify",
+        "model.ignore_config_fields",
+        "rollout.transport",
+        "data.images_key",
+    ),
     *("trainer.push_to_hub", "model.lora.targets", "data.videos_key"),
     *("data.audio_key", "data.video_fps", "data.picture_hosts"),
 }
