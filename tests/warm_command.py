@@ -32,13 +32,29 @@ def is_alike(environment: dict[str, str]) -> bool:
 
 
 def run_warm(
-    program: Path, arguments: Sequence[str], *, folder: Path, timeout: float
+    program: Path,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    timeout: float,
+    path: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in `folder` and wait. Raises subprocess.TimeoutExpired."""
+    """Run a Python program in `folder` and wait. It finds modules in `path`, otherwise beside itself.
+
+    Raises subprocess.TimeoutExpired.
+    """
     with tempfile.TemporaryDirectory() as written:
         files = [Path(written) / name for name in ("stdout", "stderr")]
         process = CONTEXT.Process(
-            target=_command, args=(program, list(arguments), folder, files, dict(os.environ))
+            target=_command,
+            args=(
+                program,
+                list(arguments),
+                folder,
+                path or program.parent,
+                files,
+                dict(os.environ),
+            ),
         )
         start_in([process], PRELOADED)
         process.join(timeout)
@@ -58,6 +74,7 @@ def _command(
     program: Path,
     arguments: list[str],
     folder: Path,
+    modules: Path,
     files: list[Path],
     environment: dict[str, str],
 ) -> None:
@@ -69,10 +86,10 @@ def _command(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     os.chdir(folder)
-    sys.path[0:0] = [str(program.parent)]
+    sys.path[0:0] = [str(modules)]
     sys.argv[:] = [str(program), *arguments]
     util.spawnv_passfds = _forked
-    if "--processes" not in arguments:
+    if not any("--processes" in argument for argument in arguments):  # nothing is forked from here
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         runpy.run_path(str(program), run_name="__main__")

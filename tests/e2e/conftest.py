@@ -100,6 +100,17 @@ def train_rl(
     )
 
 
+def several_runs(command_lines: list[list[str]]) -> subprocess.CompletedProcess[str]:
+    """Train with one command line after the other, in one process."""
+    return run_warm(
+        ROOT / "tests/e2e/several_runs.py",
+        [json.dumps(command_lines)],
+        folder=ROOT,
+        timeout=900,
+        path=ROOT,
+    )
+
+
 @pytest.fixture
 def train() -> Run:
     """`train_rl`."""

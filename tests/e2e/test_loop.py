@@ -15,18 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.conftest import ROOT, Run, metrics_of
+from tests.e2e.conftest import ROOT, Run, metrics_of, several_runs
 
 # The program as often as asked: its imports, and those of the server that ranks are forked from,
 # are most of a start.
-SEVERAL_RUNS = """
-import json, sys
-import train_rl
-for arguments in json.load(sys.stdin):
-    sys.argv[1:] = arguments
-    if code := train_rl.main():
-        sys.exit(code)
-"""
 LAYOUTS = {
     "TP2 x PP2": (2, 2, 4),
     "DP4": (1, 1, 4),
@@ -44,14 +36,7 @@ def run_all(
     given = [
         [str(config), f"trainer.output={folder / name}", *options] for name, options in runs.items()
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_RUNS],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    done = several_runs(given)
     assert done.returncode == 0, done.stderr
     return {name: metrics_of(folder / name)[1:] for name in runs}
 

@@ -3,16 +3,13 @@ run that nothing ended.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from rftmega.checkpoint.code_versions import code_versions
-from tests.e2e.conftest import ROOT, numbers_of
-from tests.e2e.test_loop import SEVERAL_RUNS
+from tests.e2e.conftest import numbers_of, several_runs
 
 OPTIONS = [
     "--processes", "2", "parallel.pipeline=2", "checkpoint.every=2", "checkpoint.hf=true", "trainer.export=true", "data.eval=",
@@ -52,14 +49,7 @@ def test_a_run_that_is_started_again_gives_the_numbers_and_the_weights_of_one_th
         ]
         for output, steps in ((whole, 4), (ended, 2), (ended, 4))
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_RUNS],
-        input=json.dumps(runs),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    done = several_runs(runs)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     resumed = said.index(f"resumed from {ended / 'checkpoints/step_000002'}")

@@ -1,8 +1,6 @@
 """Runs on pictures, from the command line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import ROOT, Run, numbers_of
-from tests.e2e.test_loop import SEVERAL_RUNS
+from tests.e2e.conftest import Run, numbers_of, several_runs
 from tests.tiny_vision import save_tiny_vision
 
 
@@ -66,14 +63,7 @@ def test_a_resumed_run_on_pictures_gives_the_numbers_and_weights_of_one_that_was
         ]
         for output, steps in ((whole, 4), (ended, 2), (ended, 4))
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_RUNS],
-        input=json.dumps(runs),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    done = several_runs(runs)
     assert done.returncode == 0, done.stderr
     assert numbers_of(ended) == numbers_of(whole)
     metrics = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
