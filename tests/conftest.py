@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,7 +67,12 @@ os.umask(_UMASK)
 def _process_as_it_was() -> Iterator[None]:
     """A program that is run in this process may silence warnings, close new files to others or take
     itself for a rank; the next test must not know.
+
+    One thread computes: tensors here are tiny, and threads that wait for each other on cores that
+    the ranks of a test need cost ten times the work.
     """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     yield
     for name in LAUNCHED:
         os.environ.pop(name, None)

@@ -7,6 +7,7 @@ passes then is named, since something in it depends on how busy the machine is, 
 run. The exit code is 0 where all passed.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +32,12 @@ class Part:
         self.counted: Counter[str] = Counter()
         self.failed: list[str] = []  # tests
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=os.environ | {"OMP_WAIT_POLICY": "passive"},  # others need the core
         )
         self.thread = threading.Thread(target=self._hand_on)
         self.thread.start()

@@ -6,7 +6,11 @@ warnings.filterwarnings("ignore")
 
 import transformers.models.llama.modeling_llama  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402
-import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: E402
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: E402, F401
 
+import rftmega.fsdp.backend  # noqa: E402
 import rftmega.megatron  # noqa: E402
+import rftmega.strategy.reinforcement  # noqa: E402
+import rftmega.strategy.supervised  # noqa: E402
 import rftmega.weights  # noqa: E402, F401
