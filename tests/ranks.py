@@ -24,6 +24,7 @@ from typing import Any
 CONTEXT = mp.get_context("forkserver")
 # what ranks have imported before they are forked
 LOCAL, TRANSFORMER_ENGINE = "tests.preloaded", "tests.preloaded_te"
+VLLM = "tests.preloaded_command"  # for a file of tests that says `PRELOADED = VLLM`
 CONTEXT.set_forkserver_preload([LOCAL])
 SERVERS = {LOCAL: forkserver.connect_to_new_process}
 
@@ -37,14 +38,17 @@ def run_ranks(
     body: Callable[..., Any],
     *args: Any,
     timeout: float = 180.0,
-    preloaded: str = LOCAL,
+    preloaded: str = "",
 ) -> list[Any]:
     """body(world, *args) on every rank; results in the order of ranks. Leaves no process behind,
     whatever happens.
 
-    With `preloaded` TRANSFORMER_ENGINE, Megatron found the stub of it.
+    With `preloaded` TRANSFORMER_ENGINE, Megatron found the stub of it; without, it is what the file of
+    `body` says in PRELOADED, or LOCAL.
     """
     from rftmega import device
+
+    preloaded = preloaded or _preloaded_of(body.__module__)
 
     on_cpu = device.current().type == "cpu"
     if world_size == 1 and not on_cpu:
@@ -112,6 +116,10 @@ def start_in(ranks: list[Any], preloaded: str) -> None:
         forkserver.connect_to_new_process = SERVERS[LOCAL]
 
 
+def _preloaded_of(module: str) -> str:
+    return getattr(importlib.import_module(module), "PRELOADED", LOCAL)
+
+
 def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     waiting = dict(enumerate(receivers))
@@ -175,7 +183,11 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., Any]], Callable[[], Non
 
     def decorate(body: Callable[..., Any]) -> Callable[[], None]:
         def test() -> None:
-            run_ranks(world_size, functools.partial(_call, body.__module__, body.__qualname__))
+            run_ranks(
+                world_size,
+                functools.partial(_call, body.__module__, body.__qualname__),
+                preloaded=_preloaded_of(body.__module__),
+            )
 
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         test.body = body  # type: ignore[attr-defined]

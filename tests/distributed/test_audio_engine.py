@@ -20,10 +20,12 @@ from tests.audio_rows import audio_rows, rows_with_waveforms, with_files
 from tests.distributed.test_vision import likelihood
 from tests.distributed.test_vision_engine import SEEDS, scored
 from tests.layouts import build_actor
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.rollouts import completion_of, pool_of
 from tests.tiny_audio import IM_END, save_tiny_audio
 from tests.vision_rows import experience_of
+
+PRELOADED = VLLM
 
 WINDOW = 30  # seconds: vLLM takes no other
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
 from rftmega.types import Prompt, Sampling
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 LONG = tuple((7 * place) % 120 for place in range(150))  # more than a block of the cache
 PROMPTS = [Prompt(LONG), Prompt((3,)), Prompt(LONG), Prompt((*LONG[:140], 9, 9)), Prompt((5, 9))]

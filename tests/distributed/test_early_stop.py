@@ -18,9 +18,11 @@ from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.rollouts import Wrapped, pool_of
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 SIZE, GROUPS = 2, 12
 REQUESTS = [Prompt((5, group), index=group) for group in range(GROUPS) for _ in range(SIZE)]

@@ -16,8 +16,10 @@ from rftmega.types import Prompt, Sampling
 from rftmega.weights import EngineWeights
 from tests.block_scales import PLAIN, meant, quantised
 from tests.layouts import build_manager
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 WHOLE = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "intermediate_size": 256}
 PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(tuple(range(2, 90)))]

@@ -25,9 +25,11 @@ from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_engine_faults import Pushes
 from tests.distributed.test_streaming import LENGTH, assert_exact
 from tests.layouts import build_actor
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.rollouts import pool_of
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 GROUPS = [
     RolloutGroup(number, Prompt((5, 9, 10 + number), index=number, task=number), (7 * number, 7 * number + 1))

@@ -19,8 +19,10 @@ from rftmega.types import Prompt, Sampling
 from rftmega.weights import adapter_weights
 from tests.layouts import build_policy, rows_of
 from tests.plain_adapters import ALL, PREFIX, Pairs, adapted, random_pairs, write_pairs
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 P = ParallelConfig
 OF_WORDS = ("embed_tokens", "lm_head")

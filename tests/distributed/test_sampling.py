@@ -18,8 +18,10 @@ from rftmega.rollout.transformers import TransformersEngine
 from rftmega.types import Completion, Prompt, Sampling
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny, transformers_logits
+
+PRELOADED = VLLM
 
 PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt((7, 7, 8, 1, 2))]
 SEEDS = range(3)

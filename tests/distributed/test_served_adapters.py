@@ -22,8 +22,10 @@ from rftmega.vllm_server import door
 from tests.fleets import KEY, gap_of_answers, two_servers_elsewhere
 from tests.layouts import build_actor, rows_of
 from tests.plain_adapters import random_pairs, write_pairs
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 P = ParallelConfig
 # the last fills a block of the prefix cache, which is then found again

@@ -19,8 +19,10 @@ from rftmega.transport.shared_weights import SharedWeights
 from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.layouts import build_actor, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 PROMPTS = [
     Prompt((5, 9, 100)),

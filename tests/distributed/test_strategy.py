@@ -15,10 +15,12 @@ from rftmega.lightrft.padded_experience import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
 from rftmega.types import Prompt, Rollout, Sampling
 from tests.layouts import config_of, rows_of
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import VLLM, on_ranks, run_ranks
 from tests.rollouts import Wrapped
 from tests.tiny_models import save_tiny
 from tests.unit.lightrft.test_base import Plain
+
+PRELOADED = VLLM
 
 SAMPLING = {"temperature": 1.0, "seed": 3}
 

@@ -18,8 +18,10 @@ from rftmega.strategy.phases import DevicePhases
 from rftmega.types import Rollout, Sampling
 from tests.distributed.test_tools import SEEDS, Folder, scores, told
 from tests.layouts import build_actor, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import transformers_logits
+
+PRELOADED = VLLM
 
 TASKS = 12
 TEMPERATURE = 0.7

@@ -20,11 +20,13 @@ from rftmega.types import Completion, Prompt, Rows, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.distributed.test_vision import likelihood
 from tests.layouts import build_actor, rows_of
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.rollouts import completion_of, pool_of
 from tests.tiny_vision import IM_END, save_tiny_vision
 from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows, with_files
 from tests.vision_rows import experience_of, rows_with_pictures, vision_rows
+
+PRELOADED = VLLM
 
 SEEDS = [1, 2, 3, 4, 5, 6]
 

@@ -28,9 +28,11 @@ from rftmega.weights import EngineWeights, Exporter
 from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_actor, build_manager, rows_of
 from tests.plain_adapters import ALL, random_pairs, write_pairs
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 from tests.rollouts import completion_of, pool_of, response_of
 from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
 
 PROMPTS = [
     Prompt((5, 9, 100)),
