@@ -119,7 +119,7 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
     [
         ("qwen3", 1, P(), 1, "megatron", ()),
         ("qwen3", 2, P(tensor=2), 1, "megatron", WITH_WORDS),
-        ("qwen2", 2, P(pipeline=2), 2, "megatron", ()),
+        pytest.param("qwen2", 2, P(pipeline=2), 2, "megatron", (), marks=pytest.mark.ranks),
         ("qwen3", 2, P(), 2, "fsdp", ()),
         pytest.param("llama", 2, P(pipeline=2), 2, "megatron", WITH_WORDS, marks=pytest.mark.ranks),
         pytest.param("phi3", 1, P(), 1, "megatron", OF_WORDS, marks=pytest.mark.ranks),

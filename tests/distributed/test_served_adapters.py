@@ -134,9 +134,9 @@ TP2 = {"tensor": 2, "sequence": True}
 @pytest.mark.parametrize(
     ("variant", "parallel", "rollout"),
     [
-        pytest.param("qwen3", {}, {"transport": "shared_memory"}, id="shared memory"),
+        pytest.param("qwen3", {}, {"transport": "shared_memory"}, id="shared memory", marks=pytest.mark.ranks),
         pytest.param("qwen3", {}, {"transport": "network"}, id="network"),
-        pytest.param("qwen3", {}, {"transport": "disk"}, id="disk"),
+        pytest.param("qwen3", {}, {"transport": "disk"}, id="disk", marks=pytest.mark.ranks),
         pytest.param(
             "qwen2", TP2, {"transport": "network", "tensor": 2}, id="network, two workers",
             marks=pytest.mark.ranks,

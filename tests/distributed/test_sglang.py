@@ -84,8 +84,8 @@ def test_servers_answer_under_each_push_as_the_trainer_scores(
 @pytest.mark.parametrize(
     ("on_update", "transport"),
     [
-        ("wait", "network"),
-        ("abort", "checkpoint"),
+        pytest.param("wait", "network", marks=pytest.mark.ranks),
+        pytest.param("abort", "checkpoint", marks=pytest.mark.ranks),
         pytest.param("recompute", "network", marks=pytest.mark.ranks),
         ("keep", "network"),
     ],

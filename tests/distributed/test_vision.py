@@ -213,7 +213,10 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return by_matrix(load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.ranks) if kind == "qwen2_vl" else kind for kind in KINDS],
+)
 def test_two_updates_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert_learns_alike(kind, layouts_of(kind, more=False), tmp_path)
 
@@ -410,10 +413,7 @@ def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.ranks) if kind == "qwen3_vl_moe" else kind
-        for kind in KINDS
-    ],
+    [kind if kind == "qwen3_vl" else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS],
 )
 def test_two_updates_on_videos_and_pictures_are_those_of_transformers(
     kind: str, tmp_path: Path

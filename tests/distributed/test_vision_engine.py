@@ -116,7 +116,7 @@ def body(
     ("kind", "processes", "parallel", "engine_size"),
     [
         ("qwen2_vl", 1, ParallelConfig(), 1),
-        ("qwen3_vl", 2, ParallelConfig(tensor=2), 1),
+        pytest.param("qwen3_vl", 2, ParallelConfig(tensor=2), 1, marks=pytest.mark.ranks),
         pytest.param("qwen3_vl_moe", 2, ParallelConfig(expert=2), 1, marks=pytest.mark.ranks),
         pytest.param("qwen2_5_vl", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks),
         pytest.param("qwen2_5_vl", 2, ParallelConfig(tensor=2), 2, marks=pytest.mark.ranks),
