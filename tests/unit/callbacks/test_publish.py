@@ -163,7 +163,9 @@ def test_a_killed_run_leaves_no_folders_of_wandb_but_in_its_own_until_the_next_s
     pytest.importorskip("wandb")
     shared, output = tmp_path / "tmp", tmp_path / "run"
     shared.mkdir()
-    environment = os.environ | {"TMPDIR": str(shared), "WANDB_MODE": "offline"}
+    # not the service that an earlier test has started, which would outlive the killed run
+    environment = {name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name}
+    environment |= {"TMPDIR": str(shared), "WANDB_MODE": "offline"}
     found = []
     for start in ("first", "again"):
         done = subprocess.run(
