@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +22,20 @@ _TOLD = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
 
 def pytest_configure(config: pytest.Config) -> None:
     """Only tests marked gpu see a GPU: all others are written for a CPU, with more ranks than a
-    host has devices.
+    host has devices. Each worker has a folder for temporary files.
     """
     if Path("/proc/driver/nvidia").exists() and config.getoption("markexpr").strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # what a test leaves behind is not another worker's
+        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
+        os.chmod(tempfile.tempdir, 0o1777)
+    elif config.getoption("--record-durations"):
         config.pluginmanager.register(Recorder())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # file of tests -> seconds it took last
