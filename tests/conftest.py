@@ -20,6 +20,9 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TOLD = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
 
 
+TEMPORARY = "RFTMEGA_TESTS_TEMPORARY"  # where workers have their folders for temporary files
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Only tests marked gpu see a GPU: all others are written for a CPU, with more ranks than a
     host has devices. Each worker has a folder for temporary files.
@@ -27,15 +30,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if Path("/proc/driver/nvidia").exists() and config.getoption("markexpr").strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput"):  # what a test leaves behind is not another worker's
-        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
-        os.chmod(tempfile.tempdir, 0o1777)
-    elif config.getoption("--record-durations"):
+        folder = Path(os.environ.pop(TEMPORARY)) / config.workerinput["workerid"]
+        folder.mkdir()
+        folder.chmod(0o1777)
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+        return
+    if getattr(config.option, "numprocesses", None):
+        os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="tests-")
+        os.chmod(os.environ[TEMPORARY], 0o755)
+    if config.getoption("--record-durations"):
         config.pluginmanager.register(Recorder())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    if not hasattr(config, "workerinput") and TEMPORARY in os.environ:
+        shutil.rmtree(os.environ.pop(TEMPORARY), ignore_errors=True)
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # file of tests -> seconds it took last
