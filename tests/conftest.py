@@ -73,7 +73,12 @@ class Recorder:
         self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        rounded = {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())}
+        found = json.loads(DURATIONS.read_text()) | self.seconds  # a part may have run
+        rounded = {
+            file: round(seconds, 1)
+            for file, seconds in sorted(found.items())
+            if (DURATIONS.parents[1] / file).is_file()
+        }
         DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
 
 

@@ -5,7 +5,6 @@ Each section's rules have a file of their own. Importing this costs nothing: no 
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import without_credentials
-from rftmega.config.tree import value_of
 from rftmega.validation.adapters import adapters
 from rftmega.validation.algorithm import algorithm_options, groups_of_one
 from rftmega.validation.asynchronous import asynchronous
@@ -19,7 +18,7 @@ from rftmega.validation.layout import critic, engine, layout, overlap
 from rftmega.validation.learnt_order import learnt_order
 from rftmega.validation.logging import logging_options
 from rftmega.validation.optimizer import optimizer
-from rftmega.validation.paths import PATHS, paths
+from rftmega.validation.paths import has_nul, paths
 from rftmega.validation.quantization import quantization
 from rftmega.validation.ranges import choices_and_ranges
 from rftmega.validation.reward import reward_parts
@@ -35,9 +34,8 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
 
     `data=False`: whatever data and weights there are.
     """
-    no_paths = paths(config)
-    if any("\0" in value_of(config, name) for name in PATHS):
-        return no_paths  # the file system can't be asked about them
+    if has_nul(config):  # other checks would ask the file system
+        return [without_credentials(reason) for reason in paths(config)]
     unknown, numbers = choices_and_ranges(config)
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
@@ -68,7 +66,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         numbers += critic(config, world_size) + logging_options(config)
         numbers += checkpoints(config) + faults(config) + vision(config) + exports(config)
         numbers += adapters(config)
-    found = unknown + numbers + no_paths
+    found = unknown + numbers + paths(config)
     if data:
         found += training_data(config) + files(config) + learnt_order(config)
     return [without_credentials(reason) for reason in found]

@@ -26,13 +26,27 @@ PATHS = {  # option -> whether an empty one means that there is none
 }
 
 
-def paths(config: RunConfig) -> list[str]:
-    """Lists paths that are none."""
+def given_paths(config: RunConfig) -> list[tuple[str, str, bool]]:
+    """Return (option, path, whether an empty one means that there is none) of every path."""
     given = [(name, value_of(config, name), may_be_empty) for name, may_be_empty in PATHS.items()]
     given += [("data.sources: a source", source, False) for source in config.data.sources]
     given += [(f"data.evals.{name}", source, False) for name, source in config.data.evals.items()]
+    given += [
+        (f"model.lora.evaluated.{name}", path, True)
+        for name, path in config.model.lora.evaluated.items()
+    ]
+    return given
+
+
+def has_nul(config: RunConfig) -> bool:
+    """Return whether a path has a NUL, so that the file system can't be asked about it."""
+    return any("\0" in value for _, value, _ in given_paths(config))
+
+
+def paths(config: RunConfig) -> list[str]:
+    """Lists paths that are none."""
     found = []
-    for name, value, may_be_empty in given:
+    for name, value, may_be_empty in given_paths(config):
         if not value.strip() and not (may_be_empty and not value):
             found.append(
                 f"{name}={value} is empty. Give a path"

@@ -671,6 +671,15 @@ def test_a_path_with_a_nul_is_none(config_file: Path) -> None:
     )
 
 
+def test_a_nul_in_a_path_of_a_list_is_refused_by_name(config_file: Path) -> None:
+    config = load(config_file, [])
+    config.data.sources, config.data.evals = {"a\0": 1.0}, {"hard": "b\0"}
+    config.model.lora.evaluated = {"first": "c\0"}
+    found = violations(config, 1)
+    for name in ("data.sources: a source", "data.evals.hard", "model.lora.evaluated.first"):
+        assert any(reason.startswith(f"{name}=") and "NUL" in reason for reason in found), name
+
+
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
