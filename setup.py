@@ -34,9 +34,15 @@ def light() -> list[str]:
     return [torch, *found]
 
 
+def version() -> str:
+    """Returns what `rftmega.__version__` says, without importing the package."""
+    text = Path(__file__).with_name("rftmega").joinpath("__init__.py").read_text()
+    return text.partition('__version__ = "')[2].partition('"')[0]
+
+
 setup(
     name="rftmega",
-    version="0.1.0",
+    version=version(),
     description="Reinforcement fine-tuning of language models on Megatron-Core with vLLM rollouts",
     long_description=Path(__file__).with_name("README.md").read_text(),
     long_description_content_type="text/markdown",

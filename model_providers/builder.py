@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from rftmega.config import ParallelConfig
 from rftmega.converters import padded_vocabulary
 from rftmega.layers.latent_attention import mend_latent_attention
+from rftmega.layers.padding_row import freeze_padding
 from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.model_providers import spec
 from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription
@@ -238,6 +239,8 @@ def build_chunk(
         vp_stage=chunk,
         **more,
     )
+    if pre_process and model.padding is not None:
+        freeze_padding(built.embedding.word_embeddings, model.padding)
     if post_process:
         built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:

@@ -88,6 +88,7 @@ class ModelDescription:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     tower: VisionTower | AudioTower | None = None  # on the first stage
+    padding: int | None = None  # the token whose row of the embedding learns nothing
 
     @property
     def parameters(self) -> int:
@@ -192,7 +193,19 @@ def decoder(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         init_std=config["initializer_range"],
+        padding=_padding(config),
     )
+
+
+def _padding(config: HFConfig) -> int | None:
+    """Returns the token that transformers builds the embedding's `padding_idx` from; a negative one
+    counts from the end.
+    """
+    token = config.get("pad_token_id")
+    if not isinstance(token, int) or isinstance(token, bool):
+        return None
+    size = config["vocab_size"]
+    return token % size if -size <= token < size else None
 
 
 def _head_dim(config: HFConfig) -> int:

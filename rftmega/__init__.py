@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rftmega.launch.api import RunResult, train
 
-__all__ = ["RunResult", "train"]
+__all__ = ["RunResult", "__version__", "train"]
+
+__version__ = "0.1.0"
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch gives advice on NUMA
 # transformers imports torchao where it is installed. Of its kernels nothing is used here, and each

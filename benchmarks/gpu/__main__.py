@@ -39,7 +39,7 @@ def measure(name: str, target: Path, *, small: bool) -> int:
             sheet.skip(row, reason)
         return 0
     module = importlib.import_module(f"benchmarks.gpu.{part.module}")
-    sizes = module.SMALL if small else module.SIZES
+    sizes = part.sizes(small=small)
     sheet = Sheet(target / f"{name}.json", sizes._asdict(), told=told)
     with process_group.start() as world:
         module.measure(world, sheet, sizes)

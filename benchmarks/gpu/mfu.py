@@ -16,15 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.models import QWEN3_8B, TINY, Shape, randomise, save_zeros
+from benchmarks.gpu.models import (
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    TINY,
+    TINY_MOE,
+    Shape,
+    parameters_of,
+    randomise,
+    save_zeros,
+)
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import median_seconds
 from rftmega import device
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.flops import BACKWARD, forward_flops
 from rftmega.types import Experience
-from tests.layouts import build_actor, rows_of
+from tests.layouts import build_policy, rows_of
 
 USED = 0.92  # of the device's memory: the rest is the driver's, and what the allocator can't fit in
 
@@ -37,10 +46,25 @@ class Sizes(NamedTuple):
     micro_batches: int  # an update
     rounds: int
     dtype: str
+    moe: Shape  # in place of `shape` where `experts` is set
+    experts: bool = False
+    backend: str = "megatron"
+    lora_rank: int = 0
+
+    @property
+    def stack(self) -> Shape:
+        return self.moe if self.experts else self.shape
 
 
 SIZES = Sizes(
-    QWEN3_8B, probed=(1, 3), length=2048, rows=4, micro_batches=4, rounds=3, dtype="bfloat16"
+    QWEN3_8B,
+    probed=(1, 3),
+    length=2048,
+    rows=4,
+    micro_batches=4,
+    rounds=3,
+    dtype="bfloat16",
+    moe=QWEN3_30B_A3B,
 )
 SMALL = Sizes(
     TINY._replace(layers=3),
@@ -50,6 +74,7 @@ SMALL = Sizes(
     micro_batches=2,
     rounds=1,
     dtype="float32",
+    moe=TINY_MOE._replace(layers=3),
 )
 
 
@@ -84,8 +109,8 @@ def layers_that_fit(sizes: Sizes) -> Figures:
         backend.release_unused()
     few, more = peaks
     if few is None or more is None:
-        return {"layers": sizes.shape.layers, "gib_a_layer": None, "gib_besides": None}
-    return fitting(sizes.probed, (few, more), int(total * USED), most=sizes.shape.layers)
+        return {"layers": sizes.stack.layers, "gib_a_layer": None, "gib_besides": None}
+    return fitting(sizes.probed, (few, more), int(total * USED), most=sizes.stack.layers)
 
 
 def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most: int) -> Figures:
@@ -104,10 +129,10 @@ def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most:
 
 def built(sizes: Sizes, layers: int, recompute: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        save_zeros(Path(folder), sizes.shape._replace(layers=layers), dtype=sizes.dtype)
-        actor = build_actor(
+        save_zeros(Path(folder), sizes.stack._replace(layers=layers), dtype=sizes.dtype)
+        actor = build_policy(
             Path(folder), ParallelConfig(recompute=recompute), OptimizerConfig(learning_rate=1e-6), dtype=sizes.dtype,
-            token_cap=sizes.rows * (sizes.length + 1),
+            token_cap=sizes.rows * (sizes.length + 1), backend=sizes.backend, lora=LoRA(rank=sizes.lora_rank),
         )  # fmt: skip
     randomise(actor.manager)
     return actor
@@ -116,7 +141,7 @@ def built(sizes: Sizes, layers: int, recompute: Any) -> Any:
 def batch(sizes: Sizes, micro_batches: int) -> Experience:
     """Rows of one length, all of it learnt."""
     torch.manual_seed(1)
-    tokens = torch.randint(sizes.shape.vocabulary, (sizes.rows * micro_batches, sizes.length + 1))
+    tokens = torch.randint(sizes.stack.vocabulary, (sizes.rows * micro_batches, sizes.length + 1))
     rows = rows_of(tokens.tolist())
     zeros = torch.zeros(rows.mask.shape)
     return Experience(
@@ -144,14 +169,11 @@ def speed(sizes: Sizes, layers: int, recompute: str) -> Figures:
     learn(actor, experience)
     most = backend.memory().get("most_allocated")
     rows = [sizes.length] * len(experience)
-    tflops = (1 + BACKWARD) * forward_flops(actor.manager.description, rows) / seconds / 1e12
+    tflops = (1 + BACKWARD) * forward_flops(actor.description, rows) / seconds / 1e12
     peak = backend.peak_tflops() if sizes.dtype == "bfloat16" else None
     return {
         "layers": layers,
-        "billion_parameters": sum(
-            p.numel() for chunk in actor.manager.chunks for p in chunk.parameters()
-        )
-        / 1e9,
+        "billion_parameters": sum(p.numel() for p in parameters_of(actor.manager)) / 1e9,
         "tokens_a_second": sum(rows) / seconds,
         "seconds_an_update": seconds,
         "tflops": tflops,

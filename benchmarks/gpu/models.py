@@ -3,6 +3,7 @@ made on the device.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,10 +97,16 @@ def save_zeros(folder: Path, shape: Shape, *, dtype: str) -> Path:
 def randomise(manager: Any, *, seed: int = 0) -> None:
     """Random weights in the model's place, since zeros are quicker to multiply; norms are 1."""
     torch.manual_seed(seed)
-    for chunk in manager.chunks:
-        for parameter in chunk.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=0.02)
-    manager.weights_changed()
+    for parameter in parameters_of(manager):
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=0.02)
+    if hasattr(manager, "chunks"):  # Megatron's optimizer has copies of its own
+        manager.weights_changed()
+
+
+def parameters_of(manager: Any) -> Iterator[torch.nn.Parameter]:
+    """Yields the parameters of a model of Megatron or FSDP2."""
+    for module in getattr(manager, "chunks", None) or [manager.model]:
+        yield from module.parameters()

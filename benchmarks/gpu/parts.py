@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 MEGATRON = ("rftmega.device.before_megatron", "megatron.core", "transformers")
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -15,6 +16,12 @@ class Part(NamedTuple):
     rows: tuple[str, ...]
     needs: tuple[str, ...] = MEGATRON  # modules, imported in this order
     without: str = ""  # a package that counts as not installed
+    changes: Mapping[str, Any] = {}  # of the sizes
+
+    def sizes(self, *, small: bool) -> Any:
+        """Returns the module's sizes with the part's changes; imports the module."""
+        module = importlib.import_module(f"benchmarks.gpu.{self.module}")
+        return (module.SMALL if small else module.SIZES)._replace(**self.changes)
 
 
 PARTS = {
@@ -31,6 +38,23 @@ PARTS = {
         ("layers that fit", "no recomputation", "full recomputation"),
         needs=(*MEGATRON, "transformer_engine.pytorch"),
     ),
+    "mfu_fsdp": Part(
+        "mfu",
+        ("layers that fit", "no recomputation", "full recomputation"),
+        changes={"backend": "fsdp"},
+    ),
+    "mfu_moe": Part(
+        "mfu",
+        ("layers that fit", "no recomputation", "full recomputation"),
+        needs=(*MEGATRON, "transformer_engine.pytorch"),
+        changes={"experts": True},
+    ),
+    "mfu_lora": Part(
+        "mfu",
+        ("layers that fit", "no recomputation", "full recomputation"),
+        needs=(*MEGATRON, "transformer_engine.pytorch"),
+        changes={"lora_rank": 16},
+    ),
     "engine": Part(
         "engine",
         ("start", "first push", "push", "sleep and wake", "tokens"),
@@ -41,7 +65,21 @@ PARTS = {
         ("after the first push", "after sleep and other weights"),
         needs=(*MEGATRON, "rftmega.rollout.vllm"),
     ),
-    "loop": Part("loop", ("train_rl.py",), needs=(*MEGATRON, "rftmega.rollout.vllm")),
+    "loop": Part(
+        "loop",
+        ("model", "Megatron", "FSDP2", "LoRA"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+    ),
+    "features": Part(
+        "features",
+        ("MoE", "images"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+    ),
+    "pretrained": Part(
+        "pretrained",
+        ("Megatron", "FSDP2", "TRL", "LoRA", "TRL with vLLM"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+    ),
 }
 
 

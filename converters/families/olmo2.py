@@ -5,8 +5,8 @@ from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_atten
 from rftmega.converters.rules import Rule
 
 FIELDS = Fields(
-    defaults={"num_key_value_heads": None, "attention_bias": False},
-    nullable=("num_key_value_heads",),
+    defaults={"num_key_value_heads": None, "attention_bias": False, "pad_token_id": 1},
+    nullable=("num_key_value_heads", "pad_token_id"),
     not_null=("head_dim",),
 )
 

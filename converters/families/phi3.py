@@ -11,8 +11,9 @@ FIELDS = Fields(
         "embd_pdrop": 0.0,
         "original_max_position_embeddings": 4096,
         "sliding_window": None,
+        "pad_token_id": 32000,
     },
-    nullable=("num_key_value_heads", "sliding_window"),
+    nullable=("num_key_value_heads", "sliding_window", "pad_token_id"),
     not_null=("head_dim", "partial_rotary_factor"),
 )
 

@@ -13,8 +13,9 @@ FIELDS = Fields(
         "attention_dropout": 0.1,
         "residual_dropout": 0.1,
         "mlp_bias": False,
+        "pad_token_id": 1,
     },
-    nullable=("num_key_value_heads", "head_dim"),
+    nullable=("num_key_value_heads", "head_dim", "pad_token_id"),
 )
 
 

@@ -137,7 +137,10 @@ def _bounds(name: str, wrong: Sequence[SliceChecksums]) -> str:
 
 
 def _tokens(evidence: Evidence, limits: Limits) -> Cause | None:
-    found = evidence.other_prompt >= 0
+    # a short answer of a good engine may look like another prompt's: rounding, within the limits
+    gap = (evidence.behaviour_logp - evidence.old_logp).abs().where(evidence.mask, 0)
+    beyond = ~(gap.amax(-1) <= limits.percentile)  # NaN too
+    found = (evidence.other_prompt >= 0) & beyond
     if bool(found.any()):
         row = int(found.nonzero()[0])
         return Cause(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.fsdp.packed_attention import EDGES
+from rftmega.fsdp.packed_attention import EDGES, Edges
 from rftmega.media.fed import FedPictures
 
 
@@ -57,7 +57,7 @@ def feed(
         arguments = {
             "input_ids": _sent(ids[grid][None], where),
             "position_ids": _sent(positions[grid][None], where),
-            EDGES: edges,
+            EDGES: Edges(edges),
         }
         if pictures is not None:
             arguments |= _seen(pictures, grid, where)

@@ -32,6 +32,46 @@ NEUTRAL = frozenset(
 )
 
 
+class Edges:
+    """Edges says where packed rows begin and end: 0, then the end of each row.
+
+    What a device needs of that is sent there once for all layers of a micro-batch, and the host
+    does not wait for it.
+    """
+
+    def __init__(self, edges: Sequence[int]):
+        self.edges = tuple(edges)
+        self._offsets: Tensor | None = None
+        self._places: tuple[list[tuple[Tensor, torch.Size]], Tensor] | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(stop - start for start, stop in zip(self.edges, self.edges[1:], strict=False))
+
+    def offsets(self, where: torch.device) -> Tensor:
+        """Returns the edges as an int32 tensor on the device."""
+        if self._offsets is None:
+            offsets = torch.tensor(self.edges, dtype=torch.int32)
+            self._offsets = offsets.to(where, non_blocking=True)
+        return self._offsets
+
+    def places(self, where: torch.device) -> tuple[list[tuple[Tensor, torch.Size]], Tensor]:
+        """Returns the rows of each length as (places of their tokens, [rows, length]), and where a
+        token of the packed rows is found among these.
+        """
+        if self._places is None:
+            indices = [
+                torch.tensor(starts)[:, None] + torch.arange(length)
+                for starts, length in rows_by_length(self.edges)
+            ]
+            back = torch.cat([index.flatten() for index in indices]).argsort()
+            there = [
+                (index.flatten().to(where, non_blocking=True), index.shape) for index in indices
+            ]
+            self._places = there, back.to(where, non_blocking=True)
+        return self._places
+
+
 class Unpackable(Exception):
     """A layer asks for something that attention over packed rows does not know."""
 
@@ -61,21 +101,15 @@ def attend_rows(
         raise Unpackable(f"its attention is also told {', '.join(sorted(unknown))}")
     if attention_mask is not None or len(query) != 1 or others.get("is_causal") is False:
         raise Unpackable("its attention has a mask of its own, or is not causal")
-    edges = others[EDGES]
+    edges: Edges = others[EDGES]
     if takes_rows(query, value) and softcap is None and s_aux is None and not dropout:
         return _attend_at_once(query, key, value, edges, scaling, sliding_window), None
     parts = []
-    order = []
-    for starts, length in rows_by_length(edges):
-        index = torch.tensor(starts)[:, None] + torch.arange(length)
-        place = index.flatten().to(query.device)
-        rows = [
-            x[0][:, place].unflatten(1, index.shape).transpose(0, 1) for x in (query, key, value)
-        ]
+    lengths, back = edges.places(query.device)
+    for place, shape in lengths:
+        rows = [x[0][:, place].unflatten(1, shape).transpose(0, 1) for x in (query, key, value)]
         attended = _attend(rows, scaling, dropout, sliding_window, softcap, s_aux)
         parts.append(attended.transpose(1, 2).flatten(0, 1))
-        order.append(place)
-    back = torch.cat(order).argsort()
     return torch.cat(parts)[back][None], None
 
 
@@ -92,13 +126,12 @@ def _attend_at_once(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    edges: Sequence[int],
+    edges: Edges,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
     """Attends by FlashAttention-2 (Dao, arXiv:2307.08691), to [1, N, heads, d]."""
-    offsets = torch.tensor(edges, dtype=torch.int32, device=query.device)
-    longest = max(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+    offsets, longest = edges.offsets(query.device), edges.longest
     before = -1 if window is None else window - 1  # tokens beside its own
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     sharing: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rftmega.fsdp.packed_attention import ATTENTION, EDGES, Unpackable, attend_rows
+from rftmega.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
 from rftmega.hf_folders.meta_decoder import words_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -81,7 +81,7 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
             input_ids=torch.zeros(1, PROBE[-1], dtype=torch.int64, device="meta"),
             position_ids=torch.tensor([positions], device="meta"),
             use_cache=False,
-            **{EDGES: PROBE},
+            **{EDGES: Edges(PROBE)},
         )
     except Unpackable:
         raise

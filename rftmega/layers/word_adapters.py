@@ -34,6 +34,7 @@ class EmbeddingAdapter(LowRankAdapter):
             group=embedding.tp_group,
         )
         self.words = embedding.vocab_start_index, embedding.vocab_end_index
+        self.padding: int | None = getattr(embedding, "padding_token", None)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns what is added to the embedding's output, in its layout. `ids`: [b, s]."""
@@ -41,6 +42,8 @@ class EmbeddingAdapter(LowRankAdapter):
         here = (ids >= first) & (ids < stop)
         # torch's embedding adds up its gradient in any order on a GPU
         found = self.a.T[torch.where(here, ids - first, 0)]
+        if self.padding is not None:  # its row learns nothing, as in PEFT
+            found = torch.where((ids == self.padding)[..., None], found.detach(), found)
         found = found.masked_fill(~here[..., None], 0.0)
         if self.sequence_parallel:
             found = found.transpose(0, 1).contiguous()

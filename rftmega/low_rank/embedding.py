@@ -34,4 +34,6 @@ class EmbeddingWithPair(nn.Embedding):
             return answer
         # torch's embedding adds up its gradient in any order on a GPU
         found = self.lora_embedding_A.T[ids]
+        if self.padding_idx is not None:  # its row learns nothing, as in PEFT
+            found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)
         return answer + self.scaling * functional.linear(found, self.lora_embedding_B)

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rftmega import __version__
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.load import flatten
 from rftmega.hf_folders.export_folder import MARK
@@ -50,7 +50,7 @@ def model_card(config: RunConfig, history: Sequence[Step]) -> str:
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {name}",
         f"Trained from `{base}`{at} by {TASKS[config.algorithm.task]}, {config.trainer.steps} steps, with rftmega "
-        f"{version('rftmega')}.",
+        f"{__version__}.",
     ]
     if table := _table(history):
         parts += ["## Figures", table]

@@ -23,6 +23,7 @@ from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import seen
 
 LIMIT = 60.0  # seconds
+STARTING = 5  # times the limit while a run starts: on a GPU its engine compiles for minutes
 ROUND = 5.0
 NAMED = 4  # ranks at most
 WAITING = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
@@ -87,6 +88,9 @@ class Standing:
         }
         idle = {rank: sign.idle + now - came for rank, (sign, came) in self._heard.items()}
         longest = max(silent.values(), default=0.0) or min(idle.values(), default=0.0)
+        starts = not silent and all(sign.phase == "start" for sign, _ in self._heard.values())
+        if starts and longest <= STARTING * self.limit:
+            return ""
         if longest <= self.limit:
             self._next = self.limit
         if longest <= self._next:

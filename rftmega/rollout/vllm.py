@@ -199,6 +199,7 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",
                 seed=world.rank // config.tensor,  # ranks of one engine must draw alike
                 disable_log_stats=True,
+                use_tqdm_on_load=False,  # else bars of its graphs stand between the run's own lines
                 **memory,
                 **media,
                 **serves,

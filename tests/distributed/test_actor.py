@@ -164,6 +164,29 @@ def test_three_updates_equal_a_plain_loop_of_transformers_and_torch(tmp_path: Pa
         )
 
 
+PADDING = 7  # sampled in ROWS, and in a prompt
+
+
+@pytest.mark.parametrize(
+    ("variant", "parallel"),
+    [
+        ("qwen3", ParallelConfig(tensor=2)),
+        ("qwen2-tied", ParallelConfig(tensor=2, sequence=True)),
+        ("qwen2-tied", ParallelConfig(pipeline=2)),
+    ],
+)
+def test_the_embedding_of_the_padding_token_learns_nothing_as_in_transformers(
+    variant: str, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    """A policy can sample the token. Tied, its row still learns as the output head's."""
+    folder = save_tiny(tmp_path, variant, pad_token_id=PADDING)
+    model = trained(folder, ROWS, PROMPTS, updates=3)
+    assert model.get_input_embeddings().padding_idx == PADDING
+    rows = run_ranks(2, adam_body, folder, parallel)[0]["model.embed_tokens.weight"]
+    wanted = model.get_input_embeddings().weight.detach()
+    torch.testing.assert_close(rows, wanted, atol=2e-5, rtol=1e-4)
+
+
 def mini_batch_body(world: Any, folder: Path) -> Any:
     actor = build_actor(folder, ParallelConfig(), OPTIMIZER, updates_per_epoch=3)
     mini_batches = Schedule(3).mini_batches(torch.ones(len(ROWS), dtype=torch.int64), 0)

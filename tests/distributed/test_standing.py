@@ -119,3 +119,16 @@ def test_a_process_alone_is_named_and_not_after_it_went_on(monkeypatch: pytest.M
     mark()
     alone.tell()
     assert alone.look() == ""
+
+
+def test_an_engine_that_compiles_as_the_run_starts_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, now = Standing(0, 1, None), time.monotonic()
+    mark("start")
+    told = {}
+    for later in (61, 290, 301):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        alone.tell()
+        told[later] = alone.look()
+    assert [later for later, line in told.items() if line] == [301]

@@ -89,6 +89,16 @@ def test_a_slice_that_is_not_as_the_trainer_holds_it_comes_before_all_else(
     assert f"1 tensor(s) {how}: b.weight[8:16]" in found.why
 
 
+def test_a_short_answer_that_looks_like_another_prompts_by_rounding_is_at_its_own_prompt() -> None:
+    """The mean is above its limit here, but no token is off by more than rounding makes it."""
+    found = replace(evidence(one_in(2, 5e-4)), other_prompt=torch.tensor([-1, 3, -1, -1]))
+    assert "rounding" in cause_of(found, LIMITS).why
+    off = replace(evidence(one_in(2, 0.5)), other_prompt=torch.tensor([-1, 3, -1, -1]))
+    assert "answer 1 under the prompt of 3" in cause_of(off, LIMITS).why
+    none = replace(off, behaviour_logp=off.behaviour_logp.masked_fill(off.mask, float("nan")))
+    assert cause_of(none, LIMITS).kind == "tokens"
+
+
 def test_another_push_mends_weights_that_had_changed_but_not_what_few_tokens_show() -> None:
     good = log_prob_gap(
         torch.zeros(1, 9), torch.full((1, 9), 1e-6), torch.ones(1, 9, dtype=torch.bool)

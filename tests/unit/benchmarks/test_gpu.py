@@ -3,6 +3,7 @@ once, and shown in a table.
 """
 
 import importlib
+import itertools
 import json
 import sys
 from itertools import count
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import table
 from benchmarks.gpu.answers import agreement
-from benchmarks.gpu.loop import summary
+from benchmarks.gpu.loop import environment, summary
 from benchmarks.gpu.models import TINY, TINY_MOE, save_zeros
 from benchmarks.gpu.parts import PARTS, Part, missing
 from benchmarks.gpu.sheet import Sheet
@@ -26,6 +27,7 @@ from rftmega.device import CUDA
 from rftmega.types import Completion
 from tests.imitation_cuda import imitated
 from tests.ranks import TRANSFORMER_ENGINE, run_ranks
+from tests.tiny_audio import tokenizer
 from tests.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +36,8 @@ ROOT = Path(__file__).parents[3]
 def parts_body(world: Any, target: Path, names: list[str]) -> None:
     for name in names:
         module: Any = importlib.import_module(f"benchmarks.gpu.{PARTS[name].module}")
-        module.measure(world, Sheet(target / f"{name}.json", module.SMALL._asdict()), module.SMALL)
+        sizes = PARTS[name].sizes(small=True)
+        module.measure(world, Sheet(target / f"{name}.json", sizes._asdict()), sizes)
 
 
 def found_by(target: Path, names: list[str], **how: Any) -> dict[str, dict[str, Any]]:
@@ -51,7 +54,7 @@ def found_by(target: Path, names: list[str], **how: Any) -> dict[str, dict[str, 
 
 
 def test_every_part_that_needs_torch_and_megatron_alone_fills_its_rows(tmp_path: Path) -> None:
-    rows = found_by(tmp_path, ["log_probs", "offload", "push", "mfu"])
+    rows = found_by(tmp_path, ["log_probs", "offload", "push", "mfu", "mfu_fsdp"])
     both = rows["log_probs"]["fused against dense"]
     assert all(
         both[f"{what}_difference"] < 1e-5
@@ -65,8 +68,10 @@ def test_every_part_that_needs_torch_and_megatron_alone_fills_its_rows(tmp_path:
         pushed = rows["push"][name]
         assert (pushed["tensors"], pushed["equal_to_the_loader"]) == (tensors, True)
         assert pushed["gb_s"] > 0 and pushed["us_a_tensor"] > 0
-    for recompute in ("no recomputation", "full recomputation"):
-        speed = rows["mfu"][recompute]
+    for part, recompute in itertools.product(
+        ("mfu", "mfu_fsdp"), ("no recomputation", "full recomputation")
+    ):
+        speed = rows[part][recompute]
         assert (speed["layers"], speed["mfu"], speed["waits_a_micro_batch"]) == (3, None, None)
         assert speed["tflops"] > 0
 
@@ -124,15 +129,47 @@ def test_what_a_cuda_device_knows_is_in_its_rows(tmp_path: Path) -> None:
 
 
 def test_the_part_of_transformer_engine_runs_over_its_stub(tmp_path: Path) -> None:
-    found_by(tmp_path, ["mfu_te"], preloaded=TRANSFORMER_ENGINE)
+    rows = found_by(tmp_path, ["mfu_te", "mfu_moe", "mfu_lora"], preloaded=TRANSFORMER_ENGINE)
+    parameters = [rows[part]["no recomputation"]["billion_parameters"] for part in rows]
+    assert len(set(parameters)) == 3, "three models: dense, with experts, with adapters"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["engine", "answers"])
+@pytest.mark.parametrize("name", ["engine", "answers", "loop", "features"])
 def test_parts_with_vllm_run_on_a_cpu(name: str, tmp_path: Path) -> None:
     rows = found_by(tmp_path, [name])
     if name == "answers":
         assert [row["equal"] for row in rows[name].values()] == [4, 4]
+
+
+def chat_model(folder: Path) -> None:
+    """A random model with a chat template, and sums to ask it."""
+    save_tiny(folder / "model", "qwen3", pad_token_id=0)
+    tokenizer().save_pretrained(folder / "model")
+    asked = {"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}
+    (folder / "data").mkdir()
+    for part in ("train", "eval"):
+        (folder / f"data/{part}.jsonl").write_text(f"{json.dumps(asked)}\n" * 4)
+
+
+@pytest.mark.ranks
+def test_a_published_models_part_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL is in an environment of its own (`requirements/trl.txt`), and not in this one."""
+    chat_model(tmp_path / "smollm")
+    monkeypatch.setenv("RFTMEGA_SMOLLM", str(tmp_path / "smollm"))
+    run_ranks(1, parts_body, tmp_path, ["pretrained"])
+    rows = json.loads((tmp_path / "pretrained.json").read_text())["rows"]
+    assert all(rows[name]["steps"] == 2 for name in ("Megatron", "FSDP2", "LoRA")), rows
+
+
+def test_another_program_is_no_rank_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL would look for the other ranks."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "KEPT"):
+        monkeypatch.setenv(name, "0")
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK"}.isdisjoint(environment())
+    assert environment()["KEPT"] == "0"
 
 
 def test_rows_are_written_one_by_one_and_one_that_fails_takes_none_with_it(tmp_path: Path) -> None:
@@ -269,7 +306,18 @@ def test_a_runs_metrics_are_summed_up() -> None:
         f"seconds_{phase}": value
         for value, phase in enumerate(("rollout", "score", "update", "push"))
     }
-    steps = [{"step": n, "logprob_gap_max": n / 10, **seconds} for n in (1, 2)]
+    steps = [
+        {
+            "step": n,
+            "logprob_gap_max": n / 10,
+            "logprob_gap_mean": n / 100,
+            "reward": n / 4,
+            "mfu_update": n / 5,
+            "memory_mib_update": 1024.0 * n,
+            **{name: value * n for name, value in seconds.items()},
+        }
+        for n in (1, 2)
+    ]
     found = summary(
         [
             {"time": 130.0, "eval_exact_match": 0.2},
@@ -278,10 +326,13 @@ def test_a_runs_metrics_are_summed_up() -> None:
         ],
         begin=100.0,
     )
-    assert found == {
-        "steps": 2, "seconds_to_the_first_step": 30.0, "rollout_seconds": 0, "score_seconds": 1, "update_seconds": 2,
-        "push_seconds": 3, "logprob_gap_max": 0.2, "accuracy_before": 0.2, "accuracy_after": 0.4,
+    wanted = {
+        "steps": 2, "seconds_to_the_first_step": 30.0, "first_step_seconds": 6, "step_seconds": 12, "rollout_seconds": 0,
+        "score_seconds": 2, "update_seconds": 4, "push_seconds": 6, "engine_idle_share": 1.0, "mfu_update": 0.4,
+        "peak_gib_update": 2.0, "logprob_gap_max": 0.2, "logprob_gap_mean": 0.02, "accuracy_before": 0.2,
+        "accuracy_after": 0.4, "rewards": "0.250 0.500",
     }  # fmt: skip
+    assert {name: value for name, value in found.items() if value is not None} == wanted
 
 
 def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path) -> None:

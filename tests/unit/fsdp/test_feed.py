@@ -14,7 +14,7 @@ def test_packed_rows_lie_end_to_end_without_their_last_tokens() -> None:
     fed = feed(tokens, torch.tensor([3, 1, 4]), packed=True, where=CPU)
     assert fed.arguments["input_ids"].tolist() == [[5, 6, 9, 10, 11]]
     assert fed.arguments["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
-    assert fed.arguments[EDGES] == [0, 2, 5]
+    assert fed.arguments[EDGES].edges == (0, 2, 5)
     assert fed.targets.tolist() == [6, 7, 10, 11, 12]
     assert fed.slots.tolist() == [0, 1, 6, 7, 8]
     assert rows_by_length([0, 2, 5, 7]) == [([0, 5], 2), ([2], 3)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rftmega.fsdp import packed_attention
 from rftmega.fsdp.feed import feed
-from rftmega.fsdp.packed_attention import takes_rows
+from rftmega.fsdp.packed_attention import Edges, takes_rows
 from tests.tiny_decoders import save_decoder
 from tests.unit.fsdp.test_families import TEMPERATURE, loaded, of_transformers, rows
 
@@ -43,10 +43,11 @@ def test_rows_in_one_kernel_give_transformers_own_log_probs(
     family: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of torch 2.11 knows no heads that share keys and values."""
-    asked = []
+    asked, offsets = [], []
 
     def noted(*given: Any, **named: Any) -> Tensor:
         asked.append(named["window_size"])
+        offsets.append(given[3])
         assert shares or "enable_gqa" not in named
         return flash_rows(*given, **named)
 
@@ -63,6 +64,19 @@ def test_rows_in_one_kernel_give_transformers_own_log_probs(
     torch.testing.assert_close(logp, torch.cat(wanted), rtol=0, atol=1e-5)
     sinks = family == "gpt-oss"  # which no such kernel takes
     assert len(asked) == (0 if sinks else 3)
+    assert all(each is offsets[0] for each in offsets), "every layer sends the edges to the device"
+
+
+def test_what_attention_needs_of_the_edges_is_made_once_for_all_layers() -> None:
+    edges = Edges([0, 2, 5, 7])
+    lengths, back = edges.places(torch.device("cpu"))
+    assert [(place.tolist(), tuple(shape)) for place, shape in lengths] == [
+        ([0, 1, 5, 6], (2, 2)),
+        ([2, 3, 4], (1, 3)),
+    ]
+    assert torch.cat([place for place, _ in lengths])[back].tolist() == list(range(7))
+    assert edges.places(torch.device("cpu"))[1] is back
+    assert (edges.longest, edges.offsets(torch.device("cpu")).tolist()) == (3, [0, 2, 5, 7])
 
 
 def test_the_kernel_takes_half_precision_on_cuda_alone() -> None:

@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import describe, layout_violations, stage_layers
@@ -16,6 +17,18 @@ def test_the_number_of_parameters_is_transformers(variant: str, tmp_path: Path) 
     folder = save_tiny(tmp_path, variant)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert describe(read_hf_config(folder)).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_the_token_whose_embedding_learns_nothing_is_that_of_transformers_class(
+    variant: str, tmp_path: Path
+) -> None:
+    saved = read_hf_config(save_tiny(tmp_path, variant, pad_token_id=None)) | {"vocab_size": 40000}
+    absent = {name: value for name, value in saved.items() if name != "pad_token_id"}
+    for fields in (absent, saved | {"pad_token_id": None}, saved | {"pad_token_id": 7}):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+        assert describe(fields).padding == model.get_input_embeddings().padding_idx, fields
 
 
 def test_interleaved_chunks_take_turns_over_the_stages() -> None:

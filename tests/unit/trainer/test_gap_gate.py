@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rftmega.algorithms.gap_causes import Limits, cause_of
+from rftmega.algorithms.mismatch import Gap
 from rftmega.config import RolloutConfig
 from rftmega.errors import GapExceeded
 from rftmega.experience import collect, complete
@@ -165,3 +166,11 @@ def test_limits_that_are_not_given_are_those_of_the_dtype() -> None:
     assert limits_of("bfloat16") == LIMITS["bfloat16"]
     assert limits_of("bfloat16", percentile=0.2) == Limits(0.2, LIMITS["bfloat16"].mean)
     assert limits_of("float32", mean=0.3) == Limits(1e-3, 0.3)
+
+
+def test_rounding_of_a_published_model_in_bfloat16_stays_within_the_default_limits() -> None:
+    """SmolLM2-135M on an H200, vLLM against FSDP2 (docs/push.md)."""
+    measured = Gap(largest=0.5, percentile=0.32, mean=0.043, median=0.02, tokens=8687, error=1.0)
+    assert not limits_of("bfloat16").exceeded_by(measured)
+    assert limits_of("bfloat16").exceeded_by(measured._replace(mean=0.2))
+    assert limits_of("bfloat16").exceeded_by(measured._replace(percentile=1.3))
