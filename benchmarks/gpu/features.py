@@ -37,14 +37,25 @@ def experts(folder: Path, sizes: Sizes) -> Figures:
     """Trains a random Qwen3-MoE, of 8 experts a layer, on the demo's sums."""
     loop.python(loop.EXAMPLE / "make_data.py", folder / "data")
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=len(SYMBOLS), hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2,
-            moe_intermediate_size=128, norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=64,
-            bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )
-    )  # fmt: skip
+    shape: dict[str, Any] = {
+        "vocab_size": len(SYMBOLS),
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     return loop.run(folder, "MoE", as_loop(sizes), ())

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
             if made is None:
                 sheet.skip(row, "its model could not be made")
             else:
-                sheet.row(row, lambda row=row, options=options: run(folder, row, sizes, options))
+                sheet.row(row, partial(run, folder, row, sizes, options))
 
 
 def prepare(example: Path, folder: Path, warm_steps: int) -> Figures:

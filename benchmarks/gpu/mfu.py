@@ -130,7 +130,7 @@ def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most:
 def built(sizes: Sizes, layers: int, recompute: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         save_zeros(Path(folder), sizes.stack._replace(layers=layers), dtype=sizes.dtype)
-        actor = build_policy(
+        actor: Any = build_policy(
             Path(folder), ParallelConfig(recompute=recompute), OptimizerConfig(learning_rate=1e-6), dtype=sizes.dtype,
             token_cap=sizes.rows * (sizes.length + 1), backend=sizes.backend, lora=LoRA(rank=sizes.lora_rank),
         )  # fmt: skip

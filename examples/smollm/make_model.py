@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -31,7 +32,7 @@ def make(target: Path, file: Path, dtype: str) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(**where)
     # transformers marks the model as quantized and then refuses to save it, though its weights are
     # plain tensors by now

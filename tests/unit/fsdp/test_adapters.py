@@ -69,6 +69,20 @@ def test_an_embeddings_adapter_adds_the_product_for_the_words_that_are_looked_up
     assert torch.equal(layer(ids), plain(ids))
 
 
+def test_an_embeddings_adapter_learns_nothing_from_the_padding_token_as_pefts() -> None:
+    torch.manual_seed(0)
+    layer = EmbeddingWithPair(nn.Embedding(7, 5, padding_idx=3), OPTIONS)
+    for name, matrix in zip(("A", "B"), layer.pair, strict=True):
+        setattr(layer, f"lora_embedding_{name}", nn.Parameter(torch.randn(matrix.shape)))
+    ids, weights = torch.tensor([[6, 0], [3, 3]]), torch.randn(2, 2, 5)
+    (layer(ids) * weights).sum().backward()
+    a, b = (matrix.detach().clone().requires_grad_() for matrix in layer.pair)
+    found = nn.functional.embedding(ids, a.T, padding_idx=3)  # as PEFT looks them up
+    (3.0 * found @ b.T * weights).sum().backward()
+    for matrix, wanted in zip(layer.pair, (a, b), strict=True):
+        torch.testing.assert_close(matrix.grad, wanted.grad)
+
+
 GATE_AND_UP = ("gate_proj", "up_proj")
 
 

@@ -25,7 +25,7 @@ def test_the_token_whose_embedding_learns_nothing_is_that_of_transformers_class(
 ) -> None:
     saved = read_hf_config(save_tiny(tmp_path, variant, pad_token_id=None)) | {"vocab_size": 40000}
     absent = {name: value for name, value in saved.items() if name != "pad_token_id"}
-    for fields in (absent, saved | {"pad_token_id": None}, saved | {"pad_token_id": 7}):
+    for fields in (absent, *(saved | {"pad_token_id": token} for token in (None, 7, -1))):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
         assert describe(fields).padding == model.get_input_embeddings().padding_idx, fields
