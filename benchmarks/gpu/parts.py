@@ -25,6 +25,21 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "loop": Part(
+        "loop",
+        ("model", "Megatron", "FSDP2", "LoRA"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+    ),
+    "pretrained": Part(
+        "pretrained",
+        ("Megatron", "FSDP2", "TRL", "LoRA", "TRL with vLLM"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+    ),
+    "features": Part(
+        "features",
+        ("MoE", "images"),
+        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+    ),
     "log_probs": Part("log_probs", ("fused", "dense", "fused against dense")),
     "offload": Part("offload", ("off and on", "three cycles")),
     "push": Part("push", ("8B", "30B-A3B")),
@@ -63,21 +78,6 @@ PARTS = {
     "answers": Part(
         "answers",
         ("after the first push", "after sleep and other weights"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
-    ),
-    "loop": Part(
-        "loop",
-        ("model", "Megatron", "FSDP2", "LoRA"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
-    ),
-    "features": Part(
-        "features",
-        ("MoE", "images"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
-    ),
-    "pretrained": Part(
-        "pretrained",
-        ("Megatron", "FSDP2", "TRL", "LoRA", "TRL with vLLM"),
         needs=(*MEGATRON, "rftmega.rollout.vllm"),
     ),
 }
