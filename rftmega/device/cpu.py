@@ -130,5 +130,10 @@ class CPU:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
 
+    @contextmanager
+    def remapping(self) -> Iterator[None]:
+        """Within, an engine may give memory back: on a CPU none does."""
+        yield
+
     def forget_peak(self) -> None:
         """Does nothing: a CPU's memory is measured as it is."""

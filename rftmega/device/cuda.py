@@ -53,6 +53,7 @@ class CUDA:
 
     _earlier = 0  # bytes at most, in stretches of this phase that `forget_peak` has ended
     _told = False  # the present stretch's, of a phase that has ended
+    _lent = 0  # bytes that torch counts as an engine's tensors, and that the engine has given back
 
     def __init__(self, cuda: Any = torch.cuda):
         """`cuda`: what says torch.cuda; a test gives an imitation."""
@@ -188,11 +189,26 @@ class CUDA:
 
     def peak_bytes(self) -> int:
         """Returns the bytes of tensors at most, in all stretches between `forget_peak`s since this
-        was last asked.
+        was last asked. Of an engine's only those that are there.
         """
-        most = max(self._earlier, self._cuda.max_memory_allocated())
+        most = max(self._earlier, self._most())
         self._earlier, self._told = 0, True
         return most
+
+    def _most(self) -> int:
+        return max(0, int(self._cuda.max_memory_allocated()) - self._lent)
+
+    @contextmanager
+    def remapping(self) -> Iterator[None]:
+        """Within, an engine that goes to sleep gives its memory back, or takes it as it wakes. Torch
+        does not see it (vLLM unmaps the memory of tensors that live on), so `peak_bytes` would count
+        a sleeping engine in every phase.
+        """
+        before = self.room()
+        yield
+        given_back = self.room() - before
+        self.forget_peak()
+        self._lent = max(0, self._lent + given_back)
 
     def room(self) -> int:
         """Returns the bytes of this device that nobody holds, torch's cache included."""
@@ -231,6 +247,6 @@ class CUDA:
 
     def forget_peak(self) -> None:
         """Makes `most_allocated` of `memory` count from here."""
-        self._earlier = 0 if self._told else max(self._earlier, self._cuda.max_memory_allocated())
+        self._earlier = 0 if self._told else max(self._earlier, self._most())
         self._told = False
         self._cuda.reset_peak_memory_stats()

@@ -385,10 +385,12 @@ class VLLMEngine(Engine):
         self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:
-        self._llm.sleep(level=2)
+        with device.current().remapping():
+            self._llm.sleep(level=2)
 
     def _wake(self, parts: Sequence[str]) -> None:
-        self._llm.wake_up(tags=list(parts))
+        with device.current().remapping():
+            self._llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
         """Ends vLLM and its process groups; also where it could not be built."""

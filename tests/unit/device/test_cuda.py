@@ -115,6 +115,32 @@ def test_a_phases_most_is_of_all_its_stretches(cuda: ImitationCUDA) -> None:
     assert accelerator.memory()["most_allocated"] == 200
 
 
+def test_an_engine_that_sleeps_is_not_in_the_most_of_a_phase(
+    cuda: ImitationCUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch counts its tensors as before, though their memory is gone."""
+    accelerator, free = CUDA(cuda), 50
+    monkeypatch.setattr(cuda, "mem_get_info", lambda: (free, 100))
+    cuda.most = 45  # 40 of them the engine's
+    assert accelerator.peak_bytes() == 45
+    accelerator.forget_peak()
+    cuda.most = 43
+    with accelerator.remapping():
+        free = 90
+    assert accelerator.peak_bytes() == 43, "the engine was awake in this phase"
+    accelerator.forget_peak()
+    cuda.most = 47
+    assert accelerator.peak_bytes() == 7
+    with accelerator.remapping():
+        free = 75  # its weights come back, its cache does not
+    cuda.most = 46
+    assert accelerator.peak_bytes() == 21
+    with accelerator.remapping():
+        free = 50
+    cuda.most = 41
+    assert accelerator.peak_bytes() == 41
+
+
 def test_waits_for_the_device_are_counted_with_their_places_and_the_mode_is_as_before(
     cuda: ImitationCUDA,
 ) -> None:
