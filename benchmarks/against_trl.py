@@ -5,7 +5,9 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 PYTHON = "RFTMEGA_TRL_PYTHON"  # an environment made from requirements/trl.txt
 ROOT = Path(__file__).parents[1]
@@ -55,17 +57,33 @@ def _ours(config: Path, output: Path) -> list[float]:
 
 
 def _theirs(python: str, demo: Path) -> list[float]:
-    command = [
-        python,
-        Path(__file__).with_name("trl_step.py"),
-        demo / "model",
-        demo / "data" / "train.jsonl",
-        str(STEPS),
-    ]
+    given = {
+        "model": str(demo / "model"),
+        "data": str(demo / "data" / "train.jsonl"),
+        "label": "label",
+        "pattern": "",
+        "steps": STEPS,
+        "prompts": 64,
+        "samples": 8,
+        "tokens": 4,
+        "kl": 0.001,
+        "learning_rate": 1e-4,
+        "engine": "transformers",
+    }
+    return list(trl_steps(python, given, dict(os.environ))["seconds"])[WARM_UP:]
+
+
+def trl_steps(python: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """Returns what `trl_step.py` prints; `given` is what it is told. Raises CalledProcessError."""
     said = subprocess.run(
-        list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        [python, str(Path(__file__).with_name("trl_step.py")), json.dumps(given)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
     ).stdout
-    return list(json.loads(said.splitlines()[-1]))[WARM_UP:]
+    return json.loads(said.splitlines()[-1])
 
 
 def _differences(ends: list[float]) -> list[float]:

@@ -1,70 +1,102 @@
-"""TRL's GRPO on the demo's model and prompts; run by TRL's own Python (requirements/trl.txt), knows
-nothing of this project.
+"""Steps of TRL's GRPO; run by TRL's own Python (requirements/trl.txt), knows nothing of this project.
 
-python trl_step.py MODEL DATA STEPS prints the seconds of each step: 64 prompts x 8 answers of at most 4 tokens, two optimizer
-steps, KL to the reference.
+python trl_step.py JSON prints the seconds and mean rewards of the steps, and the device's peak memory.
+JSON has: model, a folder; data, JSONL with `prompt`, a text, or `messages`, a chat; label, the key of
+the answer; pattern, a regular expression whose last match in a completion is compared with it, ""
+for all of it; steps; prompts and samples, of a step and of a prompt; tokens, of a completion at most;
+kl, its weight; learning_rate; engine, "transformers" or "vllm"; memory_fraction of vLLM. Each step
+has two optimizer steps.
 """
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-PROMPTS, ANSWERS, MINI_BATCHES = 64, 8, 2
+MINI_BATCHES = 2
 
 
-def main(model: str, data: str, steps: int) -> None:
+def main(given: dict) -> None:
+    import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    cuda = torch.cuda.is_available()
     ends: list[float] = []
+    rewards: list[float] = []
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: object, **__: object) -> None:
             ends.append(time.perf_counter())
 
         def on_step_end(self, *_: object, **__: object) -> None:
+            if cuda:
+                torch.cuda.synchronize()
             ends.append(time.perf_counter())
 
-    def exact_match(completions: list[str], label: list[str], **_: object) -> list[float]:
-        return [
-            float(said.strip() == wanted) for said, wanted in zip(completions, label, strict=True)
-        ]
+    def answer(completion: str | list) -> str:
+        said = completion if isinstance(completion, str) else completion[-1]["content"]
+        if not given["pattern"]:
+            return said.strip()
+        return (re.findall(given["pattern"], said) or [""])[-1]
 
+    def exact_match(completions: list, **columns: list) -> list[float]:
+        wanted = columns[given["label"]]
+        found = [float(answer(c) == right) for c, right in zip(completions, wanted, strict=True)]
+        rewards.append(sum(found) / len(found))
+        return found
+
+    data = load_dataset("json", data_files=given["data"], split="train")
+    if "messages" in data.column_names:
+        data = data.rename_column("messages", "prompt")
+    engine = {}
+    if given["engine"] == "vllm":
+        engine = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": given["memory_fraction"],
+        }
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=PROMPTS * ANSWERS // MINI_BATCHES,
+            use_cpu=not cuda,
+            bf16=cuda,
+            per_device_train_batch_size=given["prompts"] * given["samples"] // MINI_BATCHES,
             steps_per_generation=MINI_BATCHES,
-            num_generations=ANSWERS,
-            max_completion_length=4,
+            num_generations=given["samples"],
+            max_completion_length=given["tokens"],
             temperature=1.0,
-            beta=0.001,
-            learning_rate=1e-4,
+            beta=given["kl"],
+            learning_rate=given["learning_rate"],
             lr_scheduler_type="constant",
-            max_steps=steps * MINI_BATCHES,
+            max_steps=given["steps"] * MINI_BATCHES,
             save_strategy="no",
             report_to="none",
             logging_strategy="no",
             disable_tqdm=True,
             gradient_checkpointing=False,
+            **engine,
         )
         trainer = GRPOTrainer(
-            model=model,
+            model=given["model"],
             reward_funcs=exact_match,
             args=config,
-            train_dataset=load_dataset("json", data_files=data, split="train"),
+            train_dataset=data,
             callbacks=[Clock()],
         )
         trainer.train()
     whole = ends[::MINI_BATCHES]
-    print(json.dumps([after - before for before, after in zip(whole, whole[1:], strict=False)]))
+    told = {
+        "seconds": [after - before for before, after in zip(whole, whole[1:], strict=False)],
+        "rewards": rewards,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+    }
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(json.loads(sys.argv[1]))

@@ -174,7 +174,7 @@ def pack(target: Path, there: str, architecture: int) -> Path:
     needed = (ROOT / "requirements/cuda.txt").read_text()
     wheels, site = target / "wheels", target / "site"
     wheels.mkdir(parents=True, exist_ok=True)
-    found = download([*pins(needed, there), "apache-tvm-ffi==0.1.11", *MORE], wheels)
+    found = download([*pins(needed, there), *MORE], wheels)
     shutil.rmtree(site, ignore_errors=True)
     for wheel in found:
         with zipfile.ZipFile(wheel) as archive:

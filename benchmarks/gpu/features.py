@@ -4,7 +4,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -16,24 +16,17 @@ from examples.arithmetic.warm_start import SYMBOLS, tokenizer
 IMAGES = loop.ROOT / "examples/shapes"
 
 
-class Sizes(NamedTuple):
-    warm_steps: int
-    steps: int
-    prompts: int
-    memory_fraction: float
+SIZES = loop.Sizes(warm_steps=60, steps=3, prompts=32, memory_fraction=0.2)
+SMALL = loop.Sizes(warm_steps=2, steps=1, prompts=4, memory_fraction=0.2)
 
 
-SIZES = Sizes(warm_steps=60, steps=3, prompts=32, memory_fraction=0.2)
-SMALL = Sizes(warm_steps=2, steps=1, prompts=4, memory_fraction=0.2)
-
-
-def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
+def measure(world: Any, sheet: Sheet, sizes: loop.Sizes) -> None:
     for name, work in {"MoE": experts, "images": images}.items():
         with tempfile.TemporaryDirectory() as folder:
             sheet.row(name, partial(work, Path(folder), sizes))
 
 
-def experts(folder: Path, sizes: Sizes) -> Figures:
+def experts(folder: Path, sizes: loop.Sizes) -> Figures:
     """Trains a random Qwen3-MoE, of 8 experts a layer, on the demo's sums."""
     loop.python(loop.EXAMPLE / "make_data.py", folder / "data")
     torch.manual_seed(0)
@@ -58,10 +51,10 @@ def experts(folder: Path, sizes: Sizes) -> Figures:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    return loop.run(folder, "MoE", as_loop(sizes), ())
+    return loop.run(folder, "MoE", sizes, ())
 
 
-def images(folder: Path, sizes: Sizes) -> Figures:
+def images(folder: Path, sizes: loop.Sizes) -> Figures:
     """Trains the demo that reads images."""
     begin = time.time()
     loop.python(IMAGES / "make_data.py", folder / "data")
@@ -88,7 +81,3 @@ def images(folder: Path, sizes: Sizes) -> Figures:
         f"trainer.eval_every={sizes.steps}",
     )
     return {"warm_start_seconds": took, **figures}
-
-
-def as_loop(sizes: Sizes) -> loop.Sizes:
-    return loop.Sizes(sizes.warm_steps, sizes.steps, sizes.prompts, sizes.memory_fraction)

@@ -4,16 +4,15 @@ TRL's GRPOTrainer on the same model, prompts and numbers of completions.
 RFTMEGA_SMOLLM names a folder with `model` and `data`, as examples/smollm describes.
 """
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.against_trl import trl_steps
 from benchmarks.gpu.loop import BACKENDS, ROOT, environment, trained
 from benchmarks.gpu.sheet import Figures, Sheet
 
@@ -75,22 +74,18 @@ def theirs(folder: Path, sizes: Sizes, engine: str) -> Figures:
     given = {
         "model": str(folder / "model"),
         "data": str(folder / "data/train.jsonl"),
+        "label": "answer",
+        "pattern": r"-?\d+",
         "steps": sizes.trl_steps,
         "prompts": sizes.prompts,
         "samples": sizes.samples,
         "tokens": sizes.tokens,
+        "kl": 0.0,
+        "learning_rate": 5e-6,
         "engine": engine,
         "memory_fraction": sizes.memory_fraction,
     }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/trl_pretrained.py"), json.dumps(given)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = trl_steps(sys.executable, given, environment())
     later = told["seconds"][1:] or told["seconds"]
     return {
         "steps": len(told["seconds"]),

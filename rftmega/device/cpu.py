@@ -135,5 +135,8 @@ class CPU:
         """Within, an engine may give memory back: on a CPU none does."""
         yield
 
+    def nothing_remapped(self) -> None:
+        """Does nothing, since nothing is."""
+
     def forget_peak(self) -> None:
         """Does nothing: a CPU's memory is measured as it is."""

@@ -210,6 +210,10 @@ class CUDA:
         self.forget_peak()
         self._lent = max(0, self._lent + given_back)
 
+    def nothing_remapped(self) -> None:
+        """Says that the engine has ended: torch counts no tensors of it any more."""
+        self._lent = 0
+
     def room(self) -> int:
         """Returns the bytes of this device that nobody holds, torch's cache included."""
         self._cuda.empty_cache()

@@ -398,3 +398,4 @@ class VLLMEngine(Engine):
             cleanup_dist_env_and_memory()
         else:
             self._llm.llm_engine.engine_core.shutdown()
+            device.current().nothing_remapped()

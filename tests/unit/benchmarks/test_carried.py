@@ -48,7 +48,9 @@ def test_what_the_machine_has_and_what_no_part_imports_is_not_carried() -> None:
     assert pins(needed, "# read today\npyyaml\ntyping-extensions\n") == ["vllm==0.32.0"]
 
 
-@pytest.mark.parametrize("name", ["websockets", "megatron-core", "vllm", "uvicorn", "xgrammar"])
+@pytest.mark.parametrize(
+    "name", ["websockets", "megatron-core", "vllm", "uvicorn", "apache-tvm-ffi"]
+)
 def test_packages_that_a_run_imports_late_are_carried(name: str) -> None:
     """A run ended once for want of websockets."""
     folder = Path(__file__).parents[3] / "requirements"

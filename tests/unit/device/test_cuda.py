@@ -139,6 +139,11 @@ def test_an_engine_that_sleeps_is_not_in_the_most_of_a_phase(
         free = 50
     cuda.most = 41
     assert accelerator.peak_bytes() == 41
+    with accelerator.remapping():
+        free = 90
+    accelerator.nothing_remapped()  # the engine ends asleep, and another run begins
+    cuda.most = 12
+    assert accelerator.peak_bytes() == 12
 
 
 def test_waits_for_the_device_are_counted_with_their_places_and_the_mode_is_as_before(

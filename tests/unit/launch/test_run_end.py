@@ -1,5 +1,6 @@
 """What a run does at its end is tried before it begins."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_a_model_card_that_can_not_be_written_is_told(
     (said,) = run_end.refusals(config_of(tmp_path))
     assert "the model card can't be written: ValueError: cannot represent an object" in said
     assert run_end.refusals(config_of(tmp_path, export=False)) == []
+
+
+def test_a_run_from_sources_that_are_not_installed_is_let_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(name: str) -> object:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", not_installed)
+    assert run_end.refusals(config_of(tmp_path)) == []
 
 
 @pytest.mark.parametrize("name", ["policy_adapter", "policy_ema.incomplete"])
