@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rftmega.interfaces import TakenGroups
+from rftmega.core.interfaces import TakenGroups
+from rftmega.core.types import Rollout, Sampling
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Synchronous
-from rftmega.types import Rollout, Sampling
 from tests.rollouts import rollout_of
 from tests.unit.trainer.test_rollout_schedules import BATCH, SAMPLES, Streams, made
 

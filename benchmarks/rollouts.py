@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.timing import compare
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted
@@ -22,7 +23,6 @@ from rftmega.parallel.process_group import World
 from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

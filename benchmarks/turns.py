@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.timing import compare
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.sampling_seeds import turn_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
@@ -27,9 +29,7 @@ from rftmega.requests import Request, Requests
 from rftmega.requests.order import ordered
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import ScriptedEngine
-from rftmega.sampling_seeds import turn_seed
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.calling_model import END, HEAD, TAIL, save_calling, talkative
 from tests.layouts import build_manager
 from tests.ranks import run_ranks

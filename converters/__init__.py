@@ -34,7 +34,7 @@ from rftmega.converters.rules import (
     shard_shape,
 )
 from rftmega.converters.stacks import Stack
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 # old Llama folders have them; they follow from config.json

@@ -23,8 +23,8 @@ from rftmega.converters.rules import (
     VocabularyColumns,
 )
 from rftmega.converters.vision import HEARS, MODULE
-from rftmega.errors import ConfigError
-from rftmega.shards import EMBEDDING, HEAD
+from rftmega.core.errors import ConfigError
+from rftmega.core.shards import EMBEDDING, HEAD
 
 HEADS = (HEAD, "output_layer")  # Hugging Face's and Megatron's name
 WEIGHT = ".weight"

@@ -7,7 +7,7 @@ from typing import Any
 from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
 from rftmega.converters.dropout_fields import drops
 from rftmega.converters.nested_fields import NEUTRAL, flattened
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 # of audio_config, beside those that a vision tower has: each changes no number
 ALSO_NEUTRAL = frozenset({"init_std", "use_cache", "is_decoder", "tie_word_embeddings"})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rftmega.converters.config_fields import is_whole
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 FIELD = "quantization_config"
 METHOD, NUMBERS = "fp8", "e4m3"

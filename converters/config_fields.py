@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 LARGEST = 2**32  # of a size
 MOST_LAYERS = 2**16  # and experts: each is a line of a table

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 Config = Mapping[str, Any]  # config.json
 

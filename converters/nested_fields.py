@@ -10,7 +10,7 @@ from typing import Any
 
 from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_number, is_whole
 from rftmega.converters.dropout_fields import drops
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 # of vision_config, which change no number, or follow from others
 NEUTRAL = frozenset(

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rftmega.errors import WeightMismatch
+from rftmega.core.errors import WeightMismatch
 
 
 class Segment(NamedTuple):

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 from rftmega.converters.rules import Rule, Segment, located
-from rftmega.shards import Box, Holding, LogicalTensor, ShardPart, whole
+from rftmega.core.shards import Box, Holding, LogicalTensor, ShardPart, whole
 
 
 def logical_tensor(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rftmega.converters.rules import HFTensor, Replicated, Rule, Vocabulary
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 Tower = Mapping[str, Any]  # vision_config or audio_config, completed
 Shapes = Iterator[tuple[str, tuple[int, ...]]]

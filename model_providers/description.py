@@ -10,7 +10,7 @@ from typing import Any
 
 from rftmega.config import ParallelConfig
 from rftmega.converters.block_scales import FIELD, block_scales
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers import families
 from rftmega.model_providers.hf_config import HFConfig
 from rftmega.model_providers.rope import Rope, read_rope

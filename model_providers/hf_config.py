@@ -8,8 +8,8 @@ from typing import Any
 
 from rftmega.converters import completed, flattened
 from rftmega.converters.dropout_fields import drops
-from rftmega.errors import CheckpointError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
 from rftmega.known_fields import without_effect, without_strange_sections
 
 # Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses

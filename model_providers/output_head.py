@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from typing import Any
 
 from rftmega.converters import default_rope_theta
 from rftmega.converters.config_fields import is_number, is_whole
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.hf_config import HFConfig
 
 

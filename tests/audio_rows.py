@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import WhisperFeatureExtractor
 
-from rftmega.media.placed import RowPictures
-from rftmega.media.placed_waveform import PlacedWaveform
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.types import Rows
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.media.waveforms import wav_of
-from rftmega.types import Rows
 from tests.layouts import rows_of
 from tests.tiny_audio import AUDIO, AUDIO_END, AUDIO_START, RATE, waveforms
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rftmega.columns.ragged import Ragged
+from rftmega.core.ragged import Ragged
 
 
 def ragged(padded: Tensor) -> Ragged:

@@ -25,15 +25,15 @@ import httpx
 import torch
 
 from rftmega.config import RolloutConfig
+from rftmega.core.errors import EngineError, EngineFault, RFTMegaError
+from rftmega.core.interfaces import RolloutGroup
+from rftmega.core.types import Prompt, Sampling
 from rftmega.dispatch.rollout_runner import Begun, RolloutRunner
 from rftmega.environments import single_turn
-from rftmega.errors import EngineError, EngineFault, RFTMegaError
 from rftmega.fleet import fleet_client, health, server_client
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.interfaces import RolloutGroup
 from rftmega.parallel.process_group import World
-from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.rollouts import NEVER, save_scripted
 from tests.tcp_proxy import TcpProxy

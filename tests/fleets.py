@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.fleet.fleet import FleetMember
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.types import Completion, Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.layouts import rows_of
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.gap_causes import Evidence, Limits
 from rftmega.algorithms.mismatch import log_prob_gap
+from rftmega.core.types import Rows
 from rftmega.gap.gap_bundle import GapBundle
-from rftmega.types import Rows
 
 TEMPERATURE = 0.7
 

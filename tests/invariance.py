@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
-from rftmega.columns.expert_routes import unknown
-from rftmega.columns.ragged import Ragged
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.core.expert_routes import unknown
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Rows, TokenStats
 from rftmega.options.algorithms import Clip
-from rftmega.types import Experience, Rows, TokenStats
 from rftmega.weights import Exporter
 from tests import plain_adapters
 from tests.layouts import build_policy, rows_of

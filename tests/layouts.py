@@ -17,12 +17,12 @@ from rftmega.config import (
     RunConfig,
     TrainerConfig,
 )
+from rftmega.core.types import Rows
 from rftmega.launch.train import backend_of
 from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
 from rftmega.megatron.forward import custom_forward
 from rftmega.parallel.topology import Topology
 from rftmega.strategy.backend import TrainablePolicy, TrainableValues
-from rftmega.types import Rows
 
 
 def config_of(

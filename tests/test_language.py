@@ -129,7 +129,7 @@ def test_a_planted_second_class_of_a_name_is_found(tmp_path: Path) -> None:
 
 
 def test_a_name_of_lightrft_may_be_one_of_ours(tmp_path: Path) -> None:
-    plant(tmp_path, "rftmega/types.py", "class Samples: ...")
+    plant(tmp_path, "rftmega/core/types.py", "class Samples: ...")
     plant(tmp_path, "rftmega/lightrft/padded.py", "class Samples: ...")
     assert names_of_several_classes(tmp_path) == []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ("rftmega", "model_providers", "converters", "tools", "train_rl.py")

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from rftmega.interfaces import Model
-from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Trajectory
+from rftmega.core.interfaces import Model
+from rftmega.core.sampling_seeds import turn_seed
+from rftmega.core.types import Completion, Prompt, Trajectory
 
 
 class TwoTurns:

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from rftmega.media.placed import Frames, PlacedPicture, RowPictures
+from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures
+from rftmega.core.types import Rows
 from rftmega.media.videos import digest_of_video
-from rftmega.types import Rows
 from tests.layouts import rows_of
 from tests.tiny_vision import FILM, IMAGE, PICTURE, VIDEO, pictures
 from tests.vision_rows import digest_of

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor
 
-from rftmega.columns.ragged import Ragged
-from rftmega.media.placed import PlacedPicture, RowPictures
-from rftmega.types import Experience, Rows
+from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Rows
 from tests.layouts import rows_of
 from tests.tiny_vision import IMAGE, MERGE, VIDEO, VISION_END, VISION_START, pictures
 

@@ -19,7 +19,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from rftmega.errors import RFTMegaError, exit_code_of
+from rftmega.core.errors import RFTMegaError, exit_code_of
 from rftmega.options.adapters import HF_TARGETS
 
 LAYOUT = {

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from rftmega.config import ModelConfig, RunConfig
-from rftmega.errors import ConfigError, exit_code_of
+from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.launch.hub import fetched
 
 TASKS = 256  # sums of a file that is written where there is no data

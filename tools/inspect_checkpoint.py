@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rftmega.errors import exit_code_of
+from rftmega.core.errors import exit_code_of
 
 
 def main(given: list[str] | None = None) -> int:

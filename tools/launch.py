@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rftmega.config.secrets import holds_secrets
-from rftmega.errors import ConfigError, exit_code_of
+from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.tools import server_step
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError, exit_code_of
+from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.launch.hub import fetched
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rftmega.planning.fit import Machine

@@ -14,7 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
-from rftmega.errors import exit_code_of
+from rftmega.core.errors import exit_code_of
 
 SIZES = {
     "tp": "tensor",
@@ -88,7 +88,7 @@ def show(chosen: argparse.Namespace) -> int:
 
     from rftmega.config import ParallelConfig
     from rftmega.converters import table
-    from rftmega.errors import ConfigError
+    from rftmega.core.errors import ConfigError
     from rftmega.model_providers.description import describe, layout_violations
     from rftmega.model_providers.hf_config import read_hf_config
     from rftmega.planning.push_buffers import DTYPES

@@ -20,7 +20,7 @@ from torch import Tensor
 from rftmega.algorithms.gap_causes import cause_of
 from rftmega.algorithms.mismatch import gaps_of, log_prob_gap
 from rftmega.config.secrets import resolved
-from rftmega.errors import CheckpointError, exit_code_of
+from rftmega.core.errors import CheckpointError, exit_code_of
 from rftmega.gap.gap_bundle import GapBundle
 
 ENGINE_WRONG, TRAINER_WRONG = "the engine is wrong", "the trainer is wrong"

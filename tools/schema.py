@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 
-from rftmega.errors import exit_code_of
+from rftmega.core.errors import exit_code_of
 
 
 def main(given: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError, EngineFault, exit_code_of
+from rftmega.core.errors import ConfigError, EngineFault, exit_code_of
 
 if TYPE_CHECKING:
     from rftmega.fleet.server import Server

@@ -24,7 +24,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rftmega.errors import DataError, exit_code_of
+from rftmega.core.errors import DataError, exit_code_of
 from rftmega.observe.history import curves_of
 from rftmega.parallel.private import keep_private
 

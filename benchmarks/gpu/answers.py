@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.sheet import Figures, Sheet
 from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_manager
 from tests.tiny_models import VOCABULARY, save_tiny

@@ -21,8 +21,8 @@ from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import seconds
 from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.types import Prompt, Sampling
 from rftmega.device.residency import PARAMETERS
-from rftmega.types import Prompt, Sampling
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager
 

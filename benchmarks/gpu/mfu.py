@@ -31,8 +31,8 @@ from benchmarks.timing import median_seconds
 from rftmega import device
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.core.types import Experience
 from rftmega.flops import BACKWARD, forward_flops
-from rftmega.types import Experience
 from tests.layouts import build_policy, rows_of
 
 USED = 0.92  # of the device's memory: the rest is the driver's, and what the allocator can't fit in

@@ -8,7 +8,7 @@ from rftmega.converters.decoder import Config
 from rftmega.converters.families import qwen2
 from rftmega.converters.rules import Rule
 from rftmega.converters.vision import Tower, hearing_rules, layer_norm, linear, renamed
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 FIELDS = AudioFields(
     qwen2.FIELDS,

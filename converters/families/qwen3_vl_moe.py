@@ -10,7 +10,7 @@ from rftmega.converters.nested_fields import VisionFields
 from rftmega.converters.rules import Rule
 from rftmega.converters.stacks import Stack
 from rftmega.converters.vision import check, renamed, tower_rules
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 TEXT = "model.language_model."
 FIELDS = VisionFields(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rftmega.config import RunConfig, load
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 PHASES = ("rollout", "score", "update", "push")
 

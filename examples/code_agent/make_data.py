@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.records import records
 
 HUB = "google-research-datasets/mbpp"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.records import records
 
 HUB = "openai/gsm8k"

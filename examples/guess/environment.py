@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rftmega.interfaces import Model
+from rftmega.core.interfaces import Model
+from rftmega.core.types import Completion, Prompt, Rollout, Trajectory, Turn
 from rftmega.options.parts import EnvironmentPart, implements
-from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 
 NUMBERS = 7
 

@@ -7,7 +7,7 @@ transformers does.
 
 from dataclasses import replace
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription, decoder
 from rftmega.model_providers.hf_config import HFConfig
 

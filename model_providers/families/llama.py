@@ -1,6 +1,6 @@
 """Llama 2 and 3."""
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import ModelDescription, decoder
 from rftmega.model_providers.hf_config import HFConfig
 

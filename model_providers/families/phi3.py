@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: Llama's layers, of which a part of each head may be rotated."""
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import ModelDescription, decoder, everywhere
 from rftmega.model_providers.hf_config import HFConfig
 

@@ -8,7 +8,7 @@ that of the dense families.
 from dataclasses import replace
 
 from rftmega.converters.decoder import number_of_experts, qwen_sparse_layers
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import Experts, ModelDescription, decoder, with_windows
 from rftmega.model_providers.hf_config import HFConfig
 

@@ -14,11 +14,11 @@ from rftmega.agents.openai_endpoint import MODEL, Endpoint
 from rftmega.agents.session import Session
 from rftmega.agents.threads import in_thread
 from rftmega.conversations.renderer import ConversationRenderer
-from rftmega.errors import ConfigError, EnvironmentFailed
-from rftmega.interfaces import Model
+from rftmega.core.errors import ConfigError, EnvironmentFailed
+from rftmega.core.interfaces import Model
+from rftmega.core.types import Prompt, Rollout
 from rftmega.options.agents import Agent
 from rftmega.options.parts import implements
-from rftmega.types import Prompt, Rollout
 from rftmega.user_code.functions import function_of
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from rftmega.agents.wire_responses import (
 )
 from rftmega.agents.wire_tokens import asked_in_tokens
 from rftmega.conversations.replies import text_of
-from rftmega.types import Completion
+from rftmega.core.types import Completion
 
 if TYPE_CHECKING:
     from aiohttp import web

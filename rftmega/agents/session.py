@@ -8,9 +8,9 @@ from rftmega.agents.wire import Asked, RequestRefused, Said, Tokens, check_sampl
 from rftmega.conversations.conversation import Conversation, GrowingTrajectory
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import Messages, text_of
-from rftmega.errors import ContextTooLong, DataError
-from rftmega.interfaces import Model
-from rftmega.types import Completion, Sampling, Trajectory, Turn
+from rftmega.core.errors import ContextTooLong, DataError
+from rftmega.core.interfaces import Model
+from rftmega.core.types import Completion, Sampling, Trajectory, Turn
 
 
 class _Line:

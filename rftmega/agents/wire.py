@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rftmega.conversations.replies import Messages, Reply, calls_of
-from rftmega.types import Completion, Sampling
+from rftmega.core.types import Completion, Sampling
 
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "n": 1}
 

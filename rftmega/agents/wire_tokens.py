@@ -13,7 +13,7 @@ from rftmega.agents.request_shapes import (
 )
 from rftmega.agents.wire import NEUTRAL, RequestRefused, Tokens
 from rftmega.conversations.renderer import ConversationRenderer
-from rftmega.types import Sampling
+from rftmega.core.types import Sampling
 
 READ = ("max_tokens", *Sampling._fields, *NEUTRAL)
 

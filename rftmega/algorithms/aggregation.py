@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rftmega.types import EACH_ROW, Shares, TokenMetric
+from rftmega.core.types import EACH_ROW, Shares, TokenMetric
 
 Aggregation = Callable[[Tensor, Shares], tuple[Tensor, Tensor]]
 

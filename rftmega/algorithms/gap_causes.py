@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.mismatch import Gap, gaps_of
-from rftmega.columns.ragged import Ragged
-from rftmega.types import SliceChecksums
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import SliceChecksums
 
 FEW = 0.05  # of the tokens: a near-tie between experts is rare
 NAMED = 5  # tensors in a message

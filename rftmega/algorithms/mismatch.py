@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.columns.ragged import Ragged, by_rows
+from rftmega.core.ragged import Ragged, by_rows
+from rftmega.core.types import Experience, Metrics
 from rftmega.options.algorithms import (
     MaskedImportance,
     NoImportance,
@@ -15,7 +16,6 @@ from rftmega.options.algorithms import (
     TokenImportance,
 )
 from rftmega.options.parts import IMPLEMENTATIONS, ImportanceSampling, implements
-from rftmega.types import Experience, Metrics
 
 
 class Gap(NamedTuple):

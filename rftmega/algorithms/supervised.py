@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
-from rftmega.columns.ragged import Ragged
-from rftmega.types import (
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import (
     Column,
     Experience,
     LossFn,

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from rftmega.algorithms.aggregation import Aggregation, averaged, token_mean
-from rftmega.types import Experience, LossFn, TokenLoss, TokenValues
+from rftmega.core.types import Experience, LossFn, TokenLoss, TokenValues
 
 
 def value_loss(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rftmega.callbacks.observer import Observer
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 WINDOW = 5  # steps whose mean is judged: one may be odd by chance
 AGAIN = 100  # steps before the same is said again

@@ -6,9 +6,9 @@ from typing import Any
 
 from rftmega.callbacks.observer import Observer
 from rftmega.config import CheckpointConfig
-from rftmega.errors import CheckpointError
-from rftmega.interfaces import Checkpoints, Resumable
-from rftmega.types import Metrics
+from rftmega.core.errors import CheckpointError
+from rftmega.core.interfaces import Checkpoints, Resumable
+from rftmega.core.types import Metrics
 
 WITHIN = "within"  # the name of the journal of a step
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rftmega.callbacks.observer import Observer
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 
 class ControlTokensInData(Observer):

@@ -13,10 +13,10 @@ import torch
 
 from rftmega.algorithms.pass_at_k import pass_at_k
 from rftmega.callbacks.observer import Observer
+from rftmega.core.interfaces import Reward
+from rftmega.core.sampling_seeds import evaluation_seed
+from rftmega.core.types import Metrics, Prompt, Rollout, Sampling
 from rftmega.experience import complete, scores_of
-from rftmega.interfaces import Reward
-from rftmega.sampling_seeds import evaluation_seed
-from rftmega.types import Metrics, Prompt, Rollout, Sampling
 
 ACCURACY = "accuracy"  # share of the answers that are right
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from rftmega.algorithms.supervised import last_value
 from rftmega.callbacks.evaluate import Evaluation, metric_of
-from rftmega.interfaces import Policy, ValueModel
-from rftmega.types import Metrics, Rows
+from rftmega.core.interfaces import Policy, ValueModel
+from rftmega.core.types import Metrics, Rows
 
 
 class HeldOut(Evaluation):

@@ -6,7 +6,7 @@ from typing import Any
 
 from rftmega.callbacks.observer import AtEnd
 from rftmega.callbacks.output_files import set_aside
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 
 class Exporting(AtEnd):

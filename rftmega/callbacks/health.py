@@ -7,9 +7,9 @@ from typing import Any
 
 from rftmega.algorithms.groups import varied
 from rftmega.callbacks.observer import Observer
-from rftmega.columns.ragged import Ragged
-from rftmega.errors import Diverged, RewardError
-from rftmega.types import Experience, Metrics, Samples
+from rftmega.core.errors import Diverged, RewardError
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Metrics, Samples
 
 SAME_REWARDS = 3  # steps in a row: one batch may be all right, or all wrong, by chance
 MOST_UNDECIDED = 0.5  # of a step's answers: a few of a policy's are always too hard to compare

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.callbacks.step_lines import StepLines
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 
 class LearntOrder(StepLines):

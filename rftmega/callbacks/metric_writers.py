@@ -12,7 +12,7 @@ from tqdm import tqdm
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, writing
 from rftmega.callbacks.step_lines import StepLines
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 SHOWN = {  # metric -> its name in the line of a step
     "loss": "loss",

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from rftmega.columns.ragged import Ragged
-from rftmega.types import Experience, Metrics, Samples
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Metrics, Samples
 
 
 class Observer:

@@ -20,8 +20,8 @@ from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.run_reports import RunReports
 from rftmega.callbacks.trajectories import Grading, Trajectories
 from rftmega.config import RunConfig
-from rftmega.interfaces import Reward
-from rftmega.types import Prompt, Rows, Sampling
+from rftmega.core.interfaces import Reward
+from rftmega.core.types import Prompt, Rows, Sampling
 
 
 class Text(Protocol):

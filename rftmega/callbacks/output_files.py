@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rftmega.errors import OutputError
+from rftmega.core.errors import OutputError
 
 log = logging.getLogger(__name__)
 

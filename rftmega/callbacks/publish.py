@@ -21,8 +21,8 @@ from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.load import flatten
-from rftmega.errors import ConfigError
-from rftmega.types import Metrics
+from rftmega.core.errors import ConfigError
+from rftmega.core.types import Metrics
 
 PARAMETERS = 100  # that MLflow takes at once
 LONGEST_PARAMETER = 6000

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig
-from rftmega.errors import DataError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import DataError
+from rftmega.core.json_files import read_json_object
 from rftmega.options.agents import Agent
 from rftmega.options.environments import Tools
 

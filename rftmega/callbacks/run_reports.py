@@ -8,7 +8,7 @@ from typing import Any
 
 from rftmega.callbacks.observer import Observer
 from rftmega.config import RunConfig
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 log = logging.getLogger(__name__)
 MODELS = {"": "model", "critic_": "critic"}  # what begins the names of its metrics -> its name

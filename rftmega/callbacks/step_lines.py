@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise, writing
-from rftmega.types import Metrics
+from rftmega.core.types import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside, synchronise, writing
 from rftmega.callbacks.run_chat import RunChat
-from rftmega.columns.ragged import Ragged
-from rftmega.media.placed import Placed, PlacedPicture, unexpanded
+from rftmega.core.media_positions import Placed, PlacedPicture, unexpanded
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Metrics, Samples, Turn
 from rftmega.media.thumbnails import thumbnail_of
-from rftmega.types import Experience, Metrics, Samples, Turn
 
 log = logging.getLogger(__name__)
 LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7

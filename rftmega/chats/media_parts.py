@@ -7,7 +7,7 @@ from typing import Any
 
 from rftmega.chats.messages import parsed
 from rftmega.config import DataConfig
-from rftmega.errors import DataError, shown
+from rftmega.core.errors import DataError, shown
 from rftmega.records import Record, listed, value_at, with_value
 
 KINDS = {  # types of parts, as OpenAI, transformers and Qwen name them -> the option of the column

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rftmega.chats.template_forms import REASONING_KEYS, Messages
-from rftmega.errors import DataError, shown
-from rftmega.json_files import NotJSON, parse_json
+from rftmega.core.errors import DataError, shown
+from rftmega.core.json_files import NotJSON, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")

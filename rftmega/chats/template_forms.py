@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rftmega.errors import DataError
-from rftmega.json_files import NotJSON, parse_json
+from rftmega.core.errors import DataError
+from rftmega.core.json_files import NotJSON, parse_json
 
 Messages = list[dict[str, Any]]
 MARK, OTHER = "zq7mark", "zq8mark"  # texts that no template says by itself

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from rftmega.chats.template_forms import REASONING_KEYS, Messages
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 
 log = logging.getLogger(__name__)
 NAMES = ("role", "name", "tool_call_id", "id", "type", "weight", "from")  # which say nothing

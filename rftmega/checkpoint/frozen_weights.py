@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from rftmega.shards import Shard
+from rftmega.core.shards import Shard
 
 WORDS = {2: torch.int16, 4: torch.int32}
 

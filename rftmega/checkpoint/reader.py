@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
 from rftmega.hf_folders.hf_folder import checksum, read_into
-from rftmega.json_files import read_json_object
 
 MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
 MANIFEST = "manifest.json"  # ours: written last

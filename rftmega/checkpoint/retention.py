@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rftmega.checkpoint.reader import MANIFEST
 from rftmega.checkpoint.training import note_of
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 LATEST = "latest"  # a file that holds the name of the newest complete checkpoint

@@ -21,11 +21,11 @@ from rftmega.checkpoint.snapshot import HostCopies
 from rftmega.checkpoint.states import put_together, taken_apart
 from rftmega.checkpoint.training import StoredModel, TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig, changes, without_secrets
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import ShardBox
 from rftmega.known_fields import without_strange_sections
 from rftmega.parallel import collectives, seeds
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import ShardBox
 
 log = logging.getLogger(__name__)
 

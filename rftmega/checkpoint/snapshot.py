@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rftmega import device
-from rftmega.shards import ShardBox
+from rftmega.core.shards import ShardBox
 
 ALIGNED = 64  # bytes
 # threads: training stands still meanwhile, and one does not fill a host's memory channels

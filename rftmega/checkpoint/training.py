@@ -21,8 +21,8 @@ from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_json
 from rftmega.checkpoint.reader import Reader, Stored, read_checked
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.states import Tensors, joined
-from rftmega.errors import CheckpointError
-from rftmega.shards import ShardBox
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import ShardBox
 
 KIND = "training"
 FIRST_READ = 6  # formats before it have the names of Megatron's tensors

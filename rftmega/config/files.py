@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 MOST_VALUES = 100_000  # of a document; one that says the same again and again by anchors has more
 Given = str | Path | Mapping[str, Any]

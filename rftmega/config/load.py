@@ -32,7 +32,7 @@ from rftmega.config.tree import (
     sections,
     unions,
 )
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.user_code.functions import name_of
 
 DICTIONARY = "This config"  # in errors, of options that no file holds

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import get_args, get_origin
 
 from rftmega.config.tree import hints, members, plain, unions
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.options.parts import IMPLEMENTATIONS, KINDS, kind_of, type_of
 from rftmega.user_code.python_files import module_of
 

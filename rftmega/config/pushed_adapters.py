@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from rftmega.config.schema import RunConfig
-from rftmega.errors import RFTMegaError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import RFTMegaError
+from rftmega.core.json_files import read_json_object
 from rftmega.options.adapters import OF_WORDS
 
 # dense models (model_type) beside whose layers vLLM 0.32 serves adapters, as pushes of them were tried;

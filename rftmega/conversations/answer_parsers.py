@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rftmega.conversations.replies import ChatTokenizer, text_of, token_id
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 THINK, UNTHINK = "<think>", "</think>"
 HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)

@@ -7,8 +7,8 @@ from typing import Any
 
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import Messages, Reply, Specs
-from rftmega.errors import DataError
-from rftmega.types import Completion, Prompt, Trajectory, Turn
+from rftmega.core.errors import DataError
+from rftmega.core.types import Completion, Prompt, Trajectory, Turn
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from rftmega.conversations.read_back import alike, read_back
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import ChatTokenizer, Messages, Specs, ToolCall, text_of
 from rftmega.conversations.template_bridge import REASONING_KEYS
-from rftmega.errors import DataError
-from rftmega.types import Turn
+from rftmega.core.errors import DataError
+from rftmega.core.types import Turn
 
 COPIED = ("step", "group", "index", "rollout", "trajectory", "trajectories", "reward", "reward_parts")  # fmt: skip
 SPOKEN_TO = ("tool", "user", "system")  # roles that a chat template may know

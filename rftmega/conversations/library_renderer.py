@@ -25,9 +25,9 @@ from rftmega.conversations.replies import (
     Specs,
     text_of,
 )
-from rftmega.errors import ConfigError, DataError
-from rftmega.json_files import read_json_object
-from rftmega.types import Turn
+from rftmega.core.errors import ConfigError, DataError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.types import Turn
 
 logger = logging.getLogger(__name__)
 SHORT, REMEMBERED = 64, 1024  # characters of a text, and texts, whose tokens are kept

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from rftmega.conversations.replies import Messages
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 
 # characters for private use, which nobody says
 BEGIN, END = "\ue000", "\ue001"

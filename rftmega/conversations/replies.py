@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rftmega.types import Turn
+from rftmega.core.types import Turn
 
 Messages = list[dict[str, Any]]
 Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them

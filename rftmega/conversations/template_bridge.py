@@ -15,8 +15,8 @@ from rftmega.conversations.replies import (
     text_of,
     token_id,
 )
-from rftmega.errors import DataError
-from rftmega.types import Turn
+from rftmega.core.errors import DataError
+from rftmega.core.types import Turn
 
 MARK = "\ue000\ue001"  # characters for private use, which nobody says
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")

@@ -20,7 +20,8 @@ from rftmega.conversion.target import (
     written_alone,
 )
 from rftmega.converters.adapters import EMBEDDING_DOWN, WEIGHT, pair_names
-from rftmega.errors import CheckpointError, ConfigError
+from rftmega.core.errors import CheckpointError, ConfigError
+from rftmega.core.json_files import read_json_object
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
 from rftmega.hf_folders.hf_folder import (
@@ -32,7 +33,6 @@ from rftmega.hf_folders.hf_folder import (
     write_shard,
 )
 from rftmega.hf_folders.peft_folder import PEFTFolder, write_config, write_pairs
-from rftmega.json_files import read_json_object
 from rftmega.options.adapters import EMBEDDING, HEAD, HF_TARGETS
 
 EXACT = 1024  # rows or columns up to which all singular values are computed

@@ -47,7 +47,7 @@ from rftmega.converters import (
     table,
 )
 from rftmega.converters.vision import embedding_name
-from rftmega.errors import CheckpointError, ConfigError
+from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
 from rftmega.hf_folders.hf_folder import (
     HFFolder,

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.reader import MANIFEST, Reader, read_manifest
 from rftmega.checkpoint.training import KIND, TrainingReader
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 
 def checkpoint_in(folder: Path) -> Path | None:

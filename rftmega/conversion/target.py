@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.checkpoint.reader import PROGRESS
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.parallel.folder_lock import FILE as LOCK
 from rftmega.parallel.folder_lock import locked

@@ -16,7 +16,7 @@ from rftmega.conversion import adapters
 from rftmega.conversion.convert import FolderTensors
 from rftmega.conversion.target import FILE_BYTES, Progress, begin, note, written_alone
 from rftmega.converters import FAMILIES, stacks_of
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders import export_folder, peft_folder
 from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
 from rftmega.hf_folders.classifier import say_classifier

@@ -14,7 +14,7 @@ from rftmega.chats.template_forms import MARK, USER, Messages, TemplateForms
 from rftmega.chats.unrendered import Unrendered
 from rftmega.config import DataConfig
 from rftmega.control_tokens.names import ControlTokens, unescaped
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 
 # a block of transformers' own, which marks what the assistant says; plain Jinja does not know it
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")

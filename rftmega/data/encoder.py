@@ -8,10 +8,10 @@ from rftmega.chats.messages import chat_messages, parsed, tool_specs
 from rftmega.chats.template_forms import Messages
 from rftmega.chats.unrendered import Report, says_something
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data.chat import answered, ends_in_text
 from rftmega.data.examples import TooLong, required
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
 from rftmega.records import Record, value_at
 
 INSTRUCTION, INPUT = "instruction", "input"  # of Alpaca's records

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rftmega.chats.unrendered import Report
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.records import Record, records, value_at
 from rftmega.records.epochs import Examples, identity_of
 

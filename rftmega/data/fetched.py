@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.media.files import MOST_BYTES
 
 FOLDER = "fetched"  # beside the pictures that are files

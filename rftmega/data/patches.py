@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from rftmega.errors import DataError
-from rftmega.types import Prompt
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 
 
 def check_patches(prompts: Sequence[Prompt], places: Sequence[str], most: int) -> None:

@@ -12,15 +12,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError, shown
+from rftmega.core.media_positions import Placed, PlacedPicture
+from rftmega.core.types import Prompt
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.examples import TooLong
 from rftmega.data.fetched import Fetched
 from rftmega.data.sources import addresses, decoded, folder_of, path_in
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError, shown
 from rftmega.media.files import content_of, digest_of, picture_of, png_of, size_of
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import Placed, PlacedPicture
-from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import (
     Video,
@@ -31,7 +32,6 @@ from rftmega.media.videos import (
     read_video,
 )
 from rftmega.records import Record, listed
-from rftmega.types import Prompt
 
 MARK = "<image>"  # in a text, stands for a picture
 VIDEO_MARK = "<video>"

@@ -12,18 +12,18 @@ from typing import Any, Protocol
 
 from rftmega.chats.media_parts import media_moved, with_media_moved
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.media_positions import Placed
+from rftmega.core.types import Prompt
 from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
 from rftmega.data.pictures import Most, PictureReader, expanded_within
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.data.waveforms import WaveformReader
-from rftmega.errors import DataError
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import Placed
 from rftmega.media.processor import PictureProcessor
 from rftmega.records import Record, records, value_at
-from rftmega.types import Prompt
 
 
 class MediaReader(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rftmega.config import DataConfig, split_source
+from rftmega.core.errors import DataError, shown
 from rftmega.data.fetched import Fetched
-from rftmega.errors import DataError, shown
 from rftmega.records import Record, listed, value_at, with_value
 
 ADDRESS = "://"  # is in one

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt, Rows
 from rftmega.data.patches import check_patches
 from rftmega.data.pictures import check_pictures
 from rftmega.data.preference import load_preferences, pair_rows
@@ -11,10 +13,8 @@ from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
 from rftmega.media.hearing import ear_of
 from rftmega.media.processor import processor_of
-from rftmega.types import Prompt, Rows
 
 
 def prompts_of(

@@ -16,13 +16,13 @@ import torch
 from rftmega.chats.media_parts import refuse_places
 from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Rows
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
 from rftmega.data.sources import refuse_media
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
 from rftmega.records import Record, value_at
-from rftmega.types import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError, shown
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.fetched import Fetched
 from rftmega.data.pictures import in_parts
 from rftmega.data.sources import addresses, decoded, folder_of, path_in
-from rftmega.errors import DataError, shown
 from rftmega.media.files import content_of, digest_of
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.records import Record, listed
 
 MARK = "<audio>"  # in a text, stands for a waveform

@@ -4,7 +4,7 @@ import json
 import time
 from typing import Any
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
 from rftmega.parallel.watchdog import mark
 
 LOOK = 0.0005  # seconds between two looks of a process at what the first has said

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from rftmega.interfaces import LateWeights, WeightSync
+from rftmega.core.interfaces import LateWeights, WeightSync
+from rftmega.core.shards import Shard, lost_share
+from rftmega.core.types import Metrics, SliceChecksums
 from rftmega.parallel.collectives import all_reduce
-from rftmega.shards import Shard, lost_share
-from rftmega.types import Metrics, SliceChecksums
 
 sum_of_all: Any = partial(all_reduce, op="sum")
 

@@ -18,6 +18,11 @@ import torch
 import torch.distributed as dist
 
 from rftmega import device
+from rftmega.core.errors import EngineFault, Preempted
+from rftmega.core.interfaces import Enough, Environment, Reward, WeightSync
+from rftmega.core.rollout_arrays import RolloutArrays
+from rftmega.core.shards import AdapterSource, Shard
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.colocated_weights import ColocatedWeights, Phases
 from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
@@ -25,17 +30,12 @@ from rftmega.dispatch.partial_rollouts import PartialRollouts
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt, Queue
 from rftmega.dispatch.stop_consensus import EVERY, StopConsensus
-from rftmega.errors import EngineFault, Preempted
-from rftmega.interfaces import Enough, Environment, Reward, WeightSync
 from rftmega.parallel import host_memory, preemption
 from rftmega.parallel.collectives import board, gather_objects, neighbours
 from rftmega.parallel.process_group import World
 from rftmega.parallel.watchdog import mark
 from rftmega.requests.order import RequestOrder, ordered
 from rftmega.rollout.base import Engine
-from rftmega.rollout_arrays import RolloutArrays
-from rftmega.shards import AdapterSource, Shard
-from rftmega.types import Prompt, Rollout, Sampling
 
 PATIENCE = 10.0  # seconds
 log = logging.getLogger(__name__)

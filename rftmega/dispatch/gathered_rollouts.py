@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.columns import expert_routes
+from rftmega.core import expert_routes
+from rftmega.core.rollout_arrays import COLUMNS, ROUTES, RolloutArrays, RolloutPlace
+from rftmega.core.types import Rollout
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.host_memory import HostMemory
-from rftmega.rollout_arrays import COLUMNS, ROUTES, RolloutArrays, RolloutPlace
-from rftmega.types import Rollout
 
 
 def gathered(

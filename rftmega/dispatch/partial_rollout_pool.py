@@ -8,6 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rftmega.core.interfaces import Reward, RolloutGroup, TakenGroups
+from rftmega.core.rollout_arrays import packed_answers, unpacked_answers
+from rftmega.core.types import Rollout, Sampling
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.gathered_rollouts import shared
 from rftmega.dispatch.partial_rollouts import (
@@ -18,9 +21,6 @@ from rftmega.dispatch.partial_rollouts import (
     unpacked_partials,
 )
 from rftmega.dispatch.pending_requests import Tasks
-from rftmega.interfaces import Reward, RolloutGroup, TakenGroups
-from rftmega.rollout_arrays import packed_answers, unpacked_answers
-from rftmega.types import Rollout, Sampling
 
 Sample = tuple[int, int]  # a group's number, and which of its rollouts
 

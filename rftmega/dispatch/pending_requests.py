@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from rftmega.core.errors import EngineFault
+from rftmega.core.interfaces import Environment, Reward
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.partial_rollouts import PartialRollouts
 from rftmega.dispatch.request_queues import Queue
 from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.dispatch.running_rollouts import RunningRollouts
-from rftmega.errors import EngineFault
-from rftmega.interfaces import Environment, Reward
 from rftmega.parallel import preemption
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import Engine
-from rftmega.types import Completion, Prompt, Sampling
 
 # asked after every step of an engine: shall it leave what is not finished?
 Stop = Callable[[], bool]

@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
 
+from rftmega.core.errors import RewardError
+from rftmega.core.interfaces import Reward
+from rftmega.core.types import Prompt, Rollout
 from rftmega.device.spans import spanned
-from rftmega.errors import RewardError
-from rftmega.interfaces import Reward
 from rftmega.parallel.watchdog import mark
-from rftmega.types import Prompt, Rollout
 
 # batches that are scored at a time: what takes long waits for a server or a process, not for this
 # one

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rftmega.errors import InfrastructureFault, described
-from rftmega.interfaces import Environment, Model
-from rftmega.types import Prompt, Rollout, Trajectory
+from rftmega.core.errors import InfrastructureFault, described
+from rftmega.core.interfaces import Environment, Model
+from rftmega.core.types import Prompt, Rollout, Trajectory
 
 log = logging.getLogger(__name__)
 

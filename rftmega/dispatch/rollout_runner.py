@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from rftmega.core.errors import EnvironmentFailed, RewardError
+from rftmega.core.interfaces import Environment, Reward, RolloutGroup
+from rftmega.core.sampling_seeds import turn_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.dispatch.reward_workers import THREADS, Threads
 from rftmega.dispatch.rollout_attempts import RolloutAttempts
 from rftmega.dispatch.running_rollouts import refuse_full_context
-from rftmega.errors import EnvironmentFailed, RewardError
 from rftmega.fleet.fleet_client import FleetClient
-from rftmega.interfaces import Environment, Reward, RolloutGroup
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request
-from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 
 LOOK_SECONDS = 0.2  # between two looks of who waits at what asks it to stop
 

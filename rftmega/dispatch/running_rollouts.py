@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from rftmega.core.errors import ContextTooLong, EnvironmentFailed
+from rftmega.core.interfaces import Environment
+from rftmega.core.sampling_seeds import continued_seed, turn_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.dispatch.partial_rollouts import PartialRollouts, digest
 from rftmega.dispatch.rollout_attempts import RolloutAttempts
-from rftmega.errors import ContextTooLong, EnvironmentFailed
-from rftmega.interfaces import Environment
 from rftmega.requests import Request
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
-from rftmega.sampling_seeds import continued_seed, turn_seed
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 
 PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
 

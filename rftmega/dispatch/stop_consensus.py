@@ -4,13 +4,13 @@ requests until then.
 
 from collections.abc import Mapping, Sequence
 
+from rftmega.core.interfaces import Enough
+from rftmega.core.types import Rollout
 from rftmega.dispatch.gathered_rollouts import gathered
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.dispatch.reward_workers import RewardWorkers
-from rftmega.interfaces import Enough
 from rftmega.parallel import preemption
 from rftmega.parallel.host_memory import HostMemory
-from rftmega.types import Rollout
 
 EVERY = 16  # engine steps from one decision to the next
 

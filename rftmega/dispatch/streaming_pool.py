@@ -7,16 +7,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rftmega.core.errors import EngineFault, Preempted
+from rftmega.core.interfaces import Enough, LateWeights, Reward, RolloutGroup, TakenGroups
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.dispatch.gathered_rollouts import gathered, in_order
 from rftmega.dispatch.rollout_runner import Begun, RolloutRunner
-from rftmega.errors import EngineFault, Preempted
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.interfaces import Enough, LateWeights, Reward, RolloutGroup, TakenGroups
 from rftmega.parallel import preemption
 from rftmega.parallel.collectives import gather_objects
-from rftmega.types import Prompt, Rollout, Sampling
 
 THERE, STOPPED, STRANDED, LATE = "there", "stopped", "stranded", "late"  # how a wait ends
 LATE_SECONDS = 10.0  # between two pushes to late servers; twice as long after each in vain

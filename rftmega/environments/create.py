@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rftmega.interfaces import Environment
+from rftmega.core.interfaces import Environment
+from rftmega.core.types import Prompt
 from rftmega.options.parts import IMPLEMENTATIONS, EnvironmentPart
-from rftmega.types import Prompt
 
 
 def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:

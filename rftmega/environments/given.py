@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rftmega.interfaces import Environment
+from rftmega.core.interfaces import Environment
 from rftmega.options.environments import GivenEnvironment, environment_given
 from rftmega.options.parts import implements
 

@@ -8,13 +8,13 @@ from typing import Any
 from rftmega.conversations.conversation import Conversation
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import Reply, Specs, ToolCall
-from rftmega.errors import ContextTooLong, DataError
-from rftmega.interfaces import Model
+from rftmega.core.errors import ContextTooLong, DataError
+from rftmega.core.interfaces import Model
+from rftmega.core.types import Prompt, Rollout
 from rftmega.options.environments import Tools
 from rftmega.options.parts import implements
 from rftmega.toolsets.create import toolsets_of
 from rftmega.toolsets.tool_runner import OpenTools, ToolRunner
-from rftmega.types import Prompt, Rollout
 
 LIMITS = ("turns", "tokens", "tool_seconds")  # that a rollout may run over
 

@@ -12,10 +12,10 @@ from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import Scored, advantages, whitened
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
-from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig
-from rftmega.interfaces import Host, OneProcess, Scorer, ValueScorer
-from rftmega.types import Experience, RowsOfRollouts, Samples
+from rftmega.core.interfaces import Host, OneProcess, Scorer, ValueScorer
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, RowsOfRollouts, Samples
 
 
 class ExperienceMaker:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from rftmega.algorithms.supervised import last_value
-from rftmega.columns.ragged import Ragged
-from rftmega.errors import RewardError
-from rftmega.interfaces import Host, OneProcess, ValueScorer
-from rftmega.types import Samples
+from rftmega.core.errors import RewardError
+from rftmega.core.interfaces import Host, OneProcess, ValueScorer
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Samples
 
 
 class ModelReward:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.columns.ragged import Ragged
-from rftmega.interfaces import Host, OneProcess
-from rftmega.media.placed import RowPictures
-from rftmega.types import Experience
+from rftmega.core.interfaces import Host, OneProcess
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience
 
 
 class ReplayBuffer:

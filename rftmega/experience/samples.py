@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rftmega.columns.ragged import Ragged
-from rftmega.errors import InfrastructureFault
-from rftmega.interfaces import Reward
-from rftmega.media.placed import RowPictures
-from rftmega.rollout_arrays import ROUTES, selected
-from rftmega.types import Prompt, Rollout, Rows, Samples
+from rftmega.core.errors import InfrastructureFault
+from rftmega.core.interfaces import Reward
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.ragged import Ragged
+from rftmega.core.rollout_arrays import ROUTES, selected
+from rftmega.core.types import Prompt, Rollout, Rows, Samples
 
 
 def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:

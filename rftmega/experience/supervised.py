@@ -4,7 +4,7 @@ advantage.
 
 import torch
 
-from rftmega.types import Experience, Rows
+from rftmega.core.types import Experience, Rows
 
 
 def given(rows: Rows) -> Experience:

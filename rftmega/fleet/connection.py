@@ -11,7 +11,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.vllm_server import wire
 
 OPEN_SECONDS = 30.0

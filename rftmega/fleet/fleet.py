@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config.addresses import address_of
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.types import Metrics
 from rftmega.fleet import server_client
 from rftmega.fleet.health import ServerHealth, ServerState
 from rftmega.fleet.server_client import ServerClient
 from rftmega.parallel.watchdog import mark
 from rftmega.server_protocol.claims import ServerTaken
 from rftmega.server_protocol.roster import RosterLook, read_roster
-from rftmega.types import Metrics
 
 LOOK_SECONDS = 0.5  # between two looks whether a server has come
 KEEP_SECONDS = 5.0  # between two claims on a server elsewhere, which stays this run's by them

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
+from rftmega.core.types import Completion, Sampling
 from rftmega.fleet.health import ServerState
 from rftmega.fleet.line import Line, line_to
 from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.requests import Request
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
-from rftmega.types import Completion, Sampling
 
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
 WATCH_SECONDS = 0.5  # between two looks at servers that failed, or missed a push

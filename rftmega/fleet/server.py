@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.fleet import server_client
 from rftmega.fleet.server_client import ServerClient
 from rftmega.parallel.orphans import end_with_parent

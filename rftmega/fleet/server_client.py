@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.fleet.line import Line
 from rftmega.server_protocol import http_reply, weight_version

@@ -14,9 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.interfaces import WeightSync
+from rftmega.core.media_positions import unexpanded
+from rftmega.core.sampling_seeds import continued_seed
+from rftmega.core.shards import AdapterSource, Shard
+from rftmega.core.types import Completion, Metrics, Sampling
 from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.fleet.line import Line
 from rftmega.fleet.server import Server
@@ -25,8 +30,6 @@ from rftmega.fleet.server_options import arguments_of, devices_of, environment_o
 from rftmega.fleet.server_requests import ServerRequests
 from rftmega.fleet.sglang_client import SGLangClient
 from rftmega.fleet.stock_client import StockClient
-from rftmega.interfaces import WeightSync
-from rftmega.media.placed import unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
@@ -36,11 +39,9 @@ from rftmega.rollout.base import Engine
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
-from rftmega.sampling_seeds import continued_seed
 from rftmega.server_protocol import generated, weight_version
 from rftmega.server_protocol.completion_checks import LARGEST_ID, AnswerLimits
 from rftmega.server_protocol.server_answers import StaleAnswer, answered
-from rftmega.shards import AdapterSource, Shard
 from rftmega.transport.adapter_parcel import NONE, POLICY
 from rftmega.transport.broadcast_weights import BroadcastWeights
 from rftmega.transport.checkpoint_weights import CheckpointWeights
@@ -49,7 +50,6 @@ from rftmega.transport.network_weights import NetworkWeights
 from rftmega.transport.remote_weights import RemoteWeights, WaitingEngine
 from rftmega.transport.served_adapters import ServedAdapters
 from rftmega.transport.shared_weights import SharedWeights
-from rftmega.types import Completion, Metrics, Sampling
 from rftmega.vllm_server import door
 
 MESSAGE_SECONDS = 120.0  # that one message of a push may take

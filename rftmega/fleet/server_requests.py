@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
+from rftmega.core.types import Completion
 from rftmega.fleet.line import Line, line_to
 from rftmega.fleet.server_client import ServerClient
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import Waiting, ordered
-from rftmega.types import Completion
 
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
 

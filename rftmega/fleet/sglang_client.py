@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_client import CONTROL_SECONDS, PROBE_SECONDS, ServerClient
 from rftmega.server_protocol import generated

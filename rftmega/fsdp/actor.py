@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from rftmega.config import RunConfig
+from rftmega.core.types import Column, Metrics, Rows, TokenStats
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.fsdp.adapters import ShardedAdapters
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
 from rftmega.fsdp.trainable import FSDPModel
-from rftmega.types import Column, Metrics, Rows, TokenStats
 
 
 class FSDPActor(FSDPModel):

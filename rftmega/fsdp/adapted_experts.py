@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rftmega.config import LoRA
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.fsdp.weight import Weight
 from rftmega.hf_folders.adapted_layers import module_name, pair_of
 from rftmega.hf_folders.parameter_places import Placed

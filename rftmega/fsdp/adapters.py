@@ -19,7 +19,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rftmega.config import LoRA
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
+from rftmega.core.shards import Box, Shard, narrowed
 from rftmega.fsdp.adapted_experts import AdaptedStack
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import LogProbHead, Network
@@ -30,7 +31,6 @@ from rftmega.hf_folders.peft_folder import PEFTFolder, Whole
 from rftmega.hf_folders.tensor_plan import Split
 from rftmega.low_rank.embedding import EmbeddingWithPair
 from rftmega.low_rank.linear import LinearWithPair, PairDelta
-from rftmega.shards import Box, Shard, narrowed
 
 Places = dict[str, list[Placed]]
 

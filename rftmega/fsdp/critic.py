@@ -1,11 +1,11 @@
 """FSDPCritic: a value per token, over sharded parameters."""
 
 from rftmega.config import RunConfig
+from rftmega.core.types import Column, Rows, TokenValues
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
 from rftmega.fsdp.trainable import FSDPModel
-from rftmega.types import Column, Rows, TokenValues
 
 
 class FSDPCritic(FSDPModel):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.fsdp.exchanges import copied
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.fsdp.support import refusal_to_pack

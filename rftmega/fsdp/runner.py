@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.core.types import Rows
 from rftmega.device.spans import recorder
 from rftmega.fsdp.feed import Feed, feed
 from rftmega.fsdp.manager import FSDPModelManager
@@ -14,7 +15,6 @@ from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.model_providers.tower import VisionTower
 from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
-from rftmega.types import Rows
 
 
 class FSDPRunner(ModelRunner):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rftmega import device
 from rftmega.config import ParallelConfig
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import Network
 from rftmega.hf_folders.meta_decoder import gathered_apart

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.training import StoredModel
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
+from rftmega.core.types import Metrics
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import PARAMETERS, Residency
-from rftmega.errors import CheckpointError
 from rftmega.fsdp.manager import MOMENTS, FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
 from rftmega.fsdp.weight import Weight
 from rftmega.model_providers.description import ModelDescription
 from rftmega.parallel.seeds import as_bytes, as_text
-from rftmega.shards import Shard, ShardBox, TrainedAdapters
-from rftmega.types import Metrics
 
 WEIGHTS, AVERAGE, MAIN = "weights", "average", "main"
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rftmega.core.shards import Shard
 from rftmega.hf_folders.parameter_places import ShardPlan
 from rftmega.hf_folders.tensor_plan import Split
-from rftmega.shards import Shard
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from rftmega.algorithms.gap_causes import Evidence, Limits
 from rftmega.algorithms.mismatch import Gap
-from rftmega.errors import DataError
-from rftmega.types import Rows, SliceChecksums
+from rftmega.core.errors import DataError
+from rftmega.core.types import Rows, SliceChecksums
 
 ABOUT, TENSORS = "bundle.json", "tensors.safetensors"
 RESCORED = "rescored_logp_"  # before the number of a scoring pass

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures, pictures_of
+from rftmega.core.types import Rows
 from rftmega.data.pictures import Most, PictureReader
-from rftmega.errors import DataError
 from rftmega.media.files import content_of, digest_of, size_of
-from rftmega.media.placed import Frames, PlacedPicture, RowPictures, pictures_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import (
     FEWEST,
@@ -27,7 +28,6 @@ from rftmega.media.videos import (
     digest_of_video,
     probed,
 )
-from rftmega.types import Rows
 
 Encode = Callable[[str], Sequence[int]]
 ANY_NUMBER = Most(sys.maxsize, sys.maxsize)  # of a prompt

@@ -14,10 +14,10 @@ from rftmega.converters.adapters import (
     refuse_unknown,
     without_head,
 )
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
+from rftmega.core.shards import EMBEDDING, HEAD, OF_WORDS
 from rftmega.hf_folders.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
 from rftmega.options.adapters import OF_ATTENTION, experts_targeted
-from rftmega.shards import EMBEDDING, HEAD, OF_WORDS
 
 if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
     from transformers import PreTrainedModel

@@ -13,9 +13,9 @@ import xxhash
 from torch import Tensor
 
 from rftmega.converters.block_scales import BlockScales
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import SCALES
 from rftmega.hf_folders.hf_folder import HFFolder, bytes_of
-from rftmega.shards import SCALES
 
 STORED = "F8_E4M3"
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rftmega.converters.block_scales import BlockScales
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import SCALES
 from rftmega.hf_folders.hf_folder import PlannedTensor
 from rftmega.kernels.block_scaled import NUMBERS, quantise
-from rftmega.shards import SCALES
 
 
 class Quantising:

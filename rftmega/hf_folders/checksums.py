@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
 from rftmega.hf_folders.hf_folder import CHECKSUMS, OF_WEIGHTS, draft_of, land
-from rftmega.json_files import read_json_object
 
 FORMAT = 1
 AT_ONCE = 16 * 2**20  # bytes

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from rftmega.json_files import read_json_object
+from rftmega.core.json_files import read_json_object
 
 
 def say_classifier(path: Path) -> None:

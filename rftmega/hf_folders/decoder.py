@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.converters import FAMILIES
-from rftmega.errors import CheckpointError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
 from rftmega.model_providers.description import Experts, ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.rope import Rope

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rftmega.converters import written
 from rftmega.converters.block_scales import FIELD
-from rftmega.errors import CheckpointError
-from rftmega.json_files import NotJSON, parse_json, read_json_object, read_weight_map
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import NotJSON, parse_json, read_json_object, read_weight_map
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.decoder import SEEING, TransformersModel, describe_any
 from rftmega.model_providers.tower import VisionTower
 

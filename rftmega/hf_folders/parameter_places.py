@@ -25,10 +25,10 @@ from transformers.core_model_loading import (
 )
 
 from rftmega.converters import NOT_WEIGHTS
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.tensor_plan import Split
-from rftmega.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 

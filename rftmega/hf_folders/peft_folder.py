@@ -21,13 +21,13 @@ from rftmega.converters.adapters import (
     pair_names,
     target_of,
 )
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.shards import OF_WORDS
 from rftmega.hf_folders.adapter_card import write_card
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
-from rftmega.json_files import read_json_object
 from rftmega.options.adapters import LoRA, scaling_of
 from rftmega.options.peft_fields import foreign_fields
-from rftmega.shards import OF_WORDS
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -14,7 +14,7 @@ from torch import Tensor
 from rftmega.converters import stacks_of
 from rftmega.converters.block_scales import block_scales
 from rftmega.converters.stacks import Place, Stack
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum, read_into
 

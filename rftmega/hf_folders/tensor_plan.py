@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from rftmega.converters.adapters import EMBEDDING_DOWN, EMBEDDING_UP
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel

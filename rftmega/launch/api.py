@@ -21,7 +21,7 @@ from typing import Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError, RanksFailed
+from rftmega.core.errors import ConfigError, RanksFailed
 from rftmega.launch.hub import fetched
 from rftmega.launch.hub_upload import claim, upload
 from rftmega.launch.notebook import progress

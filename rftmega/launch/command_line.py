@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rftmega import config as configuration
-from rftmega.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
+from rftmega.core.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
 from rftmega.launch.api import check, train
 from rftmega.launch.hub import fetched
 from rftmega.launch.option_reference import option_reference

@@ -9,7 +9,7 @@ import yaml
 
 from rftmega.config import DataConfig, ModelConfig, RunConfig
 from rftmega.config.tree import value_of
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.option_reference import documented
 from rftmega.planning.backends import Best, on_backend, recommended
 from rftmega.planning.fit import Machine

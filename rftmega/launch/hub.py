@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from rftmega.config import DataConfig, RunConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 # org/name, or org/name@revision
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")

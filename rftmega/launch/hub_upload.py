@@ -4,7 +4,7 @@ import logging
 import sys
 
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.hf_folders.export_folder import MARK
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.process_group import World

@@ -8,8 +8,10 @@ from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
+from rftmega.core.errors import CheckpointError, ConfigError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.shards import LINEAR, OF_WORDS
 from rftmega.device import hardware
-from rftmega.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
@@ -23,7 +25,6 @@ from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.hf_folders.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from rftmega.hf_folders.tensor_plan import styles_of
-from rftmega.json_files import read_json_object
 from rftmega.known_fields import ignore
 from rftmega.launch import run_end
 from rftmega.model_providers.description import (
@@ -38,7 +39,6 @@ from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK
-from rftmega.shards import LINEAR, OF_WORDS
 from rftmega.validation import violations
 from rftmega.vllm_server import door
 

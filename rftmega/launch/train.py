@@ -7,9 +7,9 @@ from rftmega.config import RunConfig
 from rftmega.known_fields import ignore
 
 if TYPE_CHECKING:
+    from rftmega.core.types import Prompt
     from rftmega.data import Tokenizer
     from rftmega.strategy.backend import Backend
-    from rftmega.types import Prompt
 
 Task = Callable[[RunConfig], int]
 """Trains as one process of a run. Returns its exit code."""

@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.kernels.prefix_attention import attend_to_prefix, has_kernel
 
 BLOCK = 128  # queries at least that share a mask of their window

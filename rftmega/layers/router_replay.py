@@ -16,8 +16,8 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.columns.expert_routes import ChosenExperts
+from rftmega.core import expert_routes
+from rftmega.core.expert_routes import ChosenExperts
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

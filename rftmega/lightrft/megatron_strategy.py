@@ -8,12 +8,13 @@ from typing import Any
 
 from rftmega.checkpoint import retention
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints
+from rftmega.core.errors import ConfigError
+from rftmega.core.interfaces import Policy, RolloutEngine, ValueModel
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.data import Tokenizer
 from rftmega.data.pictures import Most
 from rftmega.device.residency import ADAM, MAIN_PARAMETERS
-from rftmega.errors import ConfigError
 from rftmega.experience import complete
-from rftmega.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
@@ -23,7 +24,6 @@ from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import POLICY
 from rftmega.strategy.reinforcement import ReinforcementStrategy
-from rftmega.types import Completion, Prompt, Sampling
 
 
 class LightRFTStrategy(StrategyBase):

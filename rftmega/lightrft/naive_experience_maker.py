@@ -19,9 +19,12 @@ from rftmega.algorithms.advantages import (
     token_rewards,
 )
 from rftmega.algorithms.gae import gae
+from rftmega.core.interfaces import Reward
+from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.sampling_seeds import sampling_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
 from rftmega.experience.samples import collect, complete
 from rftmega.given_media.pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
-from rftmega.interfaces import Reward
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.padded_experience import (
     BEHAVIOUR,
@@ -30,10 +33,7 @@ from rftmega.lightrft.padded_experience import (
     per_action,
     with_patches,
 )
-from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
-from rftmega.sampling_seeds import sampling_seed
-from rftmega.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
 
 DEFAULTS: dict[str, Any] = {
     "n_samples_per_prompt": 1,

@@ -2,7 +2,7 @@
 right-padded responses.
 
 Column c of `sequences` is a prompt token up to P and a response token from P on; a per-action
-tensor [B, A] has the response's i-th token in column i. `rftmega.types` starts its rows at column 0
+tensor [B, A] has the response's i-th token in column i. `rftmega.core.types` starts its rows at column 0
 and aligns with targets: the functions at the end go from one to the other. Everything is found from
 lengths, never from token values.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega import types
+from rftmega.core import types
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.types import Rollout, Rows
 from rftmega.given_media.pictures import PATCHES, Patches, PictureInputs
 from rftmega.lightrft.pinned import pinned
-from rftmega.media.placed import RowPictures
 from rftmega.media.processor import PictureProcessor
-from rftmega.types import Rollout, Rows
 
 
 def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rftmega.sampling_seeds import request_seed
-from rftmega.types import Completion, Rollout
+from rftmega.core.sampling_seeds import request_seed
+from rftmega.core.types import Completion, Rollout
 
 # settings that change nothing at these values, and are not offered at others
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 
 from rftmega import device
 from rftmega.config import DataConfig
+from rftmega.core.errors import EngineError, RFTMegaError
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.data.sampler import ResumableSampler
-from rftmega.errors import EngineError, RFTMegaError
 from rftmega.given_media.pictures import ANY_NUMBER, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.requests import (
@@ -34,7 +35,6 @@ from rftmega.lightrft.requests import (
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
-from rftmega.types import Completion, Prompt, Sampling
 
 __all__ = ["ENGINE_TYPES", "EngineStatus", "StrategyBase", "is_actor"]
 

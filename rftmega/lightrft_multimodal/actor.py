@@ -6,9 +6,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rftmega.interfaces import Policy
+from rftmega.core.interfaces import Policy
+from rftmega.core.types import Metrics, Rows, TokenStats
 from rftmega.lightrft.padded_experience import Samples, per_action, rows_of_canvas
-from rftmega.types import Metrics, Rows, TokenStats
 
 Processor = TypeVar("Processor")
 # keyword there -> what decides it here

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.types import Rows
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.lightrft_multimodal.actor import PolicyActor
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import RowPictures
-from rftmega.media.placed_waveform import PlacedWaveform
-from rftmega.types import Rows
 
 
 class ActorAL(PolicyActor[AudioProcessor]):

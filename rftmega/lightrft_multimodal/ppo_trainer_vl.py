@@ -14,12 +14,12 @@ from torch import Tensor
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
+from rftmega.core.types import COUNT, Metrics
+from rftmega.core.types import Experience as OwnExperience
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import Experience, Samples, per_target, to_experience
 from rftmega.options.algorithms import Clip
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
-from rftmega.types import COUNT, Metrics
-from rftmega.types import Experience as OwnExperience
 
 # argument there -> its default, and what decides it here
 DECIDED: dict[str, tuple[Any, str]] = {

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rftmega.config import LoRA
+from rftmega.core.shards import Box, shape_of
 from rftmega.low_rank.dropped import dropped
-from rftmega.shards import Box, shape_of
 
 
 class PairsOfExperts(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rftmega.config import LoRA
+from rftmega.core.shards import Box
 from rftmega.low_rank.dropped import dropped
-from rftmega.shards import Box
 
 
 class LinearWithPair(nn.Linear):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftmega.media.placed import PlacedPicture, RowPictures
+from rftmega.core.media_positions import PlacedPicture, RowPictures
 
 Load = Callable[[PlacedPicture], Tensor]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftmega.media.placed import RowPictures
-from rftmega.media.placed_waveform import PlacedWaveform
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.waveform_positions import PlacedWaveform
 
 Load = Callable[[PlacedWaveform], Tensor]
 

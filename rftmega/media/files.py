@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 MOST_PIXELS = 100_000_000

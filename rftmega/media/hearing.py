@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftmega.errors import CheckpointError, DataError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.media.files import content_of, digest_of
 from rftmega.media.kept import Kept
-from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import FILE, token_of
 from rftmega.media.waveforms import read_waveform, samples_of
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftmega.errors import CheckpointError, DataError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.media_positions import Frames, PlacedPicture
 from rftmega.media.files import read_picture
-from rftmega.media.placed import Frames, PlacedPicture
 from rftmega.media.videos import Video, read_video
 
 FILE = "preprocessor_config.json"

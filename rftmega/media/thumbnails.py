@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
+from rftmega.core.media_positions import PlacedPicture
 from rftmega.media.files import read_picture
-from rftmega.media.placed import PlacedPicture
 
 SIDE = 96  # pixels of the longer side, at most
 QUALITY = 80  # of JPEG

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
+from rftmega.core.media_positions import Frames
 from rftmega.media.files import MOST_PIXELS, content_of, read_picture, size_of
-from rftmega.media.placed import Frames
 
 # Opened by others, a file might be a list of addresses, which would be fetched.
 HEADS = {

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.media.files import content_of
 
 FORMATS = ("WAV", "WAVEX", "FLAC")  # as libsndfile calls them

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.core.types import Column, LossFn, Metrics, Rows, TokenStats
 from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.layers import router_replay
 from rftmega.megatron.adapters import Adapters
@@ -14,7 +15,6 @@ from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
 from rftmega.passes.model_runner import MicroBatch
-from rftmega.types import Column, LossFn, Metrics, Rows, TokenStats
 
 
 class MegatronActor(MegatronModel):

@@ -16,6 +16,7 @@ from rftmega.config import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.converters import shard, shard_shape
 from rftmega.converters.adapters import UP, AdaptedLayer, target_of
 from rftmega.converters.rules import located
+from rftmega.core.shards import Box, Shard, is_linear
 from rftmega.hf_folders.peft_folder import PEFTFolder, Whole
 from rftmega.kernels.packed_weights import PackedWeight, pack
 from rftmega.layers.adapter import (
@@ -32,7 +33,6 @@ from rftmega.layers.word_adapters import (
 )
 from rftmega.megatron.binding import Bound
 from rftmega.parallel.topology import Topology
-from rftmega.shards import Box, Shard, is_linear
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from torch.nn import Module
 
 from rftmega.converters import Rule, shard_shape
 from rftmega.converters.shards import logical_tensor, shard_parts
-from rftmega.errors import WeightMismatch
+from rftmega.core.errors import WeightMismatch
+from rftmega.core.shards import Shard
 from rftmega.parallel.topology import Topology
-from rftmega.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)

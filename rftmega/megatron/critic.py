@@ -1,11 +1,11 @@
 """MegatronCritic: a value per token under any layout, its own, next to the actor's."""
 
 from rftmega.config import RunConfig
+from rftmega.core.types import Column, Rows, TokenValues
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.trainable import MegatronModel
 from rftmega.parallel.topology import Topology
-from rftmega.types import Column, Rows, TokenValues
 
 
 class MegatronCritic(MegatronModel):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rftmega.converters import Rule, Vocabulary, completed, instances, left_out, located, shard
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.megatron.binding import Bound
 from rftmega.parallel.collectives import gather_objects

@@ -34,18 +34,19 @@ from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.decoder import is_of_value_head
+from rftmega.core.errors import ConfigError
+from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
+from rftmega.core.shards import Shard
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.device.megatron_timers import Timers
 from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
-from rftmega.errors import ConfigError
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.kernels.packed_weights import PackedWeight
 from rftmega.layers.shared_base import share_base
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import PlacedPicture, RowPictures, pictures_of
-from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward
 from rftmega.megatron.adapters import (
@@ -76,7 +77,6 @@ from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.layout import copies
 from rftmega.parallel.topology import Topology
 from rftmega.passes.reached_adapters import ReachedAdapters
-from rftmega.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.columns.ragged import Ragged
+from rftmega.core import expert_routes
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Rows
 from rftmega.device.spans import recorder
 from rftmega.layers.router_replay import FedRoutes
 from rftmega.media.fed import FedPictures, fed_pictures
@@ -29,7 +30,6 @@ from rftmega.model_providers.tower import AudioTower
 from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
-from rftmega.types import Rows
 
 
 class MegatronRunner(ModelRunner):

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from rftmega.checkpoint.training import StoredModel
+from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
+from rftmega.core.types import Metrics
 from rftmega.device.held_weights import AveragedWeights
 from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.megatron.manager import MegatronModelManager
@@ -28,8 +30,6 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.optimizers.moments import MomentValues
 from rftmega.parallel.layout import layout_name
 from rftmega.parallel.topology import Topology
-from rftmega.shards import Shard, ShardBox, TrainedAdapters
-from rftmega.types import Metrics
 
 
 class MegatronModel:

@@ -13,7 +13,7 @@ from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.callbacks.observers import Text, observers_of
 from rftmega.callbacks.trajectories import Grading
 from rftmega.config import RunConfig
-from rftmega.interfaces import Callback, Resumable
+from rftmega.core.interfaces import Callback, Resumable
 from rftmega.observe.model_card import write_model_card
 from rftmega.observe.stragglers import Stragglers
 from rftmega.observe.throughput import Throughput

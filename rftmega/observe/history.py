@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 
 Step = Mapping[str, float | None]
 """Step is a line of metrics.jsonl: "step", "time" and metrics; None for what was not finite."""

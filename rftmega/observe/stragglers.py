@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from rftmega.callbacks.observer import Observer
+from rftmega.core.types import Metrics
 from rftmega.parallel.collectives import gather_objects
-from rftmega.types import Metrics
 
 TIMES = 3.0  # the median's work
 SHARE = 0.1  # of the step that this costs

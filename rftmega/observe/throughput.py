@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rftmega import device
 from rftmega.callbacks.observer import Observer
+from rftmega.core.types import Metrics
 from rftmega.device.spans import BACKWARD, FORWARD, REDUCE, SCHEDULE, recorder
 from rftmega.parallel.collectives import gathered
-from rftmega.types import Metrics
 
 # spans in which a process is busy itself
 WORK = ("generate", FORWARD, BACKWARD, "offload", "onload", "load weights")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside
+from rftmega.core.types import Metrics
 from rftmega.device.spans import Span, clock, recorder
 from rftmega.parallel.clocks import Offset, clock_offsets
-from rftmega.types import Metrics
 
 PHASES = "phases"  # a thread of its own in the picture
 

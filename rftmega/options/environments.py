@@ -4,7 +4,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.options.bounds import Count, NotNegativeInt
 from rftmega.options.parts import EnvironmentPart
 from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool, ToolLimits

@@ -2,7 +2,7 @@
 
 import os
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 
 def whole_number(variable: str, default: int | None = None) -> int:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rftmega.errors import LockedError
+from rftmega.core.errors import LockedError
 
 FILE = ".rftmega.lock"
 BEAT_SECONDS = 10.0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega import device
-from rftmega.columns.ragged import Ragged
+from rftmega.core.ragged import Ragged
 from rftmega.parallel import shared
 from rftmega.parallel.collectives import gather_objects
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rftmega import device
-from rftmega.errors import NodeError
+from rftmega.core.errors import NodeError
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.process_group import World
 

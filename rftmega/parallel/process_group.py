@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rftmega import device
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.parallel import preemption
 from rftmega.parallel.environment import whole_number
 from rftmega.parallel.rendezvous import choose_interface, store

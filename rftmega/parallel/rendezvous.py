@@ -9,7 +9,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from rftmega.errors import NodeError, NodeFault
+from rftmega.core.errors import NodeError, NodeFault
 from rftmega.parallel.environment import whole_number
 
 INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rftmega.errors import LockedError
+from rftmega.core.errors import LockedError
 
 FILE = ".rftmega-run"
 

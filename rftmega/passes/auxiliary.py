@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rftmega.columns.ragged import chunks
-from rftmega.types import Auxiliary, Experience, LossFn, TokenLoss
+from rftmega.core.ragged import chunks
+from rftmega.core.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
 def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, stats: Any) -> LossFn:

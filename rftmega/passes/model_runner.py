@@ -13,20 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.columns.expert_routes import ChosenExperts
-from rftmega.columns.ragged import Ragged
 from rftmega.config import RunConfig
-from rftmega.device.spans import recorder
-from rftmega.errors import NothingLearnt
-from rftmega.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
-from rftmega.media.placed import PlacedPicture, RowPictures
-from rftmega.model_providers.description import ModelDescription
-from rftmega.model_providers.tower import AudioTower
-from rftmega.parallel import host_memory
-from rftmega.parallel.micro_batches import plan_micro_batches
-from rftmega.passes.auxiliary import beside
-from rftmega.types import (
+from rftmega.core import expert_routes
+from rftmega.core.errors import NothingLearnt
+from rftmega.core.expert_routes import ChosenExperts
+from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import (
     COUNT,
     Auxiliary,
     Experience,
@@ -37,6 +30,13 @@ from rftmega.types import (
     TokenMetric,
     Told,
 )
+from rftmega.device.spans import recorder
+from rftmega.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower
+from rftmega.parallel import host_memory
+from rftmega.parallel.micro_batches import plan_micro_batches
+from rftmega.passes.auxiliary import beside
 
 COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
 

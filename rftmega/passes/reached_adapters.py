@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rftmega.errors import NothingLearnt
+from rftmega.core.errors import NothingLearnt
 from rftmega.parallel.collectives import all_reduce
 
 

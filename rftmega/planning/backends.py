@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rftmega.config import ParallelConfig, RunConfig
-from rftmega.errors import CheckpointError, ConfigError
+from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.planning.fit import Machine, changed
 from rftmega.planning.models import models_of
 from rftmega.planning.search import found_layout

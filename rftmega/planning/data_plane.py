@@ -2,8 +2,8 @@
 way takes from the engines to the micro-batches.
 """
 
-from rftmega.columns.expert_routes import kind_of
 from rftmega.config import RunConfig
+from rftmega.core.expert_routes import kind_of
 from rftmega.model_providers.description import Experts
 
 ANSWERS = 4 + 1 + 4 + 4  # bytes of a token: id, mask, log-prob, version of the policy

@@ -7,9 +7,9 @@ from math import prod
 
 from rftmega.config import RolloutConfig
 from rftmega.converters import Rule
+from rftmega.core.shards import is_linear, volume
 from rftmega.model_providers.description import ModelDescription
 from rftmega.planning.models import PlannedModel
-from rftmega.shards import is_linear, volume
 from rftmega.weights.engine_needs import needed_boxes
 
 EIGHT_BITS = 1 + 4 / 128**2  # bytes of a number and its part of a scale

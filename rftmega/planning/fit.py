@@ -6,7 +6,7 @@ from typing import Any
 
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, layout_violations
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
+from rftmega.core.shards import is_linear
 from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.planning import activations, engine, sharded, tower
 from rftmega.planning.activations import Load
@@ -29,7 +30,6 @@ from rftmega.planning.states import (
     shared_bytes,
     states,
 )
-from rftmega.shards import is_linear
 
 Bytes = dict[str, int]  # by kind
 
@@ -188,7 +188,7 @@ def on_device(
 
 
 def experience_bytes(config: RunConfig) -> int:
-    """Returns the tensors of one row of an Experience and its Samples (rftmega/types.py), if it is
+    """Returns the tensors of one row of an Experience and its Samples (rftmega/core/types.py), if it is
     as long as it may be.
     """
     algorithm = config.algorithm

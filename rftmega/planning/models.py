@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.decoder import TransformersModel
 from rftmega.hf_folders.gathered_groups import Groups, read_groups
 from rftmega.known_fields import ignore

@@ -10,12 +10,12 @@ import torch
 
 from rftmega.config import RunConfig
 from rftmega.converters import Rule
+from rftmega.core.shards import LogicalTensor
 from rftmega.model_providers.description import ModelDescription
 from rftmega.planning.engine import weight_bytes
 from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_plan import Engines, Placement, placements
 from rftmega.planning.states import BUFFERS
-from rftmega.shards import LogicalTensor
 from rftmega.transport.shared_weights import SEGMENTS, segment_bytes
 from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.message import message_bytes

@@ -10,8 +10,8 @@ import torch
 from rftmega.config import ParallelConfig
 from rftmega.converters import Column, Replicated, Rule, instances
 from rftmega.converters.shards import holding, logical_tensor
+from rftmega.core.shards import Holding, LogicalTensor
 from rftmega.model_providers.description import ModelDescription, stage_layers
-from rftmega.shards import Holding, LogicalTensor
 from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.plan import RankNeeds
 

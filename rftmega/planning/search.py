@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rftmega.config import RunConfig
 from rftmega.config.tree import value_of
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, stage_layers
 from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning.fit import (

@@ -18,8 +18,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from rftmega.config import split_source
-from rftmega.errors import ConfigError, DataError
-from rftmega.json_files import NotJSON, parse_json
+from rftmega.core.errors import ConfigError, DataError
+from rftmega.core.json_files import NotJSON, parse_json
 from rftmega.records.values import Record
 from rftmega.user_code.python_files import module_of
 

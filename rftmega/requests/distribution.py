@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from rftmega.types import Sampling
+from rftmega.core.types import Sampling
 
 
 def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from rftmega.core.types import Prompt
 from rftmega.requests import Request
-from rftmega.types import Prompt
 
 # an engine gets at least so many where there are enough requests: fewer could not be balanced
 PIECES = 4

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.types import Completion
+from rftmega.core import expert_routes
+from rftmega.core.types import Completion
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from rftmega.media.placed import Placed
+from rftmega.core.media_positions import Placed
+from rftmega.core.types import Completion, Prompt
 from rftmega.requests.partial_completion import PartialCompletion
-from rftmega.types import Completion, Prompt
 
 
 class Request(NamedTuple):

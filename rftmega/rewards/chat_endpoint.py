@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from rftmega.errors import ConfigError, RewardError
+from rftmega.core.errors import ConfigError, RewardError
 
 PATH = "/chat/completions"
 LONGEST_PAUSE = 60.0  # seconds between two attempts, unless the server says more

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
 from rftmega.rewards.part import Answer, Undecided
 
 log = logging.getLogger(__name__)

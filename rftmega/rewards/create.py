@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from rftmega.config import RewardConfig
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.options.parts import IMPLEMENTATIONS
 from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
@@ -18,7 +19,6 @@ from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
 from rftmega.rewards.reasoning import Reasoning
 from rftmega.rewards.remote import RemotePart
-from rftmega.types import Prompt
 from rftmega.user_code.functions import RewardFunction, function_of, name_of
 
 PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {

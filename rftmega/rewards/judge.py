@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RewardConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.rewards.chat_endpoint import ChatEndpoint, Refused, key_of
 from rftmega.rewards.kept_answers import KeptAnswers
 from rftmega.rewards.part import Answer, Decode, Undecided

@@ -4,10 +4,10 @@
 
 from collections.abc import Sequence
 
+from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards.answer import answer_of
 from rftmega.rewards.reasoning import Reasoning
 from rftmega.rewards.vote import vote_rewards
-from rftmega.types import Prompt, Rollout
 
 
 class MajorityReward:

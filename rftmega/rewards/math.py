@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
 from rftmega.rewards.part import Answer, Undecided
 
 STARTING = 120.0  # seconds: imports from a cold disk

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rftmega.config import RewardConfig
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
+from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards.part import Answer, Decode, Part, Undecided
 from rftmega.rewards.reasoning import Reasoning
-from rftmega.types import Prompt, Rollout
 
 ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
 TURNS = "turns"  # the rewards that an environment gave for turns, which weigh 1

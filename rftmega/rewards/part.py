@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rftmega.types import Trajectory
+from rftmega.core.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import logging
 
 import regex
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 SECONDS = 2.0  # of one match; a linear pattern needs milliseconds for the longest answer
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.rewards.part import Decode
 
 Markers = tuple[str, str]  # that reasoning stands between

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
 from rftmega.rewards.part import Answer, Decode
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts

@@ -8,8 +8,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from rftmega.errors import EngineError
-from rftmega.shards import OF_WORDS
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import OF_WORDS
 from rftmega.transport.adapter_parcel import POLICY, opened
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from rftmega import weights
+from rftmega.core.errors import EngineError
+from rftmega.core.interfaces import WeightSync
+from rftmega.core.shards import AdapterSource, Shard
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.device.spans import span, spanned
-from rftmega.errors import EngineError
-from rftmega.interfaces import WeightSync
 from rftmega.requests import Finished, PromptBatch, Requests
-from rftmega.shards import AdapterSource, Shard
-from rftmega.types import Completion, Prompt, Sampling
 
 
 def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: ...

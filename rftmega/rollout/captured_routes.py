@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-from rftmega.columns import expert_routes
-from rftmega.columns.expert_routes import RoutedModel
-from rftmega.errors import EngineError
+from rftmega.core import expert_routes
+from rftmega.core.errors import EngineError
+from rftmega.core.expert_routes import RoutedModel
 
 
 class CapturedRoutes:

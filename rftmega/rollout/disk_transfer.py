@@ -15,10 +15,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import Box
 from rftmega.parallel.checksum import checksums
 from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
-from rftmega.shards import Box
 from rftmega.transport.disk_weights import MANIFEST
 from rftmega.weights.lazy_tensors import LazyTensor, reader
 

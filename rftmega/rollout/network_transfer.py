@@ -16,8 +16,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rftmega.core.shards import Box
 from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
-from rftmega.shards import Box
 from rftmega.transport.transfer_group import InFlight, TransferGroup, visited, wait_all
 from rftmega.transport.transfer_plan import (
     ReceivedBucket,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.media_positions import Frames, PlacedPicture, pictures_of, unexpanded
 from rftmega.media.files import read_picture
-from rftmega.media.placed import Frames, PlacedPicture, pictures_of, unexpanded
 from rftmega.media.processor import PictureProcessor
 from rftmega.media.videos import read_video
 from rftmega.requests import Request

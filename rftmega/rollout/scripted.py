@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
+from rftmega.core.types import Completion, Sampling
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout.base import Engine
-from rftmega.types import Completion, Sampling
 
 
 def _first(answer: Completion, tokens: int) -> PartialCompletion:

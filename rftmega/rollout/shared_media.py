@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rftmega.media.placed import PlacedPicture, pictures_of
+from rftmega.core.media_positions import PlacedPicture, pictures_of
 from rftmega.parallel import shared
 from rftmega.requests import Request
 from rftmega.rollout.pictures import decoded_source

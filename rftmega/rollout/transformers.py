@@ -20,21 +20,21 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rftmega.columns import expert_routes
-from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
-from rftmega.errors import WeightMismatch
+from rftmega.core import expert_routes
+from rftmega.core.errors import WeightMismatch
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.media_positions import pictures_of
+from rftmega.core.types import Completion, Sampling
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.hf_folders.converted_names import ConvertedNames
 from rftmega.media.fed import picture_positions
 from rftmega.media.hearing import AudioProcessor, ear_of
-from rftmega.media.placed import pictures_of
-from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.processor import PictureProcessor
 from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine
 from rftmega.rollout.eight_bits import rounded
-from rftmega.types import Completion, Sampling
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
 # down_proj; and the layer's block.

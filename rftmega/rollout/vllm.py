@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from rftmega import device
-from rftmega.columns import expert_routes
-from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineFault
+from rftmega.core import expert_routes
+from rftmega.core.errors import EngineFault
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.types import Completion, Sampling
 from rftmega.media.hearing import ear_of
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World, undone
@@ -29,7 +30,6 @@ from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout.base import Engine
-from rftmega.types import Completion, Sampling
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
 # the engine shares this process with the trainer

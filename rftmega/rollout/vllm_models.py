@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RolloutConfig
-from rftmega.json_files import read_json_object
+from rftmega.core.json_files import read_json_object
 
 CPU_STEP_TOKENS = 4096  # that an engine computes at once
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.media_positions import unexpanded
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import unexpanded
 from rftmega.requests import Request
 
 SAMPLE = 5000  # samples of the waveform that is compared at the start

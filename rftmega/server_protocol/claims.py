@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.server_protocol.http_reply import HTTPReply
 from rftmega.vllm_server import ownership
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
 from rftmega.vllm_server import wire
 
 REASONS = ("stop", "length", "abort")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
 from rftmega.vllm_server import wire
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from rftmega.json_files import kind_of, parse_json
+from rftmega.core.json_files import kind_of, parse_json
 
 # that an exchange may raise: it broke off, or what came is not HTTP, or not of its own encoding
 BROKEN = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)

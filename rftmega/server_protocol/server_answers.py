@@ -5,9 +5,9 @@ import math
 import numpy as np
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.columns.expert_routes import RoutedModel
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core import expert_routes
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.expert_routes import RoutedModel
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.server_protocol import weight_version
 from rftmega.server_protocol.completion_checks import (

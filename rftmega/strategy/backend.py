@@ -8,11 +8,11 @@ import torch
 
 from rftmega.checkpoint.run_checkpoints import TrainedModel
 from rftmega.config import RunConfig
+from rftmega.core.interfaces import Policy, ValueModel
+from rftmega.core.shards import Shard, TrainedAdapters
+from rftmega.core.types import Metrics
 from rftmega.device.residency import Residency
-from rftmega.interfaces import Policy, ValueModel
 from rftmega.model_providers.description import ModelDescription
-from rftmega.shards import Shard, TrainedAdapters
-from rftmega.types import Metrics
 
 Role = Literal["critic", "reward"]
 

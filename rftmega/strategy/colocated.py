@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from rftmega.strategy.backend import TrainablePolicy, TrainableValues
-from rftmega.strategy.phases import DevicePhases
-from rftmega.types import (
+from rftmega.core.types import (
     Auxiliary,
     Column,
     Experience,
@@ -14,6 +12,8 @@ from rftmega.types import (
     TokenStats,
     Told,
 )
+from rftmega.strategy.backend import TrainablePolicy, TrainableValues
+from rftmega.strategy.phases import DevicePhases
 
 
 class ColocatedPolicy:

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RunConfig, served_rank
 from rftmega.converters import table
 from rftmega.converters.rules import instances
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.shards import is_linear
 from rftmega.model_providers.description import Experts, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.process_group import World
 from rftmega.parallel.run_identity import run_identity
 from rftmega.rollout import Engine, ScriptedEngine
-from rftmega.shards import is_linear
 
 
 def create(

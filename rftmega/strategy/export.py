@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rftmega import weights
 from rftmega.config import RunConfig, TrainerConfig
+from rftmega.core.shards import TrainedAdapters, lost_share
 from rftmega.hf_folders import export_folder, peft_folder
 from rftmega.parallel.collectives import all_reduce
-from rftmega.shards import TrainedAdapters, lost_share
 from rftmega.strategy.backend import Trainable
 
 log = logging.getLogger(__name__)

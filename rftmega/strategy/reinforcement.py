@@ -11,12 +11,8 @@ import torch
 
 from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import LoRA, RunConfig, served_rank, why_merged
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
-from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
-from rftmega.dispatch.streaming_pool import StreamingPool
-from rftmega.environments import SingleTurnEnvironment
-from rftmega.errors import ConfigError
-from rftmega.interfaces import (
+from rftmega.core.errors import ConfigError
+from rftmega.core.interfaces import (
     Environment,
     Host,
     Numerics,
@@ -25,10 +21,14 @@ from rftmega.interfaces import (
     ValueModel,
     WeightSync,
 )
+from rftmega.core.shards import AdapterSource
+from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
+from rftmega.dispatch.streaming_pool import StreamingPool
+from rftmega.environments import SingleTurnEnvironment
 from rftmega.parallel import host_memory
 from rftmega.parallel.process_group import World, undone
 from rftmega.parallel.seeds import set_seed
-from rftmega.shards import AdapterSource
 from rftmega.strategy import engines
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool
 from rftmega.toolsets.function_schema import OPTION
 from rftmega.toolsets.http_tool import HTTPTools

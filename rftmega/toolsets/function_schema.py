@@ -9,7 +9,7 @@ from docstring_parser.common import Docstring
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.toolsets.tool import ToolError, ToolSpec
 
 OPTION = "environment.tools"

@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 
-from rftmega.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.types import Prompt
 from rftmega.options.tools import HTTPTool
 from rftmega.toolsets.tool import NO_ARGUMENTS, PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.web_address import bearer, checked_address
-from rftmega.types import Prompt
 
 LARGEST_REPLY = 4 << 20  # bytes that are read of a reply
 SHOWN = 200  # characters of a reply that a fault quotes

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from rftmega.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.types import Prompt
 from rftmega.options.tools import MCPServer
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.web_address import bearer, checked_address
-from rftmega.types import Prompt
 
 if TYPE_CHECKING:  # takes half a second, which runs without such tools need not spend
     from mcp import Client

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from rftmega.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.types import Prompt
 from rftmega.toolsets.background_loop import BackgroundLoop
 from rftmega.toolsets.function_schema import OPTION, FunctionSchema
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
-from rftmega.types import Prompt
 from rftmega.user_code.functions import function_of, name_of
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.core.errors import ConfigError, InfrastructureFault
+from rftmega.core.types import Prompt
 from rftmega.options.tools import SandboxTool
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
-from rftmega.types import Prompt
 
 log = logging.getLogger(__name__)
 NAME = "python"

@@ -1,7 +1,7 @@
 """Defines tools, and who is to blame where one fails.
 
 A ToolError is the model's failure: it is told to the model, and the rollout goes on. An
-InfrastructureFault (rftmega/errors.py) is nobody's in the rollout, which is then run again.
+InfrastructureFault (rftmega/core/errors.py) is nobody's in the rollout, which is then run again.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 
-from rftmega.errors import ConfigError, described
-from rftmega.types import Prompt
+from rftmega.core.errors import ConfigError, described
+from rftmega.core.types import Prompt
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 

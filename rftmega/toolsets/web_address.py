@@ -3,7 +3,7 @@
 import os
 from urllib.parse import urlsplit
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 
 def checked_address(url: str, option: str) -> str:

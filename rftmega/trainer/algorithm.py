@@ -14,17 +14,10 @@ from rftmega.algorithms.shaping import Shaping
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
+from rftmega.core.interfaces import Host, Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
+from rftmega.core.types import LossFn
 from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.gap.gap_gate import GapGate, limits_of
-from rftmega.interfaces import (
-    Host,
-    Machinery,
-    Policy,
-    Reward,
-    Scorer,
-    ValueModel,
-    ValueScorer,
-)
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
@@ -35,7 +28,6 @@ from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Replayed, Synchronous
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
-from rftmega.types import LossFn
 
 
 class Algorithm:

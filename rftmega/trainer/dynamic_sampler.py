@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.groups import deviations, varied
-from rftmega.columns import expert_routes
-from rftmega.columns.ragged import Ragged
-from rftmega.interfaces import Host, OneProcess
+from rftmega.core import expert_routes
+from rftmega.core.interfaces import Host, OneProcess
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Metrics, Prompt, Samples
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
-from rftmega.types import Metrics, Prompt, Samples
 
 Ask = Callable[[Sequence[Prompt], Wanted | None], Samples[Ragged]]
 """Prompts -> scored answers; `group` is the place of a prompt among those asked. Groups may be

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rftmega.types import Prompt, Rollout
+from rftmega.core.types import Prompt, Rollout
 
 REMEMBERED = 2**18  # prompts: 4 MiB of a checkpoint
 

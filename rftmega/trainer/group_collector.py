@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from rftmega.columns.ragged import Ragged
+from rftmega.core.interfaces import Enough, Reward
+from rftmega.core.ragged import Ragged
+from rftmega.core.rollout_arrays import selected
+from rftmega.core.types import Prompt, Rollout, Samples
 from rftmega.experience import collect, complete
-from rftmega.interfaces import Enough, Reward
-from rftmega.rollout_arrays import selected
-from rftmega.types import Prompt, Rollout, Samples
 
 
 class Wanted(NamedTuple):

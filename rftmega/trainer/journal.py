@@ -13,17 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from rftmega.columns.ragged import Ragged
-from rftmega.errors import CheckpointError, Preempted
-from rftmega.interfaces import (
-    Machinery,
-    RolloutEngine,
-    Scorer,
-    ValueModel,
-    ValueScorer,
-)
-from rftmega.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
-from rftmega.types import (
+from rftmega.core.errors import CheckpointError, Preempted
+from rftmega.core.interfaces import Machinery, RolloutEngine, Scorer, ValueModel, ValueScorer
+from rftmega.core.ragged import Ragged
+from rftmega.core.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
+from rftmega.core.types import (
     Column,
     Completion,
     Prompt,

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from rftmega.algorithms.kl import ESTIMATORS, KLController
-from rftmega.columns.ragged import Ragged
-from rftmega.interfaces import Host, OneProcess, Policy, ValueModel
+from rftmega.core.interfaces import Host, OneProcess, Policy, ValueModel
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import COUNT, Experience, LossFn, Metrics, TokenStats
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.trainer.ptx import PTX
-from rftmega.types import COUNT, Experience, LossFn, Metrics, TokenStats
 
 
 class Learner:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rftmega.interfaces import TakenGroups
+from rftmega.core.interfaces import TakenGroups
 
 
 @dataclass(frozen=True)

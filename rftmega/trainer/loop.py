@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rftmega.errors import Preempted
-from rftmega.interfaces import Callback
+from rftmega.core.errors import Preempted
+from rftmega.core.interfaces import Callback
+from rftmega.core.types import COUNT, Metrics
 from rftmega.trainer.journal import Journal
-from rftmega.types import COUNT, Metrics
 
 
 class Trainer:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rftmega.core.types import COUNT, Auxiliary, Experience, LossFn, Metrics, TokenStats, Told
 from rftmega.trainer.journal import Journal
-from rftmega.types import COUNT, Auxiliary, Experience, LossFn, Metrics, TokenStats, Told
 
 # of steps whose gradient was not finite, and of those without anything to learn
 NOT_TAKEN = ("skipped_steps", "empty_steps")

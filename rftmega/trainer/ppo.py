@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rftmega.algorithms.mismatch import Gap
-from rftmega.columns.ragged import Ragged
-from rftmega.experience import ExperienceMaker, ModelReward
-from rftmega.gap.gap_gate import GapGate, chosen_by, gap_of
-from rftmega.interfaces import (
+from rftmega.core.interfaces import (
     Callback,
     Resumable,
     Reward,
@@ -19,6 +16,10 @@ from rftmega.interfaces import (
     RolloutStream,
     WeightSync,
 )
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Metrics, Prompt, Rollout, Samples, Sampling
+from rftmega.experience import ExperienceMaker, ModelReward
+from rftmega.gap.gap_gate import GapGate, chosen_by, gap_of
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.group_collector import GroupCollector, Wanted
@@ -28,7 +29,6 @@ from rftmega.trainer.loop import Trainer
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.rollout_schedules import Synchronous, groups_of
-from rftmega.types import Experience, Metrics, Prompt, Rollout, Samples, Sampling
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rftmega.types import Prompt
+from rftmega.core.types import Prompt
 
 
 class PromptQueue(Iterator[list[Prompt]]):

@@ -5,9 +5,9 @@ arXiv:2203.02155, section 3.5).
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from rftmega.core.interfaces import Resumable
+from rftmega.core.types import Auxiliary, LossFn, Rows
 from rftmega.experience import given
-from rftmega.interfaces import Resumable
-from rftmega.types import Auxiliary, LossFn, Rows
 
 
 class Order(Resumable, Protocol):

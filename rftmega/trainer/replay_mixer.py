@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.columns.ragged import Ragged
+from rftmega.core.interfaces import Scorer
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Metrics
 from rftmega.experience.replay import ReplayBuffer
-from rftmega.interfaces import Scorer
-from rftmega.types import Experience, Metrics
 
 
 class ReplayMixer:

@@ -6,18 +6,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rftmega.columns.ragged import Ragged
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
+from rftmega.core.interfaces import RolloutGroup, RolloutStream, TakenGroups
+from rftmega.core.ragged import Ragged
+from rftmega.core.rollout_arrays import packed_answers, unpacked_answers
+from rftmega.core.sampling_seeds import sampling_seed
+from rftmega.core.types import Metrics, Prompt, Rollout, Samples
 from rftmega.experience import complete
-from rftmega.interfaces import RolloutGroup, RolloutStream, TakenGroups
-from rftmega.rollout_arrays import packed_answers, unpacked_answers
-from rftmega.sampling_seeds import sampling_seed
 from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learnt_order import LearntGroups
 from rftmega.trainer.prompt_queue import PromptQueue
-from rftmega.types import Metrics, Prompt, Rollout, Samples
 
 log = logging.getLogger(__name__)
 LEFT = "what is left under way"

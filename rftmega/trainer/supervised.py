@@ -5,10 +5,10 @@ from typing import Protocol
 
 import torch
 
+from rftmega.core.types import Experience, LossFn, Metrics, Rows
 from rftmega.experience import given
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
-from rftmega.types import Experience, LossFn, Metrics, Rows
 
 
 class Learns(Protocol):

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.weights.slice_sums import sum_of
 
 # numbers of adapters in an engine

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
+from rftmega.core.shards import Shard
 from rftmega.hf_folders.hf_folder import PlannedTensor
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import Shard
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine, begun
 from rftmega.transport.transfer_group import Meeting
 from rftmega.transport.whole_weights import WholeWeights

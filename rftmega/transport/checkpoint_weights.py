@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rftmega.errors import CheckpointError, EngineFault
-from rftmega.shards import Shard
+from rftmega.core.errors import CheckpointError, EngineFault
+from rftmega.core.shards import Shard
 from rftmega.transport import pushed_folders
 from rftmega.transport.disk_weights import KEPT
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine

@@ -13,14 +13,14 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
+from rftmega.core.shards import Shard, whole
+from rftmega.core.types import SliceChecksums
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import Shard, whole
 from rftmega.transport import pushed_folders
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
 from rftmega.transport.transfer_plan import told_tensors
-from rftmega.types import SliceChecksums
 from rftmega.weights.plan import Balance
 from rftmega.weights.slice_sums import sum_of
 from rftmega.weights.slices import TensorSlice, planned

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.shards import Shard, volume
+from rftmega.core.types import SliceChecksums
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import Shard, volume
 from rftmega.transport.remote_weights import (
     Asked,
     RemoteReceivers,
@@ -30,7 +31,6 @@ from rftmega.transport.remote_weights import (
 )
 from rftmega.transport.transfer_group import InFlight, Meeting, TransferGroup, visited, wait_all
 from rftmega.transport.transfer_plan import packed_needs, packed_plan, told_tensors, unpacked_needs
-from rftmega.types import SliceChecksums
 from rftmega.weights.message import Layout, message_for, sums_of, written
 from rftmega.weights.needs import Needs, planned_moves, refuse_unread
 from rftmega.weights.replay import message_order

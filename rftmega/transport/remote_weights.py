@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.shards import Shard
+from rftmega.core.types import Metrics, SliceChecksums
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import Shard
-from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.slices import LocalShards, buckets_of, everybodys_tensors
 
 Result = TypeVar("Result")

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rftmega.errors import EngineError
-from rftmega.shards import AdapterSource
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import AdapterSource
+from rftmega.core.types import Metrics, SliceChecksums
 from rftmega.transport.adapter_parcel import packed
 from rftmega.transport.remote_weights import RemoteWeights
 from rftmega.transport.shared_weights import SharedWeights
-from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights import AdapterPairs
 
 

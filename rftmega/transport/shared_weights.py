@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.shards import LogicalTensor, Shard, narrowed, whole
+from rftmega.core.types import Metrics, SliceChecksums
 from rftmega.parallel import shared
 from rftmega.parallel.checksum import blocks, checksums
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import LogicalTensor, Shard, narrowed, whole
-from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.plan import Balance
 from rftmega.weights.slices import (
     LocalShards,

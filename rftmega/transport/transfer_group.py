@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
 
 
 class Meeting:

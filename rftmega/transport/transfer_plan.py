@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import torch
 
+from rftmega.core.shards import Box, LogicalTensor
 from rftmega.hf_folders.hf_folder import PlannedTensor
-from rftmega.shards import Box, LogicalTensor
 from rftmega.weights.message import Layout
 from rftmega.weights.needs import Needs
 from rftmega.weights.slices import TensorSlice

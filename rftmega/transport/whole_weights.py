@@ -3,11 +3,11 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from rftmega.core.shards import Shard
+from rftmega.core.types import SliceChecksums
 from rftmega.parallel.collectives import gather_objects
-from rftmega.shards import Shard
 from rftmega.transport.disk_weights import READER, own_writes
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights
-from rftmega.types import SliceChecksums
 from rftmega.weights import Exporter
 from rftmega.weights.slice_sums import sum_of
 

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.user_code.python_files import module_of
 
 RewardFunction = Callable[..., Any]

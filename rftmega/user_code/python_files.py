@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 
 def module_of(path: str, option: str) -> ModuleType:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rftmega.config.pushed_adapters import served_rank
 from rftmega.config.schema import RunConfig
-from rftmega.errors import RFTMegaError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import RFTMegaError
+from rftmega.core.json_files import read_json_object
 from rftmega.options.adapters import (
     EMBEDDING,
     HEAD,

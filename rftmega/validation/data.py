@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rftmega.config.schema import DataConfig, RunConfig
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
-from rftmega.errors import CheckpointError
-from rftmega.json_files import read_weight_map
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_weight_map
 
 READ_FROM = {  # which of data's keys are read, by algorithm.task
     "rl": ("label_key", "kind_key", "trailing_assistant", "columns"),

@@ -5,7 +5,7 @@ import shutil
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import has_credentials
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.options.agents import Agent, Verifiers
 from rftmega.options.environments import Tools
 from rftmega.user_code.functions import function_of

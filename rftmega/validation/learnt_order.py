@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config.schema import RunConfig
-from rftmega.json_files import NotJSON, parse_json
+from rftmega.core.json_files import NotJSON, parse_json
 
 
 def learnt_order(config: RunConfig) -> list[str]:

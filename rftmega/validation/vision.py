@@ -12,8 +12,8 @@ from rftmega.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from rftmega.errors import RFTMegaError
-from rftmega.json_files import read_json_object
+from rftmega.core.errors import RFTMegaError
+from rftmega.core.json_files import read_json_object
 
 VLLM_POSITIONS = 1500
 Options = Mapping[str, tuple[type, tuple[str, ...]]]

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega.converters.adapters import target_of
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.interfaces import WeightSync
+from rftmega.core.shards import AdapterSource
+from rftmega.core.types import Metrics, SliceChecksums
 from rftmega.hf_folders.peft_folder import PREFIX, described, names_of_pairs
-from rftmega.interfaces import WeightSync
-from rftmega.shards import AdapterSource
-from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import is_of_a_connection
 from rftmega.weights.slice_sums import sum_of

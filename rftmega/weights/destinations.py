@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rftmega.shards import LogicalTensor
+from rftmega.core.shards import LogicalTensor
 from rftmega.weights.message import Layout
 from rftmega.weights.recording import LoadRecorder
 from rftmega.weights.replay import Fill, Proof, ReceivedFill, by_name, fills_of

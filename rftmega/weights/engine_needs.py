@@ -3,7 +3,7 @@
 from rftmega.converters import Rule
 from rftmega.converters.rules import QKV, Column, Segment, Vocabulary
 from rftmega.converters.shards import segment_box
-from rftmega.shards import Box
+from rftmega.core.shards import Box
 
 
 def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ...]:

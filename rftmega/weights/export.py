@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rftmega.converters import stacks_of
 from rftmega.converters.block_scales import block_scales
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
 from rftmega.hf_folders import export_folder
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.block_scaled_writing import Quantising
@@ -22,7 +23,6 @@ from rftmega.hf_folders.hf_folder import (
     write_shard,
 )
 from rftmega.hf_folders.stacked_files import Stacking
-from rftmega.json_files import read_json_object
 from rftmega.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
 

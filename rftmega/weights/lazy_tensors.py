@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.errors import EngineError
-from rftmega.shards import Box, intersection, narrowed, within, without
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import Box, intersection, narrowed, within, without
 
 Fetch = Callable[[Box, Tensor], None]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.parallel.checksum import blocks, checksums
 from rftmega.weights.slices import TensorSlice
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import Box, LogicalTensor, disjoint, whole
 from rftmega.parallel.collectives import gather_objects
-from rftmega.shards import Box, LogicalTensor, disjoint, whole
 from rftmega.weights.plan import Balance, RankNeeds, Transfer
 from rftmega.weights.slices import planned
 

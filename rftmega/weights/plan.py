@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rftmega.shards import Box, LogicalTensor, intersection, remaining, shape_of
+from rftmega.core.shards import Box, LogicalTensor, intersection, remaining, shape_of
 from rftmega.weights.slices import TensorSlice
 
 PIECE_BYTES = 32 * 2**20  # a larger slice is shared by its holders

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.shards import Box, LogicalTensor, Shard, intersection, narrowed, within
+from rftmega.core.types import Metrics, SliceChecksums
 from rftmega.device.spans import span
-from rftmega.errors import EngineError, EngineFault
 from rftmega.parallel.checksum import checksums
 from rftmega.parallel.watchdog import mark
-from rftmega.shards import Box, LogicalTensor, Shard, intersection, narrowed, within
-from rftmega.types import Metrics, SliceChecksums
 from rftmega.weights.destinations import Destinations, Part, Recording, recorded
 from rftmega.weights.lazy_tensors import Fetch, LazyTensor, reader
 from rftmega.weights.message import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rftmega.shards import Box
+from rftmega.core.shards import Box
 from rftmega.weights.lazy_tensors import box_of
 
 

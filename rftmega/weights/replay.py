@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rftmega.core.shards import Box, LogicalTensor, intersection, volume
+from rftmega.core.shards import within as seen_from
 from rftmega.parallel.checksum import checksums
-from rftmega.shards import Box, LogicalTensor, intersection, volume
-from rftmega.shards import within as seen_from
 from rftmega.weights.message import Layout, copy_together
 from rftmega.weights.recording import Copy, Geometry
 from rftmega.weights.slice_sums import SliceSums

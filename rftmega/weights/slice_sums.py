@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from rftmega.core.shards import Box
+from rftmega.core.types import SliceChecksums
 from rftmega.parallel.checksum import checksums
 from rftmega.parallel.collectives import gather_objects
-from rftmega.shards import Box
-from rftmega.types import SliceChecksums
 from rftmega.weights.slices import LocalShards, TensorSlice
 
 SliceKey = tuple[str, Box, int, int]  # tensor, what of it, source, target

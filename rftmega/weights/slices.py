@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.hf_folders.hf_folder import PlannedTensor
-from rftmega.parallel.collectives import gather_objects
-from rftmega.shards import (
+from rftmega.core.shards import (
     Box,
     Holding,
     LogicalTensor,
@@ -21,6 +19,8 @@ from rftmega.shards import (
     volume,
     within,
 )
+from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.parallel.collectives import gather_objects
 
 
 class TensorSlice(NamedTuple):

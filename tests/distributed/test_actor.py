@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
+from rftmega.core.types import COUNT, Experience
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
-from rftmega.types import COUNT, Experience
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of
 from tests.plain_loop import trained

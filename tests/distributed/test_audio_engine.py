@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.types import Prompt, Sampling
 from rftmega.dispatch.colocated_weights import ColocatedWeights
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.audio_rows import audio_rows, rows_with_waveforms, with_files
 from tests.distributed.test_vision import likelihood

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
-from rftmega.types import Prompt, Sampling
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.types import Prompt, Sampling
 from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
 

@@ -27,8 +27,8 @@ from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, seal
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from rftmega.core.errors import CheckpointError
 from rftmega.device.residency import ADAM, PARTS
-from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor

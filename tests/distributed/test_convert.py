@@ -21,7 +21,7 @@ from rftmega.checkpoint.reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
 from rftmega.conversion.target import begin, written_alone
-from rftmega.errors import CheckpointError, LockedError
+from rftmega.core.errors import CheckpointError, LockedError
 from rftmega.hf_folders.checksums import files_of, known_sums
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.parallel.folder_lock import FILE as LOCK

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rftmega.algorithms.aggregation import averaged
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.types import Experience, TokenLoss, TokenValues
+from rftmega.core.types import Experience, TokenLoss, TokenValues
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, build_critic, rows_of
 from tests.ranks import RankFailure, run_ranks

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
-from rftmega.types import Experience
+from rftmega.core.types import Experience
 from tests.layouts import build_policy, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_decoders import save_decoder

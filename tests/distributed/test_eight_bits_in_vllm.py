@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.types import Prompt, Sampling
 from rftmega.strategy.engines import modules_kept
-from rftmega.types import Prompt, Sampling
 from rftmega.weights import EngineWeights
 from tests.block_scales import PLAIN, meant, quantised
 from tests.layouts import build_manager

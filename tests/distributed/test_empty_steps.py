@@ -22,7 +22,7 @@ OPTIMIZER = OptimizerConfig(epsilon=1e-4, learning_rate=1e-2, weight_decay=0.5, 
 def body(
     world: Any, folder: Path, parallel: ParallelConfig, backend: str, optimizer: Any, rank: int
 ) -> Any:
-    from rftmega.types import Experience
+    from rftmega.core.types import Experience
 
     lora = LoRA(rank=rank)
     actor = build_policy(folder, parallel, optimizer, backend=backend, lora=lora)

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.errors import EngineFault
+from rftmega.core.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.dispatch.engine_pool import ServerPool
-from rftmega.errors import EngineFault
 from rftmega.fleet import server as server_module
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_engine import ServerEngine
@@ -24,7 +25,6 @@ from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.transport.shared_weights import SharedWeights
-from rftmega.types import Completion, Metrics, Prompt, Rollout, Sampling
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.rollouts import NEVER, Wrapped, pool_of, response_of, save_scripted

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.types import Prompt
+from rftmega.core.types import Prompt
 from rftmega.vllm_server import door
 from tests.fleets import gap_of_answers
 from tests.layouts import build_actor

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig
+from rftmega.core.types import Experience
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy import engines
-from rftmega.types import Experience
 from rftmega.weights import Exporter
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks

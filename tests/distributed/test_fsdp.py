@@ -15,8 +15,8 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from rftmega.core.errors import CheckpointError
 from rftmega.device.residency import GRADIENTS, PARTS
-from rftmega.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.strategy.export import export

@@ -15,8 +15,8 @@ from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
-from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.experience import given
 from rftmega.hf_folders.peft_folder import names_of_pairs
 from rftmega.low_rank import linear

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, TrainerConfig
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.rollout.transformers import TransformersEngine

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rftmega.config import ParallelConfig
-from rftmega.shards import Shard
+from rftmega.core.shards import Shard
 from rftmega.weights import EngineWeights
 from tests.block_engine import BlockEngine
 from tests.layouts import build_policy

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import ParallelConfig
+from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.device.residency import ADAM, PARAMETERS, PARTS
-from rftmega.errors import CheckpointError, NothingLearnt
 from rftmega.low_rank import linear
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states

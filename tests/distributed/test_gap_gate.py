@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.errors import GapExceeded
-from rftmega.types import Prompt, Rollout, Sampling
+from rftmega.core.errors import GapExceeded
+from rftmega.core.types import Prompt, Rollout, Sampling
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.rollouts import completion_of, rollout_of

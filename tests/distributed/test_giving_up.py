@@ -14,15 +14,15 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.core.errors import Preempted
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.dispatch import engine_pool
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.dispatch.stop_consensus import EVERY
-from rftmega.errors import Preempted
 from rftmega.fleet import server as server_module
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
-from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rftmega.config import ParallelConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.megatron import MegatronActor, MegatronModelManager
 from rftmega.megatron.manager import refuse_hazards
 from rftmega.model_providers.builder import transformer_config

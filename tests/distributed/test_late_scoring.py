@@ -13,12 +13,12 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
-from rftmega.errors import GapExceeded
+from rftmega.core.errors import GapExceeded
+from rftmega.core.types import Completion, Prompt, Rollout
 from rftmega.experience import ExperienceMaker
 from rftmega.options.algorithms import GSPO, TokenImportance
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
-from rftmega.types import Completion, Prompt, Rollout
 from rftmega.weights import Exporter
 from tests.layouts import build_actor
 from tests.ranks import run_ranks

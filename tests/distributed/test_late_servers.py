@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rftmega.config import ParallelConfig
+from rftmega.core.interfaces import RolloutGroup
+from rftmega.core.types import Prompt, Sampling
 from rftmega.dispatch import streaming_pool
 from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.fleet import fleet_client
-from rftmega.interfaces import RolloutGroup
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import TEMPERATURE, Trainer
 from tests.fleets import KEY, two_servers_elsewhere

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.given_media.pictures import PATCHES
 from rftmega.lightrft.padded_experience import (
     Experience,

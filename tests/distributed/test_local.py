@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rftmega import device  # noqa: F401  of the programs below
-from rftmega.errors import ConfigError, NodeFault, RFTMegaError
+from rftmega.core.errors import ConfigError, NodeFault, RFTMegaError
 from rftmega.launch.local_launcher import _rank, launch
 from rftmega.parallel import preemption
 from rftmega.parallel.orphans import end_with_parent

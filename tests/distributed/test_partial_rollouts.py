@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.interfaces import RolloutGroup
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.interfaces import RolloutGroup
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.rollout_schedules import JournaledStream
-from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_engine_faults import Pushes
 from tests.distributed.test_streaming import LENGTH, assert_exact
 from tests.layouts import build_actor

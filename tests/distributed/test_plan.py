@@ -13,6 +13,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.converters import table
+from rftmega.core.types import Experience, Rows
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
@@ -23,7 +24,6 @@ from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.push_buffers import push_of
 from rftmega.planning.sharded import gathered
 from rftmega.planning.states import states
-from rftmega.types import Experience, Rows
 from rftmega.weights import EngineWeights
 from tests.allocations import most_bytes
 from tests.block_engine import BlockEngine

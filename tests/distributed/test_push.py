@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rftmega.config import ParallelConfig
-from rftmega.errors import EngineError
-from rftmega.shards import Box
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import Box
 from rftmega.weights import EngineWeights, push
 from rftmega.weights.message import Layout
 from tests.block_engine import BlockEngine

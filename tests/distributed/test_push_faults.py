@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config import ParallelConfig
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
 from rftmega.parallel.process_group import World
 from rftmega.transport import disk_weights
 from rftmega.transport.disk_weights import DiskWeights

@@ -12,10 +12,10 @@ import torch
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.converters.adapters import DOWN
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import AdapterSource
+from rftmega.core.types import Prompt, Sampling
 from rftmega.experience import given
-from rftmega.shards import AdapterSource
-from rftmega.types import Prompt, Sampling
 from rftmega.weights import adapter_weights
 from tests.layouts import build_policy, rows_of
 from tests.plain_adapters import ALL, PREFIX, Pairs, adapted, random_pairs, write_pairs

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.launch.train import backend_of
 from tests.layouts import config_of
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rftmega.config import ParallelConfig
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.weights import EngineWeights, push
 from tests.fused_engine import FusedEngine
 from tests.layouts import build_manager

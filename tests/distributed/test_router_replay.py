@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega.columns import expert_routes
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.types import Experience, Rows, TokenLoss
+from rftmega.core import expert_routes
+from rftmega.core.types import Experience, Rows, TokenLoss
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

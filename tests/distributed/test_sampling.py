@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt, Sampling
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager
 from tests.ranks import VLLM, run_ranks

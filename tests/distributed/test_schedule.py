@@ -12,10 +12,10 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from rftmega.core.types import Experience
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.options.algorithms import GAE
 from rftmega.parallel.topology import Topology
-from rftmega.types import Experience
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.types import Prompt, Sampling
 from rftmega.transport.shared_weights import SharedWeights
-from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.layouts import build_actor, rows_of
 from tests.ranks import VLLM, run_ranks

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig
+from rftmega.core.types import Prompt, Sampling
 from rftmega.fleet import server_engine
-from rftmega.types import Prompt, Sampling
 from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import Trainer, push_body
 from tests.distributed.test_streaming import assert_exact, in_flight_body
@@ -185,7 +185,7 @@ def log_prob_of(logits: torch.Tensor, token: int, sampling: Sampling) -> float:
 def test_another_version_of_sglang_is_not_taken_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rftmega.errors import EngineError
+    from rftmega.core.errors import EngineError
     from rftmega.fleet.sglang_client import SGLangClient
 
     folder = save_tiny(tmp_path / "model", "qwen3")

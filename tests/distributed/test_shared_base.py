@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, RunConfig
+from rftmega.core.types import Experience
 from rftmega.device.residency import Residency
 from rftmega.megatron import MegatronActor, MegatronBackend, MegatronCritic
 from rftmega.options.algorithms import GAE
@@ -20,7 +21,6 @@ from rftmega.planning.memory import on_host, resident
 from rftmega.planning.models import models_of
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Experience
 from tests.distributed.test_critic import experience_of, square_loss
 from tests.distributed.test_value_adapters import LAYOUTS, Case
 from tests.layouts import config_of

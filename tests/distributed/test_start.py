@@ -11,6 +11,7 @@ import pytest
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.core.types import Prompt, Sampling
 from rftmega.device.residency import ADAM, PARTS
 from rftmega.experience import ExperienceMaker, collect, complete
 from rftmega.megatron import MegatronBackend, backend
@@ -21,7 +22,6 @@ from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy import engines
 from rftmega.strategy.reinforcement import ReinforcementStrategy
-from rftmega.types import Prompt, Sampling
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig, RunConfig
-from rftmega.errors import ConfigError, EngineError
+from rftmega.core.errors import ConfigError, EngineError
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import to_experience
 from rftmega.rollout import EngineStatus, ScriptedEngine
-from rftmega.types import Prompt, Rollout, Sampling
 from tests.layouts import config_of, rows_of
 from tests.ranks import VLLM, on_ranks, run_ranks
 from tests.rollouts import Wrapped

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.interfaces import RolloutGroup
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.interfaces import RolloutGroup
 from rftmega.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Prompt, Rollout, Sampling
 from tests.distributed.test_engine_faults import Pushes
 from tests.layouts import build_actor
 from tests.ranks import run_ranks

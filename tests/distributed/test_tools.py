@@ -17,17 +17,17 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.core.errors import EngineFault, Preempted
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.errors import EngineFault, Preempted
 from rftmega.options.environments import Tools
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.journal import Journal, JournaledEngine
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.calling_model import END, HEAD, TAIL, WRONG, save_calling
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes
@@ -39,7 +39,7 @@ import os
 import time
 from pathlib import Path
 
-from rftmega.errors import InfrastructureFault
+from rftmega.core.errors import InfrastructureFault
 
 
 class Adder:

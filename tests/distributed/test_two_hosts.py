@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rftmega.config import ParallelConfig
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
 from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import Trainer
 from tests.ranks import run_ranks

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from rftmega.config import RolloutConfig
+from rftmega.core.errors import EngineFault
+from rftmega.core.sampling_seeds import turn_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.dispatch.engine_pool import EnginePool, ServerPool
-from rftmega.errors import EngineFault
 from rftmega.fleet import server as server_module
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
-from rftmega.sampling_seeds import turn_seed
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks

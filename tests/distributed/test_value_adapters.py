@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.core.errors import NothingLearnt
 from rftmega.device.residency import GRADIENTS
-from rftmega.errors import NothingLearnt
 from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.megatron import adapters

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.media_positions import RowPictures
+from rftmega.core.types import Completion, Prompt, Rows, Sampling
 from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.media.placed import RowPictures
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Prompt, Rows, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.distributed.test_vision import likelihood
 from tests.layouts import build_actor, rows_of

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, ParallelConfig, RolloutConfig
+from rftmega.core.errors import EngineError
+from rftmega.core.types import Completion, Experience, Prompt, Sampling
 from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.errors import EngineError
 from rftmega.parallel.collectives import gather_objects
 from rftmega.rollout.transformers import TransformersEngine
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
-from rftmega.types import Completion, Experience, Prompt, Sampling
 from rftmega.weights import EngineWeights, Exporter
 from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_actor, build_manager, rows_of

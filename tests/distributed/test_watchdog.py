@@ -15,9 +15,10 @@ import pytest
 from torch import Tensor
 
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.core.errors import EngineError
+from rftmega.core.types import Sampling
 from rftmega.dispatch.colocated_weights import ColocatedWeights
 from rftmega.dispatch.engine_pool import ServerPool
-from rftmega.errors import EngineError
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine as servers_module
 from rftmega.fleet.server import Server
@@ -27,7 +28,6 @@ from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy.phases import DevicePhases
 from rftmega.transport.shared_weights import SharedWeights
-from rftmega.types import Sampling
 from rftmega.weights import EngineWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.types import Experience
+from rftmega.core.types import Experience
 from tests.layouts import build_actor, rows_of
 
 dist.init_process_group(

@@ -33,7 +33,7 @@ class Twice:
         self.reply = tuple(tokenizer.encode_reply("7"))
 
     async def run(self, task, model):
-        from rftmega.types import Trajectory
+        from rftmega.core.types import Trajectory
 
         first = await model.generate(task.token_ids)
         if not wanted:

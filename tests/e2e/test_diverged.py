@@ -4,7 +4,7 @@ alone.
 
 from pathlib import Path
 
-from rftmega.errors import Diverged
+from rftmega.core.errors import Diverged
 from tests.e2e.conftest import Run, metrics_of
 
 

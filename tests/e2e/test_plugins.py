@@ -46,7 +46,7 @@ import torch
 
 from rftmega.options.bounds import Count
 from rftmega.options.parts import EnvironmentPart, ImportanceSampling, implements
-from rftmega.types import Trajectory
+from rftmega.core.types import Trajectory
 
 
 @dataclass(frozen=True)

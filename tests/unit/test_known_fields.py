@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega import known_fields
 from rftmega.config import load
-from rftmega.errors import CheckpointError, ConfigError
+from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.launch.preflight import preflight
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config

@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rftmega.converters import table
+from rftmega.core.errors import RFTMegaError
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import RFTMegaError
 from rftmega.hf_folders.hf_folder import INDEX, HFFolder
 from rftmega.megatron.load import refuse_strangers
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import save_tiny
+from tests.unit.core.test_json_files import VALUES
 from tests.unit.data.test_tokenizer import CHATML, tokenizer
-from tests.unit.test_json_files import VALUES
 
 ODD = st.sampled_from(
     [

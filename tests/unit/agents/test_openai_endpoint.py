@@ -16,10 +16,10 @@ from rftmega.agents.openai_endpoint import Endpoint
 from rftmega.agents.session import Session
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import text_of
+from rftmega.core.errors import ConfigError, ContextTooLong, EnvironmentFailed
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.dispatch.running_rollouts import RunningRollouts
-from rftmega.errors import ConfigError, ContextTooLong, EnvironmentFailed
 from rftmega.options.agents import Agent
-from rftmega.types import Completion, Prompt, Sampling
 from tests.chat_formats import FORMATS, TOOL, tokenizer
 
 FORM = FORMATS["hermes"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rftmega.algorithms.mismatch import effective_share
-from rftmega.columns.ragged import Ragged
+from rftmega.core.ragged import Ragged
 from rftmega.options.algorithms import (
     MaskedImportance,
     SequenceImportance,

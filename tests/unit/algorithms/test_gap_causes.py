@@ -9,7 +9,7 @@ import torch
 
 from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, worst_rows
 from rftmega.algorithms.mismatch import log_prob_gap
-from rftmega.types import SliceChecksums
+from rftmega.core.types import SliceChecksums
 from tests.columns import ragged
 
 LIMITS = Limits(1e-3, 1e-4)

@@ -20,6 +20,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
+from rftmega.core.types import Experience, Rows, TokenStats, TokenValues
 from rftmega.options.algorithms import (
     CISPO,
     CPGD,
@@ -35,7 +36,6 @@ from rftmega.options.algorithms import (
     SequenceImportance,
     TokenImportance,
 )
-from rftmega.types import Experience, Rows, TokenStats, TokenValues
 from tests.columns import ragged
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")

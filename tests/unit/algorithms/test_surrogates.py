@@ -17,6 +17,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import highest, policy_loss
 from rftmega.algorithms.mismatch import importance
 from rftmega.algorithms.surrogates import clip_binds
+from rftmega.core.types import Experience, TokenMetric, TokenStats
 from rftmega.options.algorithms import (
     CISPO,
     CPGD,
@@ -29,7 +30,6 @@ from rftmega.options.algorithms import (
     TokenImportance,
 )
 from rftmega.options.parts import IMPLEMENTATIONS, PolicyLoss
-from rftmega.types import Experience, TokenMetric, TokenStats
 
 # logp, old logp, advantage of an answer's tokens
 Row = tuple[list[Tensor], list[float], list[float]]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.values import value_loss
-from rftmega.types import Experience, TokenValues
+from rftmega.core.types import Experience, TokenValues
 
 LENGTHS = [6, 3, 1, 4]  # prompts of one token
 

@@ -15,11 +15,11 @@ from rftmega.callbacks.metric_writers import JSONLines, TensorBoard
 from rftmega.callbacks.observer import AtEnd, Observer
 from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
+from rftmega.core.errors import OutputError
+from rftmega.core.types import Prompt
 from rftmega.data import PromptOrder
-from rftmega.errors import OutputError
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.ppo import StepSampling
-from rftmega.types import Prompt
 from tests.unit.trainer.test_step import Bigrams, likes_seven
 
 CONFIG = """

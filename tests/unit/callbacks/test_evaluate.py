@@ -14,13 +14,13 @@ from rftmega.callbacks.evaluate import Answering, Evaluate
 from rftmega.callbacks.metric_writers import Progress
 from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig
+from rftmega.core.sampling_seeds import evaluation_seed
+from rftmega.core.types import Prompt, Rollout, Sampling, TokenStats
 from rftmega.data import PromptOrder
 from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
-from rftmega.sampling_seeds import evaluation_seed
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.ppo import StepSampling
-from rftmega.types import Prompt, Rollout, Sampling, TokenStats
 from tests.rollouts import Alone, answered
 
 EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]

@@ -20,7 +20,7 @@ from rftmega.callbacks.observers import writers
 from rftmega.callbacks.step_lines import StepLines
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
-from rftmega.errors import OutputError
+from rftmega.core.errors import OutputError
 from rftmega.trainer.learnt_order import LearntGroups
 from tests.unit.callbacks import test_trajectories as made
 

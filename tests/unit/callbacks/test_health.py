@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rftmega.callbacks.health import Divergence, Spread, UndecidedLimit
-from rftmega.errors import Diverged, RewardError
+from rftmega.core.errors import Diverged, RewardError
 
 TAKEN = {"optimizer_steps": 1.0, "skipped_steps": 1.0}
 SKIPPED = {"optimizer_steps": 0.0, "skipped_steps": 2.0}

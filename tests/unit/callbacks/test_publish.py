@@ -14,7 +14,7 @@ import pytest
 
 from rftmega.callbacks.publish import MLflow, Prometheus, WandB
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 TRAINER = SimpleNamespace(step=0, resumed=False)
 

@@ -15,15 +15,11 @@ from PIL import Image
 
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import Trajectories, described, records, write
-from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
-from rftmega.data import Chat
-from rftmega.errors import DataError
-from rftmega.experience import ExperienceMaker, collect
-from rftmega.media.placed import PlacedPicture, RowPictures
-from rftmega.options.algorithms import GroupNorm
-from rftmega.options.environments import Tools
-from rftmega.types import (
+from rftmega.core.errors import DataError
+from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import (
     Completion,
     Experience,
     Prompt,
@@ -33,6 +29,10 @@ from rftmega.types import (
     Trajectory,
     Turn,
 )
+from rftmega.data import Chat
+from rftmega.experience import ExperienceMaker, collect
+from rftmega.options.algorithms import GroupNorm
+from rftmega.options.environments import Tools
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((97, 98, 99), label="x\ud800", index=41), Prompt((100,), label="y", index=7)]

@@ -14,10 +14,10 @@ from pyarrow import parquet
 
 from rftmega.chats.media_parts import media_moved, with_media_moved
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.data import Tokenizer, load_preferences, load_prompts, load_supervised
-from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
-from rftmega.types import Prompt
 from tests.chat_formats import PLAIN, tokenizer
 from tests.tiny_vision import save_tiny_vision
 

@@ -8,9 +8,9 @@ import pytest
 
 from rftmega.chats.messages import chat_messages
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data import load_preferences, load_prompts, load_supervised
 from rftmega.data.tokenizer import Chat, Tokenizer
-from rftmega.errors import DataError
 from tests.chat_formats import FORMATS, IM, PLAIN, Format, template, tokenizer
 
 HI = {"role": "user", "content": "hi"}

@@ -12,7 +12,7 @@ from rftmega.checkpoint import distributed
 from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_pieces
 from rftmega.checkpoint.o_direct import DirectFile
 from rftmega.checkpoint.reader import MARK, Reader
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 PIECES: list[Boxed] = [
     ("a", (0, 0), torch.arange(6.0).view(2, 3)),

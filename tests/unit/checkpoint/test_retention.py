@@ -20,7 +20,7 @@ from rftmega.checkpoint.retention import (
     rotate,
     settle,
 )
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 
 MB = 10**6
 

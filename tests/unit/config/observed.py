@@ -27,9 +27,10 @@ from rftmega.callbacks import observers
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
-from rftmega.errors import RFTMegaError
+from rftmega.core.errors import RFTMegaError
+from rftmega.core.interfaces import OneProcess
+from rftmega.core.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
 from rftmega.fleet import server_engine as servers
-from rftmega.interfaces import OneProcess
 from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
 from rftmega.model_providers.description import describe
@@ -40,7 +41,6 @@ from rftmega.parallel import nodes, process_group
 from rftmega.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.trainer import Algorithm
-from rftmega.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
 from rftmega.vllm_server import door
 from tests.fleets import set_servers
 from tests.rollouts import Alone

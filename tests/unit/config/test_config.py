@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rftmega.config import RunConfig, load, parse_override, shares
 from rftmega.config.load import recipe
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.option_reference import option_reference
 from rftmega.validation import violations
 

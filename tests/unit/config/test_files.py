@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load
 from rftmega.config.tree import options
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.validation import violations
 
 START = "model: {path: x}\n"

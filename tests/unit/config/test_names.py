@@ -10,7 +10,7 @@ import pytest
 from rftmega.config import load
 from rftmega.config.names import closest, named_elsewhere, rows, unknown
 from rftmega.config.tree import options
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs/from_other_systems.md"
 KNOWN = list(options())

@@ -14,7 +14,7 @@ import pytest
 from rftmega.config import RunConfig, load
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.tree import options, unions, walk
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import (

@@ -11,7 +11,7 @@ from rftmega.algorithms import advantages, losses
 from rftmega.config import RunConfig, load
 from rftmega.config.renamed import RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.option_reference import option_reference
 from rftmega.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
 from rftmega.options.parts import IMPLEMENTATIONS, Advantage, implements

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load, plugins_of, without_secrets
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch import command_line
 from rftmega.launch.option_reference import option_reference
 from rftmega.validation import violations

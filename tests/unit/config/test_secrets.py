@@ -11,7 +11,7 @@ import pytest
 
 from rftmega.config import RunConfig, changes, load, without_secrets
 from rftmega.config.secrets import holds_secrets, resolved
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.observe.model_card import chosen_options
 from rftmega.validation import violations
 

@@ -15,10 +15,10 @@ from rftmega.agents.wire import Asked
 from rftmega.conversations.conversation import Conversation
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import text_of
+from rftmega.core.errors import DataError
+from rftmega.core.types import Completion, Sampling
 from rftmega.data.tokenizer import Chat
 from rftmega.data.tokenizer import Tokenizer as Ours
-from rftmega.errors import DataError
-from rftmega.types import Completion, Sampling
 from tests.chat_formats import FORMATS, IM, PLAIN, TOOL, Format, folder, template, tokenizer
 
 EVERY = {**FORMATS, **PLAIN}

@@ -11,8 +11,8 @@ import pytest
 from rftmega.conversations.conversation import Conversation, messages_of
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.conversations.replies import text_of
-from rftmega.errors import DataError
-from rftmega.types import Completion, Prompt
+from rftmega.core.errors import DataError
+from rftmega.core.types import Completion, Prompt
 from tests.chat_formats import FORMATS, PLAIN, TOOL, Format, tokenizer
 
 QUESTION = "1+3? abcd"

@@ -16,9 +16,9 @@ from rftmega.conversations.conversation import Conversation
 from rftmega.conversations.exported import MessageExporter, in_openais_fields
 from rftmega.conversations.read_back import read_back
 from rftmega.conversations.renderer import ConversationRenderer
+from rftmega.core.types import Completion, Prompt, Rollout, TokenStats, Trajectory
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.tools import export_messages
-from rftmega.types import Completion, Prompt, Rollout, TokenStats, Trajectory
 from tests.chat_formats import FORMATS, PLAIN, TOOL, Format, folder, tokenizer
 
 QUESTION = 'Add "1" and\n 3'

@@ -8,7 +8,7 @@ import pytest
 
 from rftmega.conversations.renderer import ConversationRenderer, Reply
 from rftmega.conversations.replies import text_of
-from rftmega.errors import ConfigError, DataError
+from rftmega.core.errors import ConfigError, DataError
 from tests.chat_formats import FORMATS, HERMES_CALL, PLAIN, TOOL, Format, template, tokenizer
 
 ASKED = [{"role": "user", "content": "1+3? abcd"}]

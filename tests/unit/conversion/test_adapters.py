@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rftmega.conversion import adapters
-from rftmega.errors import CheckpointError, ConfigError
+from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.hf_folders.peft_folder import PEFTFolder
 from tests import plain_adapters
 from tests.tiny_decoders import save_decoder

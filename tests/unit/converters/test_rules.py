@@ -21,7 +21,7 @@ from rftmega.converters import (
     shard_shape,
     table,
 )
-from rftmega.errors import CheckpointError, WeightMismatch
+from rftmega.core.errors import CheckpointError, WeightMismatch
 
 
 def rule_of(kind: str, shapes: list[tuple[int, ...]], **settings: Any) -> Rule:

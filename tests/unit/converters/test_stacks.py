@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rftmega.converters import stacks_of, table
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum
 from rftmega.hf_folders.stacked_files import Stacking, open_folder
 from rftmega.megatron.load import refuse_strangers

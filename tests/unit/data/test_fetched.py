@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data import Tokenizer, fetched, load_prompts
 from rftmega.data.fetched import Fetched
-from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
 from tests.tiny_vision import IMAGE, save_tiny_vision
 from tests.unit.media.test_videos import picture

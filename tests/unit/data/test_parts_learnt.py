@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
 from tests.chat_formats import FORMATS, IM, PLAIN, TOOL, Format, template, tokenizer
 
 LIMITS = {"max_prompt_tokens": 3000, "max_response_tokens": 3000}

@@ -14,6 +14,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.data import (
     Tokenizer,
     load_preferences,
@@ -22,9 +24,7 @@ from rftmega.data import (
     prompts_of,
 )
 from rftmega.data.pictures import Most, PictureReader, check_pictures
-from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
-from rftmega.types import Prompt
 from tests.tiny_vision import IMAGE, PICTURE, VISION_END, VISION_START, save_tiny_vision
 
 SIZES = {"a.png": (64, 96), "b.png": (100, 50)}  # height, width: 6 and 6 tokens

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.data import PromptOrder, load_prompts
-from rftmega.errors import DataError
-from rftmega.types import Prompt
 
 
 class Letters:

@@ -9,9 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data import Pair, load_preferences, load_prompts, load_supervised
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
 from rftmega.records import value_at, with_value
 from tests.chat_formats import PLAIN, tokenizer
 

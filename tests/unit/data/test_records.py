@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.records import records
 
 datasets.disable_progress_bars()

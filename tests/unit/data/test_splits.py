@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rftmega.config import AlgorithmConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.data import given_of, prompts_of, ptx_of
-from rftmega.errors import DataError
-from rftmega.types import Prompt
 
 
 class Letters:

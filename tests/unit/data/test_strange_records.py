@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data import load_preferences, load_supervised
 from rftmega.data.prompts import load_prompts
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.errors import DataError
 from rftmega.records import readers, records
 from tests.chat_formats import FORMATS, tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
 from rftmega.data import Example, PromptOrder, load_preferences, load_supervised, pair_rows, rows_of
-from rftmega.errors import DataError
 
 END = 9
 

@@ -8,9 +8,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import CheckpointError, DataError
 from rftmega.data.tokenizer import Chat
 from rftmega.data.tokenizer import Tokenizer as Ours
-from rftmega.errors import CheckpointError, DataError
 
 MERGED = "=2"  # one token, across the border of prompt and answer
 TURNS = "{% for m in messages %}<s>{{ m['role'][0] }}{{ m['content'] }}</s>\n{% endfor %}"

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.data import Tokenizer, load_prompts
 from rftmega.data.pictures import check_pictures
-from rftmega.errors import DataError
 from rftmega.media.processor import processor_of
 from rftmega.media.videos import read_video
-from rftmega.types import Prompt
 from tests.tiny_vision import (
     FILM,
     IMAGE,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from rftmega.core.errors import RewardError
+from rftmega.core.types import Prompt, Rollout
 from rftmega.dispatch.reward_workers import THREADS, RewardWorkers
-from rftmega.errors import RewardError
-from rftmega.types import Prompt, Rollout
 from tests.rollouts import answered
 
 PROMPTS = [Prompt((n,), index=n) for n in range(4)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.core.shards import LogicalTensor, Shard, ShardPart, lost_share
 from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.shards import LogicalTensor, Shard, ShardPart, lost_share
 
 
 class Added:

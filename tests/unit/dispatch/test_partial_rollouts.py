@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
+from rftmega.core.interfaces import Model
+from rftmega.core.sampling_seeds import continued_seed, turn_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from rftmega.dispatch.partial_rollouts import (
     Answered,
     PartialRollouts,
@@ -19,13 +22,10 @@ from rftmega.dispatch.partial_rollouts import (
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.interfaces import Model
 from rftmega.parallel.host_memory import HostMemory
 from rftmega.requests.order import RequestOrder
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import ScriptedEngine
-from rftmega.sampling_seeds import continued_seed, turn_seed
-from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from tests.two_turns import TwoTurns
 
 PROMPTS = [Prompt((5, 9, 2 + place), index=place) for place in range(4)]

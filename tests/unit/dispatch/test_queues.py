@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rftmega.core.errors import EngineFault
 from rftmega.dispatch.announcements import Announcements
 from rftmega.dispatch.request_queues import Counted, Dealt
-from rftmega.errors import EngineFault
 from rftmega.requests.order import RequestOrder
 
 ORDER = RequestOrder([[0, 1], [2]], [[3, 4], [5], [6, 7, 8], [9]])

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.core.errors import ContextTooLong, EnvironmentFailed, InfrastructureFault
+from rftmega.core.interfaces import Model
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt
 from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.errors import ContextTooLong, EnvironmentFailed, InfrastructureFault
-from rftmega.interfaces import Model
 from rftmega.requests.order import RequestOrder
 from rftmega.rollout import Engine, ScriptedEngine
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from tests.tiny_models import save_tiny
 from tests.two_turns import TwoTurns, expected
 

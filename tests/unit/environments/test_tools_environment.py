@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from rftmega.core.errors import ConfigError, ContextTooLong, DataError, InfrastructureFault
+from rftmega.core.types import Completion, Prompt, Rollout
 from rftmega.environments import check, create, specs_of
 from rftmega.environments.tools import ToolsEnvironment
-from rftmega.errors import ConfigError, ContextTooLong, DataError, InfrastructureFault
 from rftmega.options.environments import SingleTurn, Tools
 from rftmega.options.tools import ToolLimits
-from rftmega.types import Completion, Prompt, Rollout
 from tests.chat_formats import FORMATS, Format, tokenizer
 
 FORM = FORMATS["hermes"]
 SOURCE = '''
-from rftmega.errors import InfrastructureFault
+from rftmega.core.errors import InfrastructureFault
 
 def add(a: int) -> int:
     """Adds three.

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.columns.ragged import Ragged
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Prompt, Rows, Samples, TokenValues
 from rftmega.experience import ModelReward
-from rftmega.types import Prompt, Rows, Samples, TokenValues
 from tests.columns import ragged
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rftmega.checkpoint.states import joined, put_together, taken_apart
-from rftmega.columns.ragged import Ragged
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Completion, Experience, Prompt, Rows, Samples
 from rftmega.experience import ReplayBuffer, collect
 from rftmega.lightrft.strategy import StrategyBase
-from rftmega.types import Completion, Experience, Prompt, Rows, Samples
 from tests.rollouts import rollout_of
 
 

@@ -10,9 +10,19 @@ import torch
 
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
-from rftmega.columns.ragged import Ragged
 from rftmega.config import AlgorithmConfig
-from rftmega.errors import InfrastructureFault
+from rftmega.core.errors import InfrastructureFault
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import (
+    Completion,
+    Experience,
+    Prompt,
+    Rollout,
+    Samples,
+    TokenStats,
+    Trajectory,
+    Turn,
+)
 from rftmega.experience import ExperienceMaker, ReplayBuffer, collect
 from rftmega.options.algorithms import (
     GAE,
@@ -27,16 +37,6 @@ from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer
-from rftmega.types import (
-    Completion,
-    Experience,
-    Prompt,
-    Rollout,
-    Samples,
-    TokenStats,
-    Trajectory,
-    Turn,
-)
 
 Tree = list[list[list[tuple[int, float]]]]
 """Of each rollout, of each trajectory, of each answer: (tokens, reward of the turn)."""

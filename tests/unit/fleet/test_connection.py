@@ -13,8 +13,8 @@ import pytest
 import torch
 import uvicorn
 
-from rftmega.columns.expert_routes import RoutedModel
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.expert_routes import RoutedModel
 from rftmega.fleet.connection import CompletionRefused, Disconnected, ServerConnection
 from rftmega.server_protocol.server_answers import answered
 from rftmega.vllm_server import completions_socket, door, wire

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rftmega.config import RunConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.preflight import preflight
 from rftmega.vllm_server.door import ADAPTER, KEY, PATHS, SAMPLES, Door, given_key, headers
 from rftmega.vllm_server.wire import SOCKET

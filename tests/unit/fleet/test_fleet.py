@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
 from rftmega.fleet import fleet as fleet_module
 from rftmega.fleet import server_client
 from rftmega.fleet.fleet import Fleet, FleetMember

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
+from rftmega.core.sampling_seeds import continued_seed
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.fleet import fleet_client
 from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
@@ -19,9 +21,7 @@ from rftmega.fleet.health import DEAD_AFTER, ServerHealth
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
-from rftmega.sampling_seeds import continued_seed
 from rftmega.server_protocol.server_answers import answered
-from rftmega.types import Completion, Prompt, Sampling
 from rftmega.vllm_server import wire
 from tests.fleets import set_servers
 

@@ -11,19 +11,19 @@ import torch
 from PIL import Image
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.types import Sampling
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_options
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.media.files import digest_of
-from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.server_protocol.generated import of_vllm
 from rftmega.server_protocol.server_answers import answered
-from rftmega.types import Sampling
 from rftmega.vllm_server import door
 from tests.fleets import set_servers
 from tests.tiny_vision import save_tiny_vision

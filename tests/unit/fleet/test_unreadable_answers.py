@@ -12,7 +12,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection as Served
 from websockets.asyncio.server import serve
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
 from rftmega.fleet.connection import Disconnected, ServerConnection
 from rftmega.fleet.line import line_to
 from rftmega.fleet.server_client import ServerClient

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from rftmega.config import LoRA
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta

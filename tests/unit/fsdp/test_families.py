@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import Shard
 from rftmega.fsdp import module as fsdp_module
 from rftmega.fsdp.feed import feed
 from rftmega.fsdp.module import Built, build
@@ -19,7 +20,6 @@ from rftmega.hf_folders import decoder, meta_decoder
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.parameter_places import Placed, places_of, plans_of, read
 from rftmega.model_providers.output_head import OutputHead
-from rftmega.shards import Shard
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
 from tests.tiny_vision import save_tiny_vision
 

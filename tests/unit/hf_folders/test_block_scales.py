@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from rftmega.converters.block_scales import BlockScales, block_scales
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
 from rftmega.hf_folders.block_scaled_writing import Quantising
 from rftmega.hf_folders.hf_folder import PlannedTensor, copy_companions

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.flops import layer_weights
 from rftmega.hf_folders import meta_decoder
 from rftmega.hf_folders.decoder import (

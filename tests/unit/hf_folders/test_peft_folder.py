@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from rftmega.config import LoRA
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.peft_folder import PEFTFolder, write_config
 from tests.plain_adapters import write_pairs
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.tensor_plan import partial_of, splits_of, styles_of
 from tests.tiny_decoders import DECODER, FAMILIES
 

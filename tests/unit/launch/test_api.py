@@ -13,7 +13,7 @@ import pytest
 
 import rftmega
 from rftmega.config import load
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch import api
 from rftmega.user_code.functions import function_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import CheckpointConfig, RolloutConfig, RunConfig, TrainerConfig
-from rftmega.errors import LockedError
+from rftmega.core.errors import LockedError
 from rftmega.launch.api import folders_locked
 from rftmega.parallel.folder_lock import FILE
 

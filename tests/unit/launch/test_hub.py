@@ -17,7 +17,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "HF_
 PROGRAM = """
 import json, sys
 from rftmega.config import RunConfig, DataConfig, ModelConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.hub import fetched
 model, train, weights = sys.argv[1:]
 config = RunConfig(model=ModelConfig(path=model), data=DataConfig(train=train, evals={"a": train}))
@@ -145,7 +145,7 @@ UPLOADING = """
 import json, logging, sys
 from rftmega.config import ModelConfig, RunConfig, TrainerConfig
 from rftmega.observe.model_card import write_model_card
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.hub_upload import claim, upload
 from pathlib import Path
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rftmega.config import ModelConfig, RewardConfig, RunConfig
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.checksums import CHECKSUMS, known_sums, sum_of
 from rftmega.hf_folders.hf_folder import copy_companions
 from rftmega.launch.integrity import ChecksumReport, complaints, verify_models

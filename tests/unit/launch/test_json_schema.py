@@ -17,7 +17,7 @@ from jsonschema import Draft7Validator
 from rftmega.config import load, plugins_of
 from rftmega.config.files import read_yaml
 from rftmega.config.tree import options
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.json_schema import json_schema
 from rftmega.tools import schema as tool
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.core.errors import ConfigError
 from rftmega.device import CPU, CUDA, hardware
 from rftmega.device.hardware import Hardware
-from rftmega.errors import ConfigError
 from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rftmega.algorithms.gae import gae
 from rftmega.config import RolloutConfig
+from rftmega.core.types import Prompt, Rollout, Rows, TokenStats
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import BEHAVIOUR, Samples
-from rftmega.types import Prompt, Rollout, Rows, TokenStats
 from tests.rollouts import Alone, completion_of
 
 CONTROLLER = SimpleNamespace(value=0.1)

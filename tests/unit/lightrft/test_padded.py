@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftmega import types
+from rftmega.core import types
+from rftmega.core.types import Rows
 from rftmega.lightrft import padded_experience
 from rftmega.lightrft.padded_experience import (
     BEHAVIOUR,
@@ -17,7 +18,6 @@ from rftmega.lightrft.padded_experience import (
     per_action,
     per_target,
 )
-from rftmega.types import Rows
 
 PAD = 2  # the stop token's id too, and a word inside responses
 PROMPTS = [[5, 6, PAD], [7], [PAD, PAD, 8, 9]]

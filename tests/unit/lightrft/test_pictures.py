@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from rftmega.config import DataConfig
+from rftmega.core.errors import DataError
+from rftmega.core.media_positions import RowPictures
 from rftmega.data.pictures import Most
-from rftmega.errors import DataError
 from rftmega.given_media.pictures import Patches, PictureInputs
 from rftmega.lightrft.padded_experience import (
     Samples,
@@ -20,7 +21,6 @@ from rftmega.lightrft.padded_experience import (
     to_experience,
     with_patches,
 )
-from rftmega.media.placed import RowPictures
 from rftmega.media.processor import PictureProcessor
 from tests.tiny_vision import (
     IMAGE,

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.media import files
 from rftmega.media.files import digest_of, png_of, read_picture, size_of
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor, WhisperFeatureExtractor
 
-from rftmega.errors import CheckpointError, DataError
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.media_positions import RowPictures, unexpanded
+from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.media import kept
 from rftmega.media.fed_waveforms import fed_waveforms
 from rftmega.media.files import digest_of
 from rftmega.media.hearing import AudioProcessor
-from rftmega.media.placed import RowPictures, unexpanded
-from rftmega.media.placed_waveform import PlacedWaveform
 from rftmega.media.waveforms import wav_of
 from tests.tiny_audio import AUDIO, RATE, WAVEFORM, save_tiny_audio
 

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
-from rftmega.errors import CheckpointError, DataError
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.media_positions import PlacedPicture
 from rftmega.media import processor
 from rftmega.media.files import digest_of
-from rftmega.media.placed import PlacedPicture
 from rftmega.media.processor import PictureProcessor, processor_of
 from rftmega.media.videos import Video, chosen_frames
 from tests.tiny_models import save_tiny

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.media.videos import (
     Video,
     check_size,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
 from rftmega.media.files import digest_of
 from rftmega.media.waveforms import read_waveform, samples_of, wav_of, waveform_of
 

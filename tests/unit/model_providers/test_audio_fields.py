@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, Qwen2AudioForConditionalGeneration
 
 from rftmega.converters import instances, table
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from tests.tiny_audio import audio_config, save_tiny_audio
 

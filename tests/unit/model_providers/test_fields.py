@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from rftmega.converters.config_fields import REQUIRED
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import FAMILIES, ModelDescription, describe
 from rftmega.model_providers.hf_config import NEUTRAL
 from rftmega.model_providers.rope import Rope

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import LLAMA3_ROPE, VARIANTS, save_tiny

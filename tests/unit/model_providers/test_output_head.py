@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.decoder import read_config
 from rftmega.hf_folders.meta_decoder import on_meta
 from rftmega.model_providers.output_head import names_of_head, output_head

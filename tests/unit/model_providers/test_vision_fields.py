@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rftmega.config import ParallelConfig
 from rftmega.converters import instances, stacks_of, table
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe, layout_violations
 from tests.tiny_vision import EXPERTS, KINDS, by_matrix, save_tiny_vision
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.parallel.environment import whole_number
 
 ROOT = Path(__file__).parents[3]

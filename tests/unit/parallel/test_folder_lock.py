@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import LockedError
+from rftmega.core.errors import LockedError
 from rftmega.parallel import folder_lock
 from rftmega.parallel.folder_lock import FILE, FolderLock, Holder, locked
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from rftmega.errors import NodeError, NodeFault, exit_code_of
+from rftmega.core.errors import NodeError, NodeFault, exit_code_of
 from rftmega.parallel import rendezvous
 
 SOON = timedelta(seconds=20)

@@ -14,10 +14,10 @@ from torch import Tensor
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.columns import ragged
+from rftmega.core import ragged
+from rftmega.core.types import Auxiliary, Experience, Rows, TokenStats
 from rftmega.experience import given
 from rftmega.passes.auxiliary import beside, counted
-from rftmega.types import Auxiliary, Experience, Rows, TokenStats
 
 COEF, LONGEST = 0.3, 6
 PROMPTS, LENGTHS = [2, 1, 3, 1], [5, 2, 9, 1]  # the last has no answer

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rftmega.config import ParallelConfig
 from rftmega.converters import table
+from rftmega.core.shards import Box
 from rftmega.model_providers.description import describe, layout_violations
 from rftmega.planning.push_plan import Engines, placements
-from rftmega.shards import Box
 from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.plan import Balance
 

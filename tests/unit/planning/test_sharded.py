@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega import config as configuration
 from rftmega.config import LoRA, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from rftmega.errors import CheckpointError
+from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.gathered_groups import Groups
 from rftmega.launch import disk_space
 from rftmega.planning import backends, engine, memory, times

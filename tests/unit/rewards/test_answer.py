@@ -1,10 +1,10 @@
 import pytest
 
 from rftmega.config import RewardConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
+from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards import MajorityReward, Reasoning, create
 from rftmega.rewards.answer import answer_of
-from rftmega.types import Prompt, Rollout
 from tests.rollouts import answered
 
 

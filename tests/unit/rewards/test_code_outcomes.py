@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
 from rftmega.rewards import code
 from rftmega.rewards.code import CodePart
 from rftmega.rewards.part import Answer, Undecided

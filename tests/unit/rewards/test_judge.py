@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rftmega.config import RewardConfig
-from rftmega.errors import ConfigError, RewardError
+from rftmega.core.errors import ConfigError, RewardError
+from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
 from rftmega.rewards import chat_endpoint, create
 from rftmega.rewards.chat_endpoint import LONGEST_WAIT, waiting_time
 from rftmega.rewards.judge import JudgePart, filled, places_of, template_of
 from rftmega.rewards.part import Answer, Undecided
-from rftmega.types import Completion, Prompt, Rollout, Trajectory
 
 Reply = tuple[int, str, dict[str, str]]
 Say = Callable[[dict[str, Any]], Reply]

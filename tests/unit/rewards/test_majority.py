@@ -1,5 +1,5 @@
+from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards import MajorityReward, Reasoning
-from rftmega.types import Prompt, Rollout
 from tests.rollouts import answered
 
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rftmega.config import RewardConfig
-from rftmega.errors import DataError
+from rftmega.core.errors import DataError
+from rftmega.core.types import Prompt
 from rftmega.rewards import check_prompts
 from rftmega.rewards.create import create
 from rftmega.rewards.math import STARTING, MathPart, MathWorker
 from rftmega.rewards.part import Answer, Undecided
-from rftmega.types import Prompt
 from tests.rollouts import answered
 
 

@@ -3,11 +3,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rftmega.config import RewardConfig
-from rftmega.errors import ConfigError, DataError, RewardError
+from rftmega.core.errors import ConfigError, DataError, RewardError
+from rftmega.core.types import Completion, Prompt, Rollout, Trajectory, Turn
 from rftmega.rewards import check_prompts, create
 from rftmega.rewards.create import PARTS
 from rftmega.rewards.mix import MixedReward
-from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 from tests.rollouts import answered
 
 

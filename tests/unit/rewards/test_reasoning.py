@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from rftmega.config import RewardConfig
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
+from rftmega.core.types import Completion, Prompt, Rollout, Trajectory, Turn
 from rftmega.rewards import MajorityReward, Reasoning, create
 from rftmega.rewards.create import PARTS
 from rftmega.rewards.part import Answer
-from rftmega.types import Completion, Prompt, Rollout, Trajectory, Turn
 from tests.chat_formats import FORMATS, PLAIN, tokenizer
 from tests.rollouts import answered
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import RewardError
+from rftmega.core.errors import RewardError
 from rftmega.rewards.part import Answer
 from rftmega.rewards.remote import RemotePart, read_rewards
 

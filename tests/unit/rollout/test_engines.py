@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rftmega.columns.expert_routes import RoutedModel
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError, WeightMismatch
+from rftmega.core.errors import EngineError, WeightMismatch
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.requests import PromptBatch, Request
 from rftmega.rollout import Engine, EngineStatus, ScriptedEngine
 from rftmega.rollout.transformers import TransformersEngine
-from rftmega.types import Completion, Prompt, Sampling
 from tests.tiny_models import save_tiny, transformers_logits
 
 CONFIG = RolloutConfig(max_response_tokens=6)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 import pytest
 
 from rftmega.config import RolloutConfig
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.requests.order import RequestOrder, Waiting, ordered
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer.expected_lengths import ExpectedLengths
-from rftmega.types import Completion, Prompt, Rollout, Sampling
 from tests.rollouts import answered
 
 

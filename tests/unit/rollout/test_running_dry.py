@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.rollouts import steps_of
-from rftmega.types import Prompt
+from rftmega.core.types import Prompt
 
 LENGTHS = [40, 4] * 8
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rftmega.errors import DataError, EngineError
+from rftmega.core.errors import DataError, EngineError
+from rftmega.core.media_positions import PlacedPicture
 from rftmega.media.files import digest_of
-from rftmega.media.placed import PlacedPicture
 from rftmega.parallel import shared
 from rftmega.requests import Request
 from rftmega.rollout.media_connector import SharedMediaConnector

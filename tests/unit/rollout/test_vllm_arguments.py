@@ -115,8 +115,8 @@ def test_every_request_has_parameters_that_the_engine_knows(
         def abort_request(self, numbers: list[str]) -> None: ...
 
     engine._llm.llm_engine = Core()
+    from rftmega.core.types import Prompt, Sampling
     from rftmega.requests import PromptBatch
-    from rftmega.types import Prompt, Sampling
 
     class Once(PromptBatch):
         def stopped(self) -> bool:

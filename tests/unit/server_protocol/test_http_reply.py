@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import EngineError, EngineFault
+from rftmega.core.errors import EngineError, EngineFault
 from rftmega.fleet.fleet import Fleet
 from rftmega.fleet.line import line_to
 from rftmega.fleet.server_client import ServerClient

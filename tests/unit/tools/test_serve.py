@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rftmega import config as configuration
-from rftmega.errors import EngineFault
+from rftmega.core.errors import EngineFault
 from rftmega.fleet import server as server_module
 from rftmega.fleet.connection import Disconnected
 from rftmega.fleet.server_client import ServerClient

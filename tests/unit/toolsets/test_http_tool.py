@@ -9,7 +9,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.options.tools import HTTPTool, ToolLimits
 from rftmega.toolsets.http_tool import LARGEST_REPLY, HTTPTools
 from rftmega.toolsets.tool_runner import ToolReply

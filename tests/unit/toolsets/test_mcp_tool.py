@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.options.tools import MCPServer, ToolLimits
 from rftmega.toolsets.mcp_tool import MCPTools
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner

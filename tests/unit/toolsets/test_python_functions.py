@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.core.errors import ConfigError, InfrastructureFault
+from rftmega.core.types import Prompt
 from rftmega.options.tools import ToolLimits
 from rftmega.toolsets.python_functions import PythonClass, PythonFunctions
 from rftmega.toolsets.tool import ToolSpec
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner
-from rftmega.types import Prompt
 from tests.unit.toolsets.tool_calls import LIMITS, in_rollout
 
 SOURCE = '''
@@ -19,7 +19,7 @@ import asyncio, sys, threading
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from rftmega.errors import InfrastructureFault
+from rftmega.core.errors import InfrastructureFault
 
 STOP = threading.Event()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.options.tools import SandboxTool, ToolLimits
 from rftmega.toolsets import sandbox_tool
 from rftmega.toolsets.sandbox_tool import SandboxSession, SandboxTools

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rftmega.errors import ConfigError, InfrastructureFault
+from rftmega.core.errors import ConfigError, InfrastructureFault
+from rftmega.core.types import Prompt
 from rftmega.options.tools import ToolLimits
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner, shortened
-from rftmega.types import Prompt
 from tests.unit.toolsets.tool_calls import in_rollout
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

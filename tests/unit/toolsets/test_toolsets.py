@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rftmega.config import load
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.options.environments import Tools
 from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool
 from rftmega.toolsets.create import toolsets_of

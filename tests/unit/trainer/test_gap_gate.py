@@ -12,13 +12,13 @@ import torch
 from rftmega.algorithms.gap_causes import Limits, cause_of
 from rftmega.algorithms.mismatch import Gap
 from rftmega.config import RolloutConfig
-from rftmega.errors import GapExceeded
+from rftmega.core.errors import GapExceeded
+from rftmega.core.interfaces import OneProcess
+from rftmega.core.types import Prompt, Rollout, Samples, Sampling, TokenStats
 from rftmega.experience import collect, complete
 from rftmega.gap.gap_bundle import GapBundle
 from rftmega.gap.gap_gate import LIMITS, GapGate, limits_of
-from rftmega.interfaces import OneProcess
 from rftmega.rollout import ScriptedEngine
-from rftmega.types import Prompt, Rollout, Samples, Sampling, TokenStats
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((i, i + 1)) for i in range(20)]

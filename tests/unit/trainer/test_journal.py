@@ -13,16 +13,10 @@ from rftmega.callbacks.evaluate import Evaluate
 from rftmega.callbacks.metric_writers import JSONLines
 from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig, RunConfig, load
-from rftmega.data import PromptOrder
-from rftmega.errors import CheckpointError, Preempted
-from rftmega.experience import given
-from rftmega.interfaces import OneProcess
-from rftmega.megatron import model_runner
-from rftmega.rollout_arrays import selected
-from rftmega.trainer import Algorithm
-from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
-from rftmega.trainer.optimizer_steps import take_steps
-from rftmega.types import (
+from rftmega.core.errors import CheckpointError, Preempted
+from rftmega.core.interfaces import OneProcess
+from rftmega.core.rollout_arrays import selected
+from rftmega.core.types import (
     Completion,
     Prompt,
     Rollout,
@@ -32,6 +26,12 @@ from rftmega.types import (
     Trajectory,
     Turn,
 )
+from rftmega.data import PromptOrder
+from rftmega.experience import given
+from rftmega.megatron import model_runner
+from rftmega.trainer import Algorithm
+from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
+from rftmega.trainer.optimizer_steps import take_steps
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
 from tests.unit.callbacks.test_checkpointing import lines, read, written

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rftmega.callbacks.learnt_order import LearntOrder
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
+from rftmega.core.types import Prompt
 from rftmega.trainer import DynamicSampler
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learnt_order import read_order
 from rftmega.trainer.rollout_schedules import Replayed, Synchronous
-from rftmega.types import Prompt
 from tests.unit.trainer.test_rollout_schedules import (
     BATCH,
     Made,

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.errors import Preempted
+from rftmega.core.errors import Preempted
+from rftmega.core.types import COUNT, Experience, TokenStats
 from rftmega.experience import given
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.optimizer_steps import Schedule, merged, take_steps
-from rftmega.types import COUNT, Experience, TokenStats
 from tests.layouts import rows_of
 
 EXPERIENCE = given(rows_of([[1, 2, token] for token in range(10)]))

@@ -2,8 +2,8 @@
 
 import json
 
-from rftmega.media.placed import PlacedPicture
-from rftmega.types import Prompt
+from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.types import Prompt
 
 
 def test_a_prompt_with_pictures_is_the_same_after_a_resume() -> None:

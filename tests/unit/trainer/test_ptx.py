@@ -5,11 +5,11 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.core.types import Auxiliary
 from rftmega.data import Example, PromptOrder, rows_of
 from rftmega.experience import given
 from rftmega.trainer import Learner
 from rftmega.trainer.ptx import PTX
-from rftmega.types import Auxiliary
 from tests.unit.callbacks.test_checkpointing import read, written
 
 EXAMPLES = [Example((1, 2), (first, 3)) for first in range(10, 17)]

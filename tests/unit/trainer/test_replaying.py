@@ -6,9 +6,9 @@ import torch
 
 from rftmega.callbacks.observer import Observer
 from rftmega.config import load
+from rftmega.core.types import Experience, TokenStats
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.ppo import StepParts, StepSampling
-from rftmega.types import Experience, TokenStats
 from tests.unit.callbacks.test_checkpointing import read, written
 from tests.unit.trainer.test_step import ROOT, Bigrams, Diary, Prompt, likes_seven
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.callbacks.observer import Observer
-from rftmega.errors import Preempted
+from rftmega.core.errors import Preempted
+from rftmega.core.interfaces import RolloutGroup, TakenGroups
+from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.experience import ExperienceMaker
-from rftmega.interfaces import RolloutGroup, TakenGroups
 from rftmega.trainer import DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.ppo import StepParts, StepSampling
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Synchronous
-from rftmega.types import Prompt, Rollout, Sampling
 from tests.unit.trainer.test_step import Bigrams, likes_seven, rollout_of
 
 BATCH, SAMPLES = 3, 4

@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rftmega.columns.ragged import Ragged
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Prompt, Rollout, Rows, Samples
 from rftmega.experience import collect
 from rftmega.trainer import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
-from rftmega.types import Prompt, Rollout, Rows, Samples
 from tests.columns import ragged
 from tests.rollouts import answered
 

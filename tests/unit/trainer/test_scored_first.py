@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.interfaces import OneProcess
+from rftmega.core.interfaces import OneProcess
 from rftmega.trainer.ppo import PPOTrainer
 from tests.columns import ragged
 

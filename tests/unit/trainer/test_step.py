@@ -18,10 +18,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.callbacks.evaluate import Evaluate
 from rftmega.callbacks.observer import Observer
 from rftmega.config import load
-from rftmega.experience import ExperienceMaker
-from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
-from rftmega.trainer.ppo import StepParts, StepSampling
-from rftmega.types import (
+from rftmega.core.types import (
     COUNT,
     Completion,
     Prompt,
@@ -31,6 +28,9 @@ from rftmega.types import (
     TokenStats,
     TokenValues,
 )
+from rftmega.experience import ExperienceMaker
+from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
+from rftmega.trainer.ppo import StepParts, StepSampling
 from tests.rollouts import answered, rollout_of
 
 WORDS = 16

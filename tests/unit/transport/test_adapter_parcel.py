@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.transport.adapter_parcel import opened, packed
 from rftmega.weights.slice_sums import sum_of
 

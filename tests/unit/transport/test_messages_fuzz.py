@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
+from rftmega.core.shards import LogicalTensor
 from rftmega.hf_folders.hf_folder import PlannedTensor
-from rftmega.shards import LogicalTensor
 from rftmega.transport.adapter_parcel import opened, packed
 from rftmega.transport.transfer_plan import (
     packed_needs,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import LoRA, load
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.launch.preflight import preflight
 from rftmega.options.algorithms import GAE
 from rftmega.validation.adapters import adapters

@@ -8,7 +8,7 @@ import pytest
 from rftmega.config import RunConfig, load
 from rftmega.config.schema import RewardConfig
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
-from rftmega.errors import ConfigError
+from rftmega.core.errors import ConfigError
 from rftmega.validation import violations
 from rftmega.validation.paths import PATHS
 

@@ -13,7 +13,7 @@ import torch
 import uvicorn
 
 from rftmega.config import RolloutConfig
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 from rftmega.fleet import fleet as fleet_module
 from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_engine import ServerEngine

@@ -2,7 +2,7 @@
 
 import torch
 
-from rftmega.shards import LogicalTensor
+from rftmega.core.shards import LogicalTensor
 from rftmega.weights.slices import buckets_of
 
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftmega.shards import Box, disjoint, intersection, remaining, volume, whole, within
+from rftmega.core.shards import Box, disjoint, intersection, remaining, volume, whole, within
 
 EDGE = st.tuples(st.integers(0, 4), st.integers(1, 3)).map(lambda edge: (edge[0], sum(edge)))
 BOX = st.tuples(EDGE, EDGE)

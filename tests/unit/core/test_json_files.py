@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftmega.errors import CheckpointError, DataError
-from rftmega.json_files import DEEPEST, NotJSON, parse_json, read_json, read_json_object
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.json_files import DEEPEST, NotJSON, parse_json, read_json, read_json_object
 
 VALUES = st.recursive(
     st.none()

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import TypeVar
 
-from rftmega.columns import expert_routes
-from rftmega.columns.ragged import Ragged
-from rftmega.media.placed import Placed, RowPictures, placed_from_state
+from rftmega.core import expert_routes
+from rftmega.core.media_positions import Placed, RowPictures, placed_from_state
+from rftmega.core.ragged import Ragged
 
 Metrics = dict[str, float]
 # begins the names of a step's metrics that add up over optimizer steps, such as tokens

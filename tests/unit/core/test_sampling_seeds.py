@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from rftmega.config import RolloutConfig
+from rftmega.core.sampling_seeds import sampling_seed, turn_seed
+from rftmega.core.types import Prompt, Rollout
 from rftmega.experience import ExperienceMaker
-from rftmega.sampling_seeds import sampling_seed, turn_seed
 from rftmega.trainer import DynamicSampler, PPOTrainer
 from rftmega.trainer.ppo import StepParts, StepSampling
-from rftmega.types import Prompt, Rollout
 from tests.rollouts import Alone
 
 

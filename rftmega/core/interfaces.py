@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from rftmega.columns.ragged import Ragged
-from rftmega.shards import Shard
-from rftmega.types import (
+from rftmega.core.ragged import Ragged
+from rftmega.core.shards import Shard
+from rftmega.core.types import (
     Auxiliary,
     Column,
     Completion,

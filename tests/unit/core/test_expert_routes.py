@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.columns.ragged import Ragged
+from rftmega.core import expert_routes
+from rftmega.core.ragged import Ragged
+from rftmega.core.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
+from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
 from rftmega.dispatch.gathered_rollouts import gathered
 from rftmega.experience.samples import collect
 from rftmega.parallel.host_memory import HostMemory
 from rftmega.requests.partial_completion import PartialCompletion
-from rftmega.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
-from rftmega.types import Completion, Prompt, Rollout, Trajectory
 
 NOBODY = 255  # stands for an expert that nobody told of
 

@@ -6,8 +6,8 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from rftmega.algorithms.advantages import discounted_returns
-from rftmega.columns import ragged
-from rftmega.columns.ragged import Ragged, by_rows
+from rftmega.core import ragged
+from rftmega.core.ragged import Ragged, by_rows
 
 ROWS = st.lists(st.lists(st.integers(-9, 9), max_size=6), min_size=1, max_size=8)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rftmega.media.placed_waveform import PlacedWaveform
+from rftmega.core.waveform_positions import PlacedWaveform
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rftmega.errors import CheckpointError, RFTMegaError
+from rftmega.core.errors import CheckpointError, RFTMegaError
 
 DEEPEST = 200  # objects and lists within one another; Python's own limit depends on who calls
 # of a file that is read whole; the index of the largest published model has 10 MB

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.errors import EngineError
+from rftmega.core.errors import EngineError
 
 
 class RoutedModel(NamedTuple):

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftmega.columns import expert_routes
-from rftmega.columns.ragged import Ragged
-from rftmega.types import Rollout, Trajectory, Turn
+from rftmega.core import expert_routes
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Rollout, Trajectory, Turn
 
 # name -> dtype of each of a trajectory's arrays
 COLUMNS = {

@@ -1,0 +1,4 @@
+"""Data types, protocols and errors that every other subpackage uses.
+
+Input: numbers and text. Output: trajectories, samples, experience, shards. Start reading: types.py.
+"""
