@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rftmega.config.options.parts import EnvironmentPart, implements
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout, Trajectory
-from rftmega.options.parts import EnvironmentPart, implements
 
 ASKED = "RFTMEGA_BENCHMARK_ASKED"  # the file that is told how many answers are asked for, and when
 SIGMA, LONGEST = 1.0, 16.0  # of lengths in medians; they are cut off at the second

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.timing import compare
 from rftmega.config import ParallelConfig, RolloutConfig
+from rftmega.config.options.environments import Tools
 from rftmega.core.sampling_seeds import turn_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
@@ -23,7 +24,6 @@ from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.options.environments import Tools
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import ordered

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.config.options.algorithms import Clip
 from rftmega.core.expert_routes import unknown
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Rows, TokenStats
-from rftmega.options.algorithms import Clip
 from rftmega.weights import Exporter
 from tests import plain_adapters
 from tests.layouts import build_policy, rows_of

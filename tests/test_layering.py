@@ -252,14 +252,18 @@ def test_imports_follow_the_map() -> None:
             "write rftmega.converters.table",
         ),
         ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
-        ("rftmega/validation/bad.py", "import torch", "validation must import nothing heavy"),
+        (
+            "rftmega/config/validation/bad.py",
+            "import torch",
+            "validation must import nothing heavy",
+        ),
         (
             "rftmega/config/bad.py",
-            "from rftmega.validation import violations",
+            "from rftmega.config.validation import violations",
             "config may not import validation",
         ),
         (
-            "rftmega/validation/bad.py",
+            "rftmega/config/validation/bad.py",
             "from rftmega.data import load_prompts",
             "validation may not import data",
         ),

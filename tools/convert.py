@@ -19,8 +19,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+from rftmega.config.options.adapters import HF_TARGETS
 from rftmega.core.errors import RFTMegaError, exit_code_of
-from rftmega.options.adapters import HF_TARGETS
 
 LAYOUT = {
     "tp": ("tensor", "tensor-parallel ranks"),

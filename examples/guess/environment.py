@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rftmega.config.options.parts import EnvironmentPart, implements
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory, Turn
-from rftmega.options.parts import EnvironmentPart, implements
 
 NUMBERS = 7
 

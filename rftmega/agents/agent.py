@@ -13,13 +13,13 @@ from typing import Any
 from rftmega.agents.openai_endpoint import MODEL, Endpoint
 from rftmega.agents.session import Session
 from rftmega.agents.threads import in_thread
+from rftmega.config.options.agents import Agent
+from rftmega.config.options.parts import implements
+from rftmega.config.user_code.functions import function_of
 from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.core.errors import ConfigError, EnvironmentFailed
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout
-from rftmega.options.agents import Agent
-from rftmega.options.parts import implements
-from rftmega.user_code.functions import function_of
 
 log = logging.getLogger(__name__)
 LAST_WORDS = 2000  # characters of what a program said, in an error

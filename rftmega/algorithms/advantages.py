@@ -11,10 +11,10 @@ from torch import Tensor
 from rftmega.algorithms.filters import clip_filter_weight
 from rftmega.algorithms.gae import gae
 from rftmega.algorithms.groups import varied
+from rftmega.config.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns, TurnNorm
+from rftmega.config.options.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.core.ragged import Ragged, by_rows
 from rftmega.core.types import RowsOfRollouts
-from rftmega.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns, TurnNorm
-from rftmega.options.parts import IMPLEMENTATIONS, Advantage, implements
 
 
 def group_normalised(

@@ -7,9 +7,9 @@ from rftmega.algorithms.aggregation import Aggregation, averaged, sequence_mean,
 from rftmega.algorithms.kl import ESTIMATORS, KLController
 from rftmega.algorithms.mismatch import importance
 from rftmega.algorithms.surrogates import Surrogate, clip_binds, ratio_of
+from rftmega.config.options.algorithms import GSPO, Clip, NoImportance
+from rftmega.config.options.parts import IMPLEMENTATIONS, ImportanceSampling, PolicyLoss
 from rftmega.core.types import Experience, LossFn, TokenLoss, TokenStats
-from rftmega.options.algorithms import GSPO, Clip, NoImportance
-from rftmega.options.parts import IMPLEMENTATIONS, ImportanceSampling, PolicyLoss
 
 
 def policy_loss(

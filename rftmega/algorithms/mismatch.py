@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.core.ragged import Ragged, by_rows
-from rftmega.core.types import Experience, Metrics
-from rftmega.options.algorithms import (
+from rftmega.config.options.algorithms import (
     MaskedImportance,
     NoImportance,
     SequenceImportance,
     TokenImportance,
 )
-from rftmega.options.parts import IMPLEMENTATIONS, ImportanceSampling, implements
+from rftmega.config.options.parts import IMPLEMENTATIONS, ImportanceSampling, implements
+from rftmega.core.ragged import Ragged, by_rows
+from rftmega.core.types import Experience, Metrics
 
 
 class Gap(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.options.algorithms import CISPO, CPGD, GSPO, Clip, ScoreFunction
-from rftmega.options.parts import PolicyLoss, implements
+from rftmega.config.options.algorithms import CISPO, CPGD, GSPO, Clip, ScoreFunction
+from rftmega.config.options.parts import PolicyLoss, implements
 
 LARGEST_LOG_RATIO = 20.0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig
+from rftmega.config.options.agents import Agent
+from rftmega.config.options.environments import Tools
 from rftmega.core.errors import DataError
 from rftmega.core.json_files import read_json_object
-from rftmega.options.agents import Agent
-from rftmega.options.environments import Tools
 
 FILE = "chat.json"
 

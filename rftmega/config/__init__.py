@@ -5,6 +5,8 @@ Importing this costs nothing: no torch, no Megatron.
 
 from rftmega.config.config_diff import changes
 from rftmega.config.load import load, parse_override, plugins_of
+from rftmega.config.options.adapters import COLUMNS_OF_A_SCALE, LoRA
+from rftmega.config.options.algorithms import AlgorithmConfig, KLConfig
 from rftmega.config.pushed_adapters import SERVED_WORDS, served_rank, why_merged
 from rftmega.config.schema import (
     CheckpointConfig,
@@ -22,8 +24,6 @@ from rftmega.config.schema import (
 )
 from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
-from rftmega.options.adapters import COLUMNS_OF_A_SCALE, LoRA
-from rftmega.options.algorithms import AlgorithmConfig, KLConfig
 
 __all__ = [
     "COLUMNS_OF_A_SCALE",

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from rftmega.config.load import flatten
+from rftmega.config.options.secrecy import SecretText
 from rftmega.config.secrets import NOT_STORED, hint_of, stored
 from rftmega.config.tree import AS_THE_POLICY
-from rftmega.options.secrecy import SecretText
 
 NOTHING = "(nothing)"
 

@@ -32,8 +32,8 @@ from rftmega.config.tree import (
     sections,
     unions,
 )
+from rftmega.config.user_code.functions import name_of
 from rftmega.core.errors import ConfigError
-from rftmega.user_code.functions import name_of
 
 DICTIONARY = "This config"  # in errors, of options that no file holds
 READ_FIRST = ("plugins", "algorithm.recipe")  # before the other options have a meaning

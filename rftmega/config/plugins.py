@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args, get_origin
 
+from rftmega.config.options.parts import IMPLEMENTATIONS, KINDS, kind_of, type_of
 from rftmega.config.tree import hints, members, plain, unions
+from rftmega.config.user_code.python_files import module_of
 from rftmega.core.errors import ConfigError
-from rftmega.options.parts import IMPLEMENTATIONS, KINDS, kind_of, type_of
-from rftmega.user_code.python_files import module_of
 
 
 def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:

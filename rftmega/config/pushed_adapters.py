@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from rftmega.config.options.adapters import OF_WORDS
 from rftmega.config.schema import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.json_files import read_json_object
-from rftmega.options.adapters import OF_WORDS
 
 # dense models (model_type) beside whose layers vLLM 0.32 serves adapters, as pushes of them were tried;
 # of the first three, beside embedding and head as well

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from omegaconf import MISSING
 from pydantic import Discriminator
 
-from rftmega.options.adapters import LoRA
-from rftmega.options.agents import Agent, Verifiers
-from rftmega.options.algorithms import AlgorithmConfig
-from rftmega.options.bounds import (
+from rftmega.config.options.adapters import LoRA
+from rftmega.config.options.agents import Agent, Verifiers
+from rftmega.config.options.algorithms import AlgorithmConfig
+from rftmega.config.options.bounds import (
     AtLeastTwo,
     AtMostOne,
     BelowOne,
@@ -24,10 +24,10 @@ from rftmega.options.bounds import (
     PositiveShare,
     Share,
 )
-from rftmega.options.environments import GivenEnvironment, SingleTurn, Tools
-from rftmega.options.parts import RewardPart
-from rftmega.options.secrecy import SecretText
-from rftmega.user_code.functions import name_of
+from rftmega.config.options.environments import GivenEnvironment, SingleTurn, Tools
+from rftmega.config.options.parts import RewardPart
+from rftmega.config.options.secrecy import SecretText
+from rftmega.config.user_code.functions import name_of
 
 
 @dataclass

@@ -14,9 +14,9 @@ from typing import Annotated, Any, get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rftmega.config.options.secrecy import Hidden, Interpolated
 from rftmega.config.schema import RunConfig
 from rftmega.config.tree import Plugins, hints, listed, walk
-from rftmega.options.secrecy import Hidden, Interpolated
 
 NOT_STORED = "(not stored)"
 USER = re.compile(r"(?<=://)\S*@")

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import Discriminator
 
+from rftmega.config.options.parts import kind_of, type_of
 from rftmega.config.schema import RunConfig
-from rftmega.options.parts import kind_of, type_of
 
 Plugins = tuple[type, ...]
 # sections that the critic has, too, and takes from there what it is not given

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rftmega.checkpoint.reader import PROGRESS
+from rftmega.config.options.adapters import EMBEDDING, HEAD, HF_TARGETS
 from rftmega.conversion.target import (
     FILE_BYTES,
     Progress,
@@ -33,7 +34,6 @@ from rftmega.hf_folders.hf_folder import (
     write_shard,
 )
 from rftmega.hf_folders.peft_folder import PEFTFolder, write_config, write_pairs
-from rftmega.options.adapters import EMBEDDING, HEAD, HF_TARGETS
 
 EXACT = 1024  # rows or columns up to which all singular values are computed
 SPARE, ROUNDS = 16, 6  # of the randomised method (Halko et al., arXiv:0909.4061) for larger ones

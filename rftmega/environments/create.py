@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rftmega.config.options.parts import IMPLEMENTATIONS, EnvironmentPart
 from rftmega.core.interfaces import Environment
 from rftmega.core.types import Prompt
-from rftmega.options.parts import IMPLEMENTATIONS, EnvironmentPart
 
 
 def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from rftmega.config.options.environments import GivenEnvironment, environment_given
+from rftmega.config.options.parts import implements
 from rftmega.core.interfaces import Environment
-from rftmega.options.environments import GivenEnvironment, environment_given
-from rftmega.options.parts import implements
 
 
 @implements(GivenEnvironment)

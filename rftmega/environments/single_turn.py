@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rftmega.config.options.environments import SingleTurn
+from rftmega.config.options.parts import implements
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Trajectory
-from rftmega.options.environments import SingleTurn
-from rftmega.options.parts import implements
 
 
 @implements(SingleTurn)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rftmega.config.options.adapters import LoRA, scaling_of
+from rftmega.config.options.peft_fields import foreign_fields
 from rftmega.converters.adapters import (
     DOWNS,
     EMBEDDING_DOWN,
@@ -26,8 +28,6 @@ from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import OF_WORDS
 from rftmega.hf_folders.adapter_card import write_card
 from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
-from rftmega.options.adapters import LoRA, scaling_of
-from rftmega.options.peft_fields import foreign_fields
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

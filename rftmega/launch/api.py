@@ -21,6 +21,8 @@ from typing import Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
+from rftmega.config.options.environments import GivenEnvironment, give_environment
+from rftmega.config.user_code.functions import RewardFunction, give
 from rftmega.core.errors import ConfigError, RanksFailed
 from rftmega.launch.hub import fetched
 from rftmega.launch.hub_upload import claim, upload
@@ -28,11 +30,9 @@ from rftmega.launch.notebook import progress
 from rftmega.launch.run_result import RunResult
 from rftmega.launch.train import task_of
 from rftmega.observe.history import read_history
-from rftmega.options.environments import GivenEnvironment, give_environment
 from rftmega.parallel.folder_lock import locked
 from rftmega.parallel.orphans import end_with_parent
 from rftmega.parallel.private import private_files
-from rftmega.user_code.functions import RewardFunction, give
 
 PACKAGE = "rftmega."
 # packages that warn of what is not installed, or of each other; and of how this one imports them

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig, split_source
+from rftmega.config.options.agents import Agent
+from rftmega.config.options.environments import Tools
+from rftmega.config.user_code.functions import GIVEN
 from rftmega.data import PromptOrder
 from rftmega.hf_folders.checksums import files_of
-from rftmega.options.agents import Agent
-from rftmega.options.environments import Tools
-from rftmega.user_code.functions import GIVEN
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TEXTS = (".txt", ".md")  # that reward.judge_template may name

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rftmega import device
 from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
+from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
@@ -39,7 +40,6 @@ from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
 from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK
-from rftmega.validation import violations
 from rftmega.vllm_server import door
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it

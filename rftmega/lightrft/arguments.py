@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from rftmega.config import AlgorithmConfig, RunConfig
-from rftmega.options.algorithms import GroupNorm
+from rftmega.config.options.algorithms import GroupNorm
 
 ESTIMATORS = {"leave_one_out": "rloo"}  # others have one name
 

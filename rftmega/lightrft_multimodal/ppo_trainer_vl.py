@@ -14,11 +14,11 @@ from torch import Tensor
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
+from rftmega.config.options.algorithms import Clip
 from rftmega.core.types import COUNT, Metrics
 from rftmega.core.types import Experience as OwnExperience
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import Experience, Samples, per_target, to_experience
-from rftmega.options.algorithms import Clip
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 
 # argument there -> its default, and what decides it here

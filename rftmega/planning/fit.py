@@ -6,6 +6,7 @@ from typing import Any
 
 from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
+from rftmega.config.validation import violations
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, layout_violations
 from rftmega.parallel.layout import nodes_of_engine
@@ -15,7 +16,6 @@ from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import bound_of
 from rftmega.planning.times import Speeds
-from rftmega.validation import violations
 
 GB = 1e9
 CHANGING = ("parallel", "optimizer", "rollout", "trainer", "critic")  # sections

@@ -18,10 +18,10 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from rftmega.config import split_source
+from rftmega.config.user_code.python_files import module_of
 from rftmega.core.errors import ConfigError, DataError
 from rftmega.core.json_files import NotJSON, parse_json
 from rftmega.records.values import Record
-from rftmega.user_code.python_files import module_of
 
 ROWS_AT_ONCE = 1024
 LONGEST_LINE = 32 * 2**20  # bytes; a million tokens take a tenth of it

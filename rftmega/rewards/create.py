@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from rftmega.config import RewardConfig
+from rftmega.config.options.parts import IMPLEMENTATIONS
+from rftmega.config.user_code.functions import RewardFunction, function_of, name_of
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.options.parts import IMPLEMENTATIONS
 from rftmega.rewards import code, multiple_choice
 from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match_rule
@@ -19,7 +20,6 @@ from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
 from rftmega.rewards.reasoning import Reasoning
 from rftmega.rewards.remote import RemotePart
-from rftmega.user_code.functions import RewardFunction, function_of, name_of
 
 PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     "code": lambda config, decode: CodePart(

@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rftmega.config.user_code.functions import RewardFunction
 from rftmega.core.errors import RewardError
 from rftmega.core.types import Prompt
 from rftmega.rewards.part import Answer, Decode, Part
-from rftmega.user_code.functions import RewardFunction
 
 OURS = ("prompts", "completions", "completion_ids", "trajectories")  # keywords that are no columns
 NEVER_COLUMNS = ("prompt", "completion", *OURS)

@@ -4,15 +4,15 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from rftmega.config.options.tools import HTTPTool, MCPServer, SandboxTool
+from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
-from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool
 from rftmega.toolsets.function_schema import OPTION
 from rftmega.toolsets.http_tool import HTTPTools
 from rftmega.toolsets.mcp_tool import MCPTools
 from rftmega.toolsets.python_functions import PythonClass, PythonFunctions
 from rftmega.toolsets.sandbox_tool import SandboxTools
 from rftmega.toolsets.tool import Toolset
-from rftmega.user_code.functions import function_of
 
 
 class ToolOptions(Protocol):

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 
+from rftmega.config.options.tools import HTTPTool
 from rftmega.core.errors import ConfigError, InfrastructureFault, described
 from rftmega.core.types import Prompt
-from rftmega.options.tools import HTTPTool
 from rftmega.toolsets.tool import NO_ARGUMENTS, PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.web_address import bearer, checked_address
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from rftmega.config.options.tools import MCPServer
 from rftmega.core.errors import ConfigError, InfrastructureFault, described
 from rftmega.core.types import Prompt
-from rftmega.options.tools import MCPServer
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.web_address import bearer, checked_address
 

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from rftmega.config.user_code.functions import function_of, name_of
 from rftmega.core.errors import ConfigError, InfrastructureFault, described
 from rftmega.core.types import Prompt
 from rftmega.toolsets.background_loop import BackgroundLoop
 from rftmega.toolsets.function_schema import OPTION, FunctionSchema
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
-from rftmega.user_code.functions import function_of, name_of
 
 log = logging.getLogger(__name__)
 # methods of a class that the environment calls, and no model

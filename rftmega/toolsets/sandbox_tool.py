@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rftmega.config.options.tools import SandboxTool
 from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.core.types import Prompt
-from rftmega.options.tools import SandboxTool
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
 
 log = logging.getLogger(__name__)

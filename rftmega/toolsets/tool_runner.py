@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from rftmega.config.options.tools import ToolLimits
 from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.core.types import Prompt
-from rftmega.options.tools import ToolLimits
 from rftmega.toolsets.background_loop import BackgroundLoop
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSession, Toolset, ToolSpec
 

@@ -13,10 +13,10 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
+from rftmega.config.options.algorithms import GSPO, TokenImportance
 from rftmega.core.errors import GapExceeded
 from rftmega.core.types import Completion, Prompt, Rollout
 from rftmega.experience import ExperienceMaker
-from rftmega.options.algorithms import GSPO, TokenImportance
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.weights import Exporter

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, RunConfig
+from rftmega.config.options.algorithms import GAE
 from rftmega.core.types import Experience
 from rftmega.device.residency import Residency
 from rftmega.megatron import MegatronActor, MegatronBackend, MegatronCritic
-from rftmega.options.algorithms import GAE
 from rftmega.parallel.topology import Topology
 from rftmega.planning.memory import on_host, resident
 from rftmega.planning.models import models_of

@@ -11,11 +11,11 @@ import pytest
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.config.options.algorithms import GAE, GroupNorm
 from rftmega.core.types import Prompt, Sampling
 from rftmega.device.residency import ADAM, PARTS
 from rftmega.experience import ExperienceMaker, collect, complete
 from rftmega.megatron import MegatronBackend, backend
-from rftmega.options.algorithms import GAE, GroupNorm
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of

@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.config import RolloutConfig
+from rftmega.config.options.environments import Tools
 from rftmega.core.errors import EngineFault, Preempted
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.options.environments import Tools
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request

@@ -44,8 +44,8 @@ from typing import Literal
 
 import torch
 
-from rftmega.options.bounds import Count
-from rftmega.options.parts import EnvironmentPart, ImportanceSampling, implements
+from rftmega.config.options.bounds import Count
+from rftmega.config.options.parts import EnvironmentPart, ImportanceSampling, implements
 from rftmega.core.types import Trajectory
 
 

@@ -24,8 +24,8 @@ SECRETS = {
 PART = """
 from dataclasses import dataclass
 from typing import Literal
-from rftmega.options.parts import RewardPart, implements
-from rftmega.options.secrecy import SecretText
+from rftmega.config.options.parts import RewardPart, implements
+from rftmega.config.options.secrecy import SecretText
 
 @dataclass(frozen=True)
 class Keyed(RewardPart):

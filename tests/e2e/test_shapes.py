@@ -10,7 +10,7 @@ from PIL import Image
 
 from examples.shapes import make_data, warm_start
 from rftmega.config import load
-from rftmega.validation import violations
+from rftmega.config.validation import violations
 from tests.e2e.conftest import ROOT
 
 SIZES = {"eval": 200, "warm_start": 1000, "train": 2000}

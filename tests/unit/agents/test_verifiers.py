@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rftmega.agents.verifiers import WORKER, VerifiersEnvironment, Worker
+from rftmega.config.options.agents import Verifiers
 from rftmega.core.errors import ConfigError, DataError, InfrastructureFault
 from rftmega.core.types import Prompt
-from rftmega.options.agents import Verifiers
 from tests.chat_formats import FORMATS, tokenizer
 from tests.unit.agents.test_openai_endpoint import Scripted
 

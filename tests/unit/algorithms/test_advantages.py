@@ -13,7 +13,7 @@ from rftmega.algorithms.advantages import (
     whitened,
 )
 from rftmega.algorithms.groups import varied
-from rftmega.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
+from rftmega.config.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
 from tests.columns import ragged
 
 ESTIMATORS = {

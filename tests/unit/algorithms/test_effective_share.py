@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from rftmega.algorithms.mismatch import effective_share
+from rftmega.config.options.algorithms import MaskedImportance, SequenceImportance, TokenImportance
+from rftmega.config.options.parts import ImportanceSampling
 from rftmega.core.ragged import Ragged
-from rftmega.options.algorithms import (
-    MaskedImportance,
-    SequenceImportance,
-    TokenImportance,
-)
-from rftmega.options.parts import ImportanceSampling
 
 LENGTHS = (5, 1, 0, 9, 3, 4)
 CAP = 1.5

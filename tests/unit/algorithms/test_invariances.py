@@ -20,8 +20,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
-from rftmega.core.types import Experience, Rows, TokenStats, TokenValues
-from rftmega.options.algorithms import (
+from rftmega.config.options.algorithms import (
     CISPO,
     CPGD,
     GAE,
@@ -36,6 +35,7 @@ from rftmega.options.algorithms import (
     SequenceImportance,
     TokenImportance,
 )
+from rftmega.core.types import Experience, Rows, TokenStats, TokenValues
 from tests.columns import ragged
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rftmega.algorithms.aggregation import AGGREGATIONS, sequence_mean, token_mean
 from rftmega.algorithms.losses import policy_loss
+from rftmega.config.options.algorithms import Clip
 from rftmega.core.types import Experience, TokenStats
-from rftmega.options.algorithms import Clip
 
 
 def experience_of(

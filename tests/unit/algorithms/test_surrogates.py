@@ -17,8 +17,7 @@ from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import highest, policy_loss
 from rftmega.algorithms.mismatch import importance
 from rftmega.algorithms.surrogates import clip_binds
-from rftmega.core.types import Experience, TokenMetric, TokenStats
-from rftmega.options.algorithms import (
+from rftmega.config.options.algorithms import (
     CISPO,
     CPGD,
     GSPO,
@@ -29,7 +28,8 @@ from rftmega.options.algorithms import (
     SequenceImportance,
     TokenImportance,
 )
-from rftmega.options.parts import IMPLEMENTATIONS, PolicyLoss
+from rftmega.config.options.parts import IMPLEMENTATIONS, PolicyLoss
+from rftmega.core.types import Experience, TokenMetric, TokenStats
 
 # logp, old logp, advantage of an answer's tokens
 Row = tuple[list[Tensor], list[float], list[float]]

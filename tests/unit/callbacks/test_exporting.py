@@ -9,8 +9,8 @@ from rftmega.callbacks.evaluate_rows import HeldOut
 from rftmega.callbacks.exporting import Exporting
 from rftmega.callbacks.observers import observers_of
 from rftmega.config import load
+from rftmega.config.validation import violations
 from rftmega.hf_folders import export_folder
-from rftmega.validation import violations
 
 
 def wrote(folder: Path) -> str:

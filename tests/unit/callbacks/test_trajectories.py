@@ -16,6 +16,8 @@ from PIL import Image
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import Trajectories, described, records, write
 from rftmega.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
+from rftmega.config.options.algorithms import GroupNorm
+from rftmega.config.options.environments import Tools
 from rftmega.core.errors import DataError
 from rftmega.core.media_positions import PlacedPicture, RowPictures
 from rftmega.core.ragged import Ragged
@@ -31,8 +33,6 @@ from rftmega.core.types import (
 )
 from rftmega.data import Chat
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.options.algorithms import GroupNorm
-from rftmega.options.environments import Tools
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((97, 98, 99), label="x\ud800", index=41), Prompt((100,), label="y", index=7)]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rftmega.config import RunConfig, load, parse_override, shares
 from rftmega.config.load import recipe
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
+from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
 from rftmega.launch.option_reference import option_reference
-from rftmega.validation import violations
 
 ROOT = Path(__file__).parents[3]
 
@@ -199,7 +199,9 @@ def test_every_option_is_explained_and_its_default_shown() -> None:
 
 def test_reading_and_checking_a_config_imports_nothing_heavy() -> None:
     heavy = "('torch', 'transformers', 'megatron', 'vllm')"
-    heavy = f"import sys, rftmega.validation; sys.exit(any(m in sys.modules for m in {heavy}))"
+    heavy = (
+        f"import sys, rftmega.config.validation; sys.exit(any(m in sys.modules for m in {heavy}))"
+    )
     assert subprocess.run([sys.executable, "-c", heavy], check=False, cwd=ROOT).returncode == 0
 
 

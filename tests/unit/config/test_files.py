@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rftmega.config import RunConfig, load
 from rftmega.config.tree import options
+from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
-from rftmega.validation import violations
 
 START = "model: {path: x}\n"
 ROOT = Path(__file__).parents[3]

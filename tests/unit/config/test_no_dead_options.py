@@ -14,8 +14,8 @@ import pytest
 from rftmega.config import RunConfig, load
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.tree import options, unions, walk
+from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
-from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import (
     averaged,
@@ -466,7 +466,7 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import Literal
 
-from rftmega.options.parts import Advantage, EnvironmentPart, implements
+from rftmega.config.options.parts import Advantage, EnvironmentPart, implements
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import pytest
 from rftmega import environments
 from rftmega.algorithms import advantages, losses
 from rftmega.config import RunConfig, load
+from rftmega.config.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
+from rftmega.config.options.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.config.renamed import RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
+from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
 from rftmega.launch.option_reference import option_reference
-from rftmega.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
-from rftmega.options.parts import IMPLEMENTATIONS, Advantage, implements
-from rftmega.validation import violations
 
 
 @pytest.fixture

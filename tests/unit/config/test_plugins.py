@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load, plugins_of, without_secrets
+from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
 from rftmega.launch import command_line
 from rftmega.launch.option_reference import option_reference
-from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import program
 
@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from rftmega.options.parts import Advantage, PolicyLoss, RewardPart, implements
+from rftmega.config.options.parts import Advantage, PolicyLoss, RewardPart, implements
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from rftmega.config.options.adapters import HF_TARGETS, MEGATRON_TARGETS
 from rftmega.converters import FAMILIES, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.decoder import value_head
 from rftmega.converters.rules import QKV, Replicated, Row, shard, shard_shape
-from rftmega.options.adapters import HF_TARGETS, MEGATRON_TARGETS
 from tests.tiny_models import VARIANTS
 
 DENSE = ["llama", "qwen2", "qwen3", "olmo2", "phi3", "seed-oss", "mistral-window"]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from rftmega.config.options.environments import SingleTurn, Tools
+from rftmega.config.options.tools import ToolLimits
 from rftmega.core.errors import ConfigError, ContextTooLong, DataError, InfrastructureFault
 from rftmega.core.types import Completion, Prompt, Rollout
 from rftmega.environments import check, create, specs_of
 from rftmega.environments.tools import ToolsEnvironment
-from rftmega.options.environments import SingleTurn, Tools
-from rftmega.options.tools import ToolLimits
 from tests.chat_formats import FORMATS, Format, tokenizer
 
 FORM = FORMATS["hermes"]

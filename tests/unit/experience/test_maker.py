@@ -12,10 +12,10 @@ from torch import Tensor
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
+from rftmega.config.options.algorithms import GAE, Returns
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Rows, Samples, TokenStats, TokenValues
 from rftmega.experience import ExperienceMaker
-from rftmega.options.algorithms import GAE, Returns
 
 # tokens of the prompt, and of prompt and answer together
 PROMPTS, LENGTHS = [2, 1, 3, 2], [6, 4, 4, 7]

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from rftmega.config import AlgorithmConfig, KLConfig
+from rftmega.config.options.algorithms import GroupNorm
 from rftmega.core.types import Completion, Prompt, Rollout, TokenStats
 from rftmega.experience import ExperienceMaker, collect
-from rftmega.options.algorithms import GroupNorm
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((1, 2, 3)), Prompt((1, 2, 3)), Prompt((9,)), Prompt((9,))]

@@ -11,6 +11,15 @@ import torch
 from rftmega.algorithms.aggregation import aggregation_of
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import AlgorithmConfig
+from rftmega.config.options.algorithms import (
+    GAE,
+    Clip,
+    GroupNorm,
+    KLConfig,
+    LeaveOneOut,
+    Returns,
+    TurnNorm,
+)
 from rftmega.core.errors import InfrastructureFault
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import (
@@ -24,15 +33,6 @@ from rftmega.core.types import (
     Turn,
 )
 from rftmega.experience import ExperienceMaker, ReplayBuffer, collect
-from rftmega.options.algorithms import (
-    GAE,
-    Clip,
-    GroupNorm,
-    KLConfig,
-    LeaveOneOut,
-    Returns,
-    TurnNorm,
-)
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue

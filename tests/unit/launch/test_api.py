@@ -13,9 +13,9 @@ import pytest
 
 import rftmega
 from rftmega.config import load
+from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
 from rftmega.launch import api
-from rftmega.user_code.functions import function_of
 
 
 def test_importing_rftmega_and_its_train_costs_nothing() -> None:

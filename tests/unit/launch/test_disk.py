@@ -1,8 +1,8 @@
 from pathlib import Path
 
 from rftmega.config import AlgorithmConfig, CheckpointConfig, ModelConfig, RunConfig, TrainerConfig
+from rftmega.config.options.algorithms import GAE
 from rftmega.launch.disk_space import needed
-from rftmega.options.algorithms import GAE
 from tests.tiny_models import save_tiny
 
 PARAMETERS = 189_632  # of the tiny Qwen3, as a dry run says

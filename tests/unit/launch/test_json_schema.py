@@ -91,7 +91,7 @@ def test_a_typo_is_refused_by_the_schema_and_by_the_program(
         config = load(tmp_path / "a.yaml")
     except ConfigError:
         return
-    from rftmega.validation.ranges import choices_and_ranges
+    from rftmega.config.validation.ranges import choices_and_ranges
 
     assert any(choices_and_ranges(config)), "the schema is stricter than the program"
 
@@ -140,7 +140,7 @@ def test_parts_of_a_users_own_are_in_the_schema_of_their_config(
 ) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\nfrom typing import Literal\n"
-        "from rftmega.options.parts import Advantage, implements\n\n\n"
+        "from rftmega.config.options.parts import Advantage, implements\n\n\n"
         "@dataclass(frozen=True)\nclass Scaled(Advantage):\n    '''Scales.'''\n\n"
         "    type: Literal['scaled'] = 'scaled'\n    factor: float = 2.0\n    '''By so much.'''\n\n\n"
         "@implements(Scaled)\ndef scaled(batch, options):\n    return options.factor * batch.reward\n"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rftmega.config import load
+from rftmega.config.validation.backend import backend
 from rftmega.lightrft.sharding_options import sharding_overrides
-from rftmega.validation.backend import backend
 
 
 @pytest.mark.parametrize(

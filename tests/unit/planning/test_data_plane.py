@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rftmega.config import AlgorithmConfig, KLConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.config.options.algorithms import GAE, GroupNorm, ReplayConfig
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Completion, Prompt, TokenStats, TokenValues
 from rftmega.experience import ExperienceMaker, collect
 from rftmega.model_providers.description import Experts
-from rftmega.options.algorithms import GAE, GroupNorm, ReplayConfig
 from rftmega.planning.data_plane import on_each_host, tokens_of
 from tests.rollouts import rollout_of
 

@@ -16,7 +16,7 @@ from rftmega.config import (
     RunConfig,
     TrainerConfig,
 )
-from rftmega.options.algorithms import GAE
+from rftmega.config.options.algorithms import GAE
 from rftmega.planning.fit import Machine, changed, laid_out, misfits, push_bound, refused
 from rftmega.planning.memory import Budget, on_host, resident
 from rftmega.planning.models import POLICY, models_of

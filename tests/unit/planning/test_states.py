@@ -14,7 +14,7 @@ from rftmega.config import (
     ParallelConfig,
     RunConfig,
 )
-from rftmega.options.algorithms import GAE, GroupNorm
+from rftmega.config.options.algorithms import GAE, GroupNorm
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.states import (
     ADAM,

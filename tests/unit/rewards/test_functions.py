@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rftmega.config import RewardConfig
+from rftmega.config.user_code.functions import function_of, give
 from rftmega.core.errors import ConfigError, DataError, RewardError
 from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards import check_prompts, create
-from rftmega.user_code.functions import function_of, give
 from tests.rollouts import answered
 
 

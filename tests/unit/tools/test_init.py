@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rftmega import config as configuration
+from rftmega.config.validation import violations
 from rftmega.examples.arithmetic import warm_start
 from rftmega.launch import preflight
 from rftmega.launch.command_line import run
@@ -16,7 +17,6 @@ from rftmega.planning.memory import Budget
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.times import Speeds
 from rftmega.tools import init, plan
-from rftmega.validation import violations
 from tests.tiny_models import save_tiny
 from tests.unit.model_providers.test_published import COMMON, PUBLISHED
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from aiohttp import web
 
+from rftmega.config.options.tools import HTTPTool, ToolLimits
 from rftmega.core.errors import ConfigError, InfrastructureFault
-from rftmega.options.tools import HTTPTool, ToolLimits
 from rftmega.toolsets.http_tool import LARGEST_REPLY, HTTPTools
 from rftmega.toolsets.tool_runner import ToolReply
 from tests.unit.toolsets.tool_calls import running

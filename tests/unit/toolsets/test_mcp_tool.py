@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rftmega.config.options.tools import MCPServer, ToolLimits
 from rftmega.core.errors import ConfigError, InfrastructureFault
-from rftmega.options.tools import MCPServer, ToolLimits
 from rftmega.toolsets.mcp_tool import MCPTools
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner
 from tests.unit.toolsets.tool_calls import in_rollout

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rftmega.config.options.tools import ToolLimits
 from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.core.types import Prompt
-from rftmega.options.tools import ToolLimits
 from rftmega.toolsets.python_functions import PythonClass, PythonFunctions
 from rftmega.toolsets.tool import ToolSpec
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner
@@ -315,7 +315,7 @@ def test_what_hangs_or_blocks_is_the_models_failure_and_holds_nothing_up(file: s
 def test_a_process_ends_although_a_function_hangs(file: str) -> None:
     program = f"""
 import asyncio
-from rftmega.options.tools import ToolLimits
+from rftmega.config.options.tools import ToolLimits
 from rftmega.toolsets.python_functions import PythonFunctions
 from rftmega.toolsets.tool_runner import OpenTools
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rftmega.config.options.tools import SandboxTool, ToolLimits
 from rftmega.core.errors import ConfigError, InfrastructureFault
-from rftmega.options.tools import SandboxTool, ToolLimits
 from rftmega.toolsets import sandbox_tool
 from rftmega.toolsets.sandbox_tool import SandboxSession, SandboxTools
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner

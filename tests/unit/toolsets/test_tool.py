@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from rftmega.config.options.tools import ToolLimits
 from rftmega.core.errors import ConfigError, InfrastructureFault
 from rftmega.core.types import Prompt
-from rftmega.options.tools import ToolLimits
 from rftmega.toolsets.tool import PlainSession, ToolError, ToolSpec
 from rftmega.toolsets.tool_runner import OpenTools, ToolReply, ToolRunner, shortened
 from tests.unit.toolsets.tool_calls import in_rollout

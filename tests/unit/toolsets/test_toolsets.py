@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 
 from rftmega.config import load
+from rftmega.config.options.environments import Tools
+from rftmega.config.options.tools import HTTPTool, MCPServer, SandboxTool
+from rftmega.config.validation.ranges import choices_and_ranges
 from rftmega.core.errors import ConfigError
-from rftmega.options.environments import Tools
-from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool
 from rftmega.toolsets.create import toolsets_of
-from rftmega.validation.ranges import choices_and_ranges
 
 SOURCE = '''
 def f(a: int) -> int:

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from rftmega.options.tools import ToolLimits
+from rftmega.config.options.tools import ToolLimits
 from rftmega.toolsets.tool import Toolset
 from rftmega.toolsets.tool_runner import OpenTools, ToolRunner
 

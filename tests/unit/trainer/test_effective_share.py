@@ -10,8 +10,8 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.mismatch import effectiveness_of
+from rftmega.config.options.algorithms import NoImportance, TokenImportance
 from rftmega.core.types import Experience, TokenStats
-from rftmega.options.algorithms import NoImportance, TokenImportance
 from rftmega.trainer import Learner
 from rftmega.trainer.optimizer_steps import Schedule
 from tests.columns import ragged

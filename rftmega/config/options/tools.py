@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rftmega.options.bounds import Count, NotNegativeInt, Positive
-from rftmega.options.secrecy import SecretCommand, SecretValues
+from rftmega.config.options.bounds import Count, NotNegativeInt, Positive
+from rftmega.config.options.secrecy import SecretCommand, SecretValues
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.options.peft_fields import INITS, PLAIN, READ, foreign_fields
+from rftmega.config.options.peft_fields import INITS, PLAIN, READ, foreign_fields
 
 # what adapter_config.json of peft 0.21.2 holds (LoraConfig().to_dict(), save_pretrained), by its defaults
 DEFAULTS: dict[str, Any] = {

@@ -4,10 +4,10 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rftmega.config.options.bounds import Count, NotNegativeInt
+from rftmega.config.options.parts import EnvironmentPart
+from rftmega.config.options.tools import HTTPTool, MCPServer, SandboxTool, ToolLimits
 from rftmega.core.errors import ConfigError
-from rftmega.options.bounds import Count, NotNegativeInt
-from rftmega.options.parts import EnvironmentPart
-from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool, ToolLimits
 
 
 @dataclass(frozen=True)

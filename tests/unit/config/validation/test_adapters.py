@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import LoRA, load
+from rftmega.config.options.algorithms import GAE
+from rftmega.config.validation.adapters import adapters
 from rftmega.core.errors import ConfigError
 from rftmega.launch.preflight import preflight
-from rftmega.options.algorithms import GAE
-from rftmega.validation.adapters import adapters
 from tests import plain_adapters
 from tests.tiny_models import save_tiny
 from tests.unit.launch.test_preflight import P, config_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rftmega.config import load
-from rftmega.validation.vision import vision
+from rftmega.config.validation.vision import vision
 
 
 def reasons(folder: Path, fields: dict[str, Any], *options: str) -> list[str]:

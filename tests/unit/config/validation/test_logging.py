@@ -3,7 +3,7 @@ import importlib.metadata
 import pytest
 
 from rftmega.config import LoggingConfig, RunConfig, TrainerConfig
-from rftmega.validation.logging import logging_options
+from rftmega.config.validation.logging import logging_options
 
 
 def refused(**options: object) -> list[str]:
@@ -37,8 +37,8 @@ def test_wandb_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
     def version(package: str) -> str:
         raise importlib.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr("rftmega.validation.logging.version", version)
+    monkeypatch.setattr("rftmega.config.validation.logging.version", version)
     (reason,) = refused(wandb="a")
     assert reason.endswith("Install it: pip install 'rftmega[wandb]'.")
-    monkeypatch.setattr("rftmega.validation.logging.version", lambda package: "1.0")
+    monkeypatch.setattr("rftmega.config.validation.logging.version", lambda package: "1.0")
     assert refused(wandb="a") == []

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rftmega.options.bounds import Positive
-from rftmega.options.parts import EnvironmentPart
-from rftmega.options.secrecy import SecretCommand, SecretOptions
+from rftmega.config.options.bounds import Positive
+from rftmega.config.options.parts import EnvironmentPart
+from rftmega.config.options.secrecy import SecretCommand, SecretOptions
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from rftmega.config.schema import DataConfig, RewardConfig, RunConfig
 from rftmega.config.secrets import has_credentials, shown
+from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
-from rftmega.user_code.functions import function_of
 
 REWARD_OPTIONS = {  # option -> the parts that read it
     "format_pattern": ("format",),

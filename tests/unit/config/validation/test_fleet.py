@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load
-from rftmega.validation.fleet import fleet
+from rftmega.config.validation.fleet import fleet
 
 NETWORK = ["strategy=separate", "rollout.transport=network"]
 SGLANG = ["strategy=separate", "rollout.engine=sglang"]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rftmega.config import RunConfig
-from rftmega.options.agents import Agent, Verifiers
-from rftmega.options.environments import SingleTurn, Tools
-from rftmega.options.tools import HTTPTool, MCPServer, SandboxTool
-from rftmega.validation.environment import environment
+from rftmega.config.options.agents import Agent, Verifiers
+from rftmega.config.options.environments import SingleTurn, Tools
+from rftmega.config.options.tools import HTTPTool, MCPServer, SandboxTool
+from rftmega.config.validation.environment import environment
 
 
 def told(chosen: Any) -> list[str]:

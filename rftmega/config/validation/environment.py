@@ -3,12 +3,12 @@
 import os
 import shutil
 
+from rftmega.config.options.agents import Agent, Verifiers
+from rftmega.config.options.environments import Tools
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import has_credentials
+from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
-from rftmega.options.agents import Agent, Verifiers
-from rftmega.options.environments import Tools
-from rftmega.user_code.functions import function_of
 
 
 def environment(config: RunConfig) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from rftmega.config import RunConfig
-from rftmega.validation.asynchronous import asynchronous
+from rftmega.config.validation.asynchronous import asynchronous
 
 
 def reasons(strategy: str, **rollout: object) -> list[str]:

@@ -8,11 +8,11 @@ import pytest
 from rftmega.config import RunConfig, load
 from rftmega.config.schema import RewardConfig
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
+from rftmega.config.validation import violations
+from rftmega.config.validation.paths import PATHS
 from rftmega.core.errors import ConfigError
-from rftmega.validation import violations
-from rftmega.validation.paths import PATHS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def test_a_sound_config_has_no_violations(config_file: Path) -> None:

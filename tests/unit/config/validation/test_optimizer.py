@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load
-from rftmega.validation.optimizer import optimizer
+from rftmega.config.validation.optimizer import optimizer
 
 CHECKS = sys.modules[optimizer.__module__]  # whose name in its package is the function's
 MUON = "optimizer.name=muon"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load
-from rftmega.validation.backend import backend
+from rftmega.config.validation.backend import backend
 
 GAE = "algorithm.advantage=gae"
 

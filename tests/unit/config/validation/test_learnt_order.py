@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rftmega.config import RunConfig
-from rftmega.validation.asynchronous import asynchronous
-from rftmega.validation.learnt_order import learnt_order
+from rftmega.config.validation.asynchronous import asynchronous
+from rftmega.config.validation.learnt_order import learnt_order
 
 SIZES = {"prompts_per_step": 4, "max_staleness": 2}
 STEP = {"step": 3, "taken": [[7, 8, 5, 6]], "versions": [[[2], [1, 2], [2], [2]]], "dropped": [1]}

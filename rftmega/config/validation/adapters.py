@@ -3,11 +3,7 @@
 import re
 from pathlib import Path
 
-from rftmega.config.pushed_adapters import served_rank
-from rftmega.config.schema import RunConfig
-from rftmega.core.errors import RFTMegaError
-from rftmega.core.json_files import read_json_object
-from rftmega.options.adapters import (
+from rftmega.config.options.adapters import (
     EMBEDDING,
     HEAD,
     HF_TARGETS,
@@ -17,7 +13,11 @@ from rftmega.options.adapters import (
     RANKS,
     LoRA,
 )
-from rftmega.options.peft_fields import foreign_fields
+from rftmega.config.options.peft_fields import foreign_fields
+from rftmega.config.pushed_adapters import served_rank
+from rftmega.config.schema import RunConfig
+from rftmega.core.errors import RFTMegaError
+from rftmega.core.json_files import read_json_object
 
 NAMES = ("alpha", "rslora", "targets", "push", "base_on_host", "dropout", "path", "evaluated")
 TOWERS = ("vision_config", "audio_config")

@@ -1,8 +1,8 @@
 """Options of the algorithm that refuse each other, or that nothing reads."""
 
+from rftmega.config.options.algorithms import CPGD, Clip, NoImportance
 from rftmega.config.schema import RunConfig
 from rftmega.config.tree import unions, value_of
-from rftmega.options.algorithms import CPGD, Clip, NoImportance
 
 SWITCHED = (  # an option, and the one that must be above 0 for it to be read
     ("algorithm.kl.placement", "algorithm.kl.coef"),

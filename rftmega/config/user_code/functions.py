@@ -9,8 +9,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rftmega.config.user_code.python_files import module_of
 from rftmega.core.errors import ConfigError
-from rftmega.user_code.python_files import module_of
 
 RewardFunction = Callable[..., Any]
 """f(prompts, completions, **columns) -> a number for each completion, or None where it has none."""

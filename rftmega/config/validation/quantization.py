@@ -1,7 +1,7 @@
 """Checks of engines that compute with numbers of 8 bits."""
 
+from rftmega.config.options.algorithms import NoImportance
 from rftmega.config.schema import RunConfig
-from rftmega.options.algorithms import NoImportance
 
 
 def quantization(config: RunConfig) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator
 
-from rftmega.options.bounds import (
+from rftmega.config.options.bounds import (
     AtLeastOne,
     BelowOne,
     Count,
@@ -17,7 +17,7 @@ from rftmega.options.bounds import (
     PositiveShare,
     Share,
 )
-from rftmega.options.parts import Advantage, ImportanceSampling, PolicyLoss
+from rftmega.config.options.parts import Advantage, ImportanceSampling, PolicyLoss
 
 
 @dataclass(frozen=True)

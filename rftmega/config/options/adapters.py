@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rftmega.options.bounds import BelowOne, NotNegativeInt, Positive
+from rftmega.config.options.bounds import BelowOne, NotNegativeInt, Positive
 
 # what vLLM takes as max_lora_rank
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -5,27 +5,27 @@ Each section's rules have a file of their own. Importing this costs nothing: no 
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import without_credentials
-from rftmega.validation.adapters import adapters
-from rftmega.validation.algorithm import algorithm_options, groups_of_one
-from rftmega.validation.asynchronous import asynchronous
-from rftmega.validation.backend import backend
-from rftmega.validation.checkpoint import checkpoints
-from rftmega.validation.data import files, training_data
-from rftmega.validation.environment import environment
-from rftmega.validation.faults import faults
-from rftmega.validation.fleet import fleet
-from rftmega.validation.layout import critic, engine, layout, overlap
-from rftmega.validation.learnt_order import learnt_order
-from rftmega.validation.logging import logging_options
-from rftmega.validation.optimizer import optimizer
-from rftmega.validation.paths import has_nul, paths
-from rftmega.validation.quantization import quantization
-from rftmega.validation.ranges import choices_and_ranges
-from rftmega.validation.reward import reward_parts
-from rftmega.validation.router_replay import router_replay
-from rftmega.validation.trainer import evaluation, exports, held_out_prompts, step_rows
-from rftmega.validation.vision import vision
-from rftmega.validation.without_rollouts import unread_without_rollouts
+from rftmega.config.validation.adapters import adapters
+from rftmega.config.validation.algorithm import algorithm_options, groups_of_one
+from rftmega.config.validation.asynchronous import asynchronous
+from rftmega.config.validation.backend import backend
+from rftmega.config.validation.checkpoint import checkpoints
+from rftmega.config.validation.data import files, training_data
+from rftmega.config.validation.environment import environment
+from rftmega.config.validation.faults import faults
+from rftmega.config.validation.fleet import fleet
+from rftmega.config.validation.layout import critic, engine, layout, overlap
+from rftmega.config.validation.learnt_order import learnt_order
+from rftmega.config.validation.logging import logging_options
+from rftmega.config.validation.optimizer import optimizer
+from rftmega.config.validation.paths import has_nul, paths
+from rftmega.config.validation.quantization import quantization
+from rftmega.config.validation.ranges import choices_and_ranges
+from rftmega.config.validation.reward import reward_parts
+from rftmega.config.validation.router_replay import router_replay
+from rftmega.config.validation.trainer import evaluation, exports, held_out_prompts, step_rows
+from rftmega.config.validation.vision import vision
+from rftmega.config.validation.without_rollouts import unread_without_rollouts
 
 
 def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
