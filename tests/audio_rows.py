@@ -12,7 +12,7 @@ from transformers import WhisperFeatureExtractor
 from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Rows
 from rftmega.core.waveform_positions import PlacedWaveform
-from rftmega.media.waveforms import wav_of
+from rftmega.data.media.waveforms import wav_of
 from tests.layouts import rows_of
 from tests.tiny_audio import AUDIO, AUDIO_END, AUDIO_START, RATE, waveforms
 

@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 
 from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures
 from rftmega.core.types import Rows
-from rftmega.media.videos import digest_of_video
+from rftmega.data.media.videos import digest_of_video
 from tests.layouts import rows_of
 from tests.tiny_vision import FILM, IMAGE, PICTURE, VIDEO, pictures
 from tests.vision_rows import digest_of

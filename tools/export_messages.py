@@ -104,9 +104,9 @@ def exporter_of(chat: RunChat, folder: Path) -> Any:
 
     Raises CheckpointError and DataError for a folder whose tokenizer or template can't be taken.
     """
-    from rftmega.conversations.exported import MessageExporter
-    from rftmega.conversations.renderer import ConversationRenderer
     from rftmega.data import Chat, Tokenizer
+    from rftmega.data.chat.exported import MessageExporter
+    from rftmega.data.chat.renderer import ConversationRenderer
 
     settings = Chat(**chat.chat) if chat.chat else Chat()
     tokenizer = Tokenizer(folder, chat=settings, control_tokens="control")

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from rftmega.core.errors import DataError
-from rftmega.records import records
+from rftmega.data.records import records
 
 HUB = "google-research-datasets/mbpp"
 FILES = {"train": "full/train-00000-of-00001.parquet", "eval": "full/test-00000-of-00001.parquet"}

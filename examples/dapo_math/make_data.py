@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from rftmega.core.errors import DataError
-from rftmega.records import records
+from rftmega.data.records import records
 
 FILES = {
     "train": ("BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 
 from rftmega.core.errors import DataError
-from rftmega.records import records
+from rftmega.data.records import records
 
 HUB = "openai/gsm8k"
 FILES = {"train": "main/train-00000-of-00001.parquet", "eval": "main/test-00000-of-00001.parquet"}

@@ -16,10 +16,10 @@ from rftmega.agents.threads import in_thread
 from rftmega.config.options.agents import Agent
 from rftmega.config.options.parts import implements
 from rftmega.config.user_code.functions import function_of
-from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.core.errors import ConfigError, EnvironmentFailed
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout
+from rftmega.data.chat.renderer import ConversationRenderer
 
 log = logging.getLogger(__name__)
 LAST_WORDS = 2000  # characters of what a program said, in an error

@@ -24,8 +24,8 @@ from rftmega.agents.wire_responses import (
     said_in_responses,
 )
 from rftmega.agents.wire_tokens import asked_in_tokens
-from rftmega.conversations.replies import text_of
 from rftmega.core.types import Completion
+from rftmega.data.chat.replies import text_of
 
 if TYPE_CHECKING:
     from aiohttp import web

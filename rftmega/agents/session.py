@@ -5,12 +5,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from rftmega.agents.wire import Asked, RequestRefused, Said, Tokens, check_sampling, same
-from rftmega.conversations.conversation import Conversation, GrowingTrajectory
-from rftmega.conversations.renderer import ConversationRenderer
-from rftmega.conversations.replies import Messages, text_of
 from rftmega.core.errors import ContextTooLong, DataError
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Completion, Sampling, Trajectory, Turn
+from rftmega.data.chat.conversation import Conversation, GrowingTrajectory
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.data.chat.replies import Messages, text_of
 
 
 class _Line:

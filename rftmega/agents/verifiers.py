@@ -15,10 +15,10 @@ from rftmega.agents.session import Session
 from rftmega.agents.threads import in_thread
 from rftmega.config.options.agents import Verifiers
 from rftmega.config.options.parts import implements
-from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.core.errors import ConfigError, DataError, InfrastructureFault
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout
+from rftmega.data.chat.renderer import ConversationRenderer
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 STOP_SECONDS = 5.0

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rftmega.conversations.replies import Messages, Reply, calls_of
 from rftmega.core.types import Completion, Sampling
+from rftmega.data.chat.replies import Messages, Reply, calls_of
 
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "n": 1}
 

@@ -20,7 +20,7 @@ from rftmega.agents.wire import (
     named,
     text_content,
 )
-from rftmega.conversations.replies import Messages
+from rftmega.data.chat.replies import Messages
 
 ROLES = {"developer": "system"}
 

@@ -12,8 +12,8 @@ from rftmega.agents.request_shapes import (
     refuse_unread,
 )
 from rftmega.agents.wire import NEUTRAL, RequestRefused, Tokens
-from rftmega.conversations.renderer import ConversationRenderer
 from rftmega.core.types import Sampling
+from rftmega.data.chat.renderer import ConversationRenderer
 
 READ = ("max_tokens", *Sampling._fields, *NEUTRAL)
 

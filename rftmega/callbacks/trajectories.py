@@ -19,7 +19,7 @@ from rftmega.callbacks.run_chat import RunChat
 from rftmega.core.media_positions import Placed, PlacedPicture, unexpanded
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics, Samples, Turn
-from rftmega.media.thumbnails import thumbnail_of
+from rftmega.data.media.thumbnails import thumbnail_of
 
 log = logging.getLogger(__name__)
 LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7

@@ -4,15 +4,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rftmega.chats.messages import chat_messages, parsed, tool_specs
-from rftmega.chats.template_forms import Messages
-from rftmega.chats.unrendered import Report, says_something
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data.chat import answered, ends_in_text
+from rftmega.data.chat.messages import chat_messages, parsed, tool_specs
+from rftmega.data.chat.template import answered, ends_in_text
+from rftmega.data.chat.template_forms import Messages
+from rftmega.data.chat.unrendered import Report, says_something
 from rftmega.data.examples import TooLong, required
+from rftmega.data.records import Record, value_at
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.records import Record, value_at
 
 INSTRUCTION, INPUT = "instruction", "input"  # of Alpaca's records
 

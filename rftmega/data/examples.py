@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rftmega.chats.unrendered import Report
 from rftmega.core.errors import DataError
-from rftmega.records import Record, records, value_at
-from rftmega.records.epochs import Examples, identity_of
+from rftmega.data.chat.unrendered import Report
+from rftmega.data.records import Record, records, value_at
+from rftmega.data.records.epochs import Examples, identity_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rftmega.chats.media_parts import refuse_places
-from rftmega.chats.messages import parsed
-from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Rows
+from rftmega.data.chat.media_parts import refuse_places
+from rftmega.data.chat.messages import parsed
+from rftmega.data.chat.template_forms import Messages
 from rftmega.data.encoder import Encoder, by_assistant, check_continued
 from rftmega.data.examples import load_examples, required
+from rftmega.data.records import Record, value_at
 from rftmega.data.sources import refuse_media
 from rftmega.data.supervised import Example, refuse_two_answers, rows_of
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.records import Record, value_at
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 SPOKEN = re.compile(r"\n\n(Human|Assistant):")  # before each turn of HH-RLHF

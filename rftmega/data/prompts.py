@@ -10,20 +10,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from rftmega.chats.media_parts import media_moved, with_media_moved
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.media_positions import Placed
 from rftmega.core.types import Prompt
+from rftmega.data.chat.media_parts import media_moved, with_media_moved
 from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
-from rftmega.data.pictures import Most, PictureReader, expanded_within
+from rftmega.data.images import Most, PictureReader, expanded_within
+from rftmega.data.media.audio_processor import AudioProcessor
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.records import Record, records, value_at
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.data.waveforms import WaveformReader
-from rftmega.media.hearing import AudioProcessor
-from rftmega.media.processor import PictureProcessor
-from rftmega.records import Record, records, value_at
 
 
 class MediaReader(Protocol):

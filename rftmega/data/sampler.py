@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from rftmega.config import DataConfig, shares
-from rftmega.records.epochs import Epochs
+from rftmega.data.records.epochs import Epochs
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rftmega.config import DataConfig, split_source
 from rftmega.core.errors import DataError, shown
-from rftmega.data.fetched import Fetched
-from rftmega.records import Record, listed, value_at, with_value
+from rftmega.data.fetched_files import Fetched
+from rftmega.data.records import Record, listed, value_at, with_value
 
 ADDRESS = "://"  # is in one
 

@@ -6,15 +6,15 @@ from typing import Any
 from rftmega.config import RunConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt, Rows
+from rftmega.data.images import check_pictures
+from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.image_processor import processor_of
 from rftmega.data.patches import check_patches
-from rftmega.data.pictures import check_pictures
 from rftmega.data.preference import load_preferences, pair_rows
 from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.media.hearing import ear_of
-from rftmega.media.processor import processor_of
 
 
 def prompts_of(

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from rftmega.chats.media_parts import refuse_places
-from rftmega.chats.template_forms import Messages
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Rows
+from rftmega.data.chat.media_parts import refuse_places
+from rftmega.data.chat.template_forms import Messages
 from rftmega.data.encoder import Encoder, by_assistant
 from rftmega.data.examples import load_examples, required
+from rftmega.data.records import Record, value_at
 from rftmega.data.sources import refuse_media
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.records import Record, value_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rftmega.chats.template_forms import Messages
 from rftmega.core.errors import CheckpointError, DataError
 from rftmega.core.json_files import BYTE_ORDER_MARK, read_json_object
-from rftmega.data.chat import Chat, ChatTemplate, answered
+from rftmega.data.chat.template import Chat, ChatTemplate, answered
+from rftmega.data.chat.template_forms import Messages
 from rftmega.data.pieces import Pieces
 
 Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them

@@ -7,12 +7,12 @@ from typing import Any
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError, shown
 from rftmega.core.waveform_positions import PlacedWaveform
-from rftmega.data.fetched import Fetched
-from rftmega.data.pictures import in_parts
+from rftmega.data.fetched_files import Fetched
+from rftmega.data.images import in_parts
+from rftmega.data.media.audio_processor import AudioProcessor
+from rftmega.data.media.files import content_of, digest_of
+from rftmega.data.records import Record, listed
 from rftmega.data.sources import addresses, decoded, folder_of, path_in
-from rftmega.media.files import content_of, digest_of
-from rftmega.media.hearing import AudioProcessor
-from rftmega.records import Record, listed
 
 MARK = "<audio>"  # in a text, stands for a waveform
 

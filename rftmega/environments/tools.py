@@ -7,12 +7,12 @@ from typing import Any
 
 from rftmega.config.options.environments import Tools
 from rftmega.config.options.parts import implements
-from rftmega.conversations.conversation import Conversation
-from rftmega.conversations.renderer import ConversationRenderer
-from rftmega.conversations.replies import Reply, Specs, ToolCall
 from rftmega.core.errors import ContextTooLong, DataError
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout
+from rftmega.data.chat.conversation import Conversation
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.data.chat.replies import Reply, Specs, ToolCall
 from rftmega.toolsets.create import toolsets_of
 from rftmega.toolsets.tool_runner import OpenTools, ToolRunner
 

@@ -22,6 +22,7 @@ from rftmega.core.media_positions import unexpanded
 from rftmega.core.sampling_seeds import continued_seed
 from rftmega.core.shards import AdapterSource, Shard
 from rftmega.core.types import Completion, Metrics, Sampling
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.fleet.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.fleet.line import Line
 from rftmega.fleet.server import Server
@@ -30,7 +31,6 @@ from rftmega.fleet.server_options import arguments_of, devices_of, environment_o
 from rftmega.fleet.server_requests import ServerRequests
 from rftmega.fleet.sglang_client import SGLangClient
 from rftmega.fleet.stock_client import StockClient
-from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import preemption
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.data.media.model_inputs import FedPictures
 from rftmega.fsdp.packed_attention import EDGES, Edges
-from rftmega.media.fed import FedPictures
 
 
 @dataclass(frozen=True, slots=True)

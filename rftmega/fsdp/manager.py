@@ -18,6 +18,7 @@ from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
 from rftmega.core.shards import Shard
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.device.random_stream import RandomStream
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.device.spans import span
@@ -39,7 +40,6 @@ from rftmega.hf_folders.parameter_places import (
 )
 from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_of
-from rftmega.media.processor import PictureProcessor
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
 from rftmega.parallel.collectives import gather_objects

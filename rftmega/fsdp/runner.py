@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rftmega.core.types import Rows
+from rftmega.data.media.model_inputs import FedPictures, fed_pictures
 from rftmega.device.spans import recorder
 from rftmega.fsdp.feed import Feed, feed
 from rftmega.fsdp.manager import FSDPModelManager
-from rftmega.media.fed import FedPictures, fed_pictures
 from rftmega.model_providers.tower import VisionTower
 from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner

@@ -17,10 +17,10 @@ from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures, pictures_of
 from rftmega.core.types import Rows
-from rftmega.data.pictures import Most, PictureReader
-from rftmega.media.files import content_of, digest_of, size_of
-from rftmega.media.processor import PictureProcessor
-from rftmega.media.videos import (
+from rftmega.data.images import Most, PictureReader
+from rftmega.data.media.files import content_of, digest_of, size_of
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.videos import (
     FEWEST,
     Video,
     check_size,

@@ -14,7 +14,7 @@ from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import VisionTower
 
 CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
-# Models with a vision tower whose pictures `rftmega.media` places and reads. Not qwen3_vl_moe:
+# Models with a vision tower whose pictures `rftmega.data.media` places and reads. Not qwen3_vl_moe:
 # transformers transposes its experts, which then are no boxes of the folder's tensors.
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -12,14 +12,14 @@ from rftmega.core.errors import ConfigError
 from rftmega.core.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.data import Tokenizer
-from rftmega.data.pictures import Most
+from rftmega.data.images import Most
+from rftmega.data.media.audio_processor import AudioProcessor, ear_of
+from rftmega.data.media.image_processor import PictureProcessor, processor_of
 from rftmega.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.experience import complete
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
-from rftmega.media.hearing import AudioProcessor, ear_of
-from rftmega.media.processor import PictureProcessor, processor_of
 from rftmega.rollout import Engine
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import POLICY

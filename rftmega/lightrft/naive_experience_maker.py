@@ -23,6 +23,7 @@ from rftmega.core.interfaces import Reward
 from rftmega.core.media_positions import PlacedPicture
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.experience.samples import collect, complete
 from rftmega.given_media.pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
@@ -33,7 +34,6 @@ from rftmega.lightrft.padded_experience import (
     per_action,
     with_patches,
 )
-from rftmega.media.processor import PictureProcessor
 
 DEFAULTS: dict[str, Any] = {
     "n_samples_per_prompt": 1,

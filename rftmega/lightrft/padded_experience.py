@@ -17,9 +17,9 @@ from torch import Tensor
 from rftmega.core import types
 from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Rollout, Rows
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.given_media.pictures import PATCHES, Patches, PictureInputs
 from rftmega.lightrft.pinned import pinned
-from rftmega.media.processor import PictureProcessor
 
 
 def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:

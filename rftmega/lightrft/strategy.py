@@ -22,6 +22,7 @@ from rftmega import device
 from rftmega.config import DataConfig
 from rftmega.core.errors import EngineError, RFTMegaError
 from rftmega.core.types import Completion, Prompt, Sampling
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.data.sampler import ResumableSampler
 from rftmega.given_media.pictures import ANY_NUMBER, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
@@ -32,7 +33,6 @@ from rftmega.lightrft.requests import (
     seeds_of,
     token_lists,
 )
-from rftmega.media.processor import PictureProcessor
 from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Rows
 from rftmega.core.waveform_positions import PlacedWaveform
+from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.lightrft_multimodal.actor import PolicyActor
-from rftmega.media.hearing import AudioProcessor
 
 
 class ActorAL(PolicyActor[AudioProcessor]):

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.given_media.pictures import Patches
 from rftmega.lightrft.padded_experience import with_patches
 from rftmega.lightrft_multimodal.actor import PolicyActor
-from rftmega.media.processor import PictureProcessor
 
 
 class ActorVL(PolicyActor[PictureProcessor]):

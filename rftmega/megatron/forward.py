@@ -22,12 +22,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.data.media.waveform_inputs import FedWaveforms
 from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.layers.router_replay import FedRoutes
 from rftmega.layers.word_adapters import pair_of_head
-from rftmega.media.fed import FedPictures, fed_pictures
-from rftmega.media.fed_waveforms import FedWaveforms
 from rftmega.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]

@@ -38,6 +38,8 @@ from rftmega.core.errors import ConfigError
 from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
 from rftmega.core.shards import Shard
 from rftmega.core.waveform_positions import PlacedWaveform
+from rftmega.data.media.audio_processor import AudioProcessor
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.device.megatron_timers import Timers
 from rftmega.device.residency import Loan, Residency
 from rftmega.device.spans import span
@@ -46,8 +48,6 @@ from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.kernels.packed_weights import PackedWeight
 from rftmega.layers.shared_base import share_base
-from rftmega.media.hearing import AudioProcessor
-from rftmega.media.processor import PictureProcessor
 from rftmega.megatron import forward
 from rftmega.megatron.adapters import (
     Adapters,

@@ -14,10 +14,10 @@ from torch import Tensor
 from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
+from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
 from rftmega.device.spans import recorder
 from rftmega.layers.router_replay import FedRoutes
-from rftmega.media.fed import FedPictures, fed_pictures
-from rftmega.media.fed_waveforms import FedWaveforms, fed_waveforms
 from rftmega.megatron.forward import (
     HiddenProcessor,
     custom_forward,

@@ -10,9 +10,9 @@ import torch
 
 from rftmega.core.errors import EngineError
 from rftmega.core.media_positions import Frames, PlacedPicture, pictures_of, unexpanded
-from rftmega.media.files import read_picture
-from rftmega.media.processor import PictureProcessor
-from rftmega.media.videos import read_video
+from rftmega.data.media.files import read_picture
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.videos import read_video
 from rftmega.requests import Request
 
 SAMPLE = (70, 110)  # width and height of the picture that is compared at the start

@@ -27,10 +27,10 @@ from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.media_positions import pictures_of
 from rftmega.core.types import Completion, Sampling
 from rftmega.core.waveform_positions import PlacedWaveform
+from rftmega.data.media.audio_processor import AudioProcessor, ear_of
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.model_inputs import picture_positions
 from rftmega.hf_folders.converted_names import ConvertedNames
-from rftmega.media.fed import picture_positions
-from rftmega.media.hearing import AudioProcessor, ear_of
-from rftmega.media.processor import PictureProcessor
 from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine

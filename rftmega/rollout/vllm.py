@@ -23,8 +23,8 @@ from rftmega.core import expert_routes
 from rftmega.core.errors import EngineFault
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.types import Completion, Sampling
-from rftmega.media.hearing import ear_of
-from rftmega.media.processor import PictureProcessor
+from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.parallel.process_group import World, undone
 from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request, Requests

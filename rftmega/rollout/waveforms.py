@@ -8,7 +8,7 @@ import torch
 
 from rftmega.core.errors import EngineError
 from rftmega.core.media_positions import unexpanded
-from rftmega.media.hearing import AudioProcessor
+from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.requests import Request
 
 SAMPLE = 5000  # samples of the waveform that is compared at the start

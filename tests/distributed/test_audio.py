@@ -11,8 +11,8 @@ from transformers import Qwen2AudioForConditionalGeneration
 
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.conversion import convert
+from rftmega.data.media.audio_processor import ear_of
 from rftmega.lightrft.padded_experience import Samples
-from rftmega.media.hearing import ear_of
 from rftmega.megatron import MegatronActor
 from rftmega.parallel.topology import Topology
 from rftmega.weights import Exporter

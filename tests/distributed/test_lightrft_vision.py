@@ -22,7 +22,7 @@ from rftmega.lightrft_multimodal.ppo_trainer_vl import PPOTrainerVL
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_vision import FILM, IM_END, IMAGE, PICTURE, VIDEO, pictures, save_tiny_vision
-from tests.unit.media.test_videos import saved
+from tests.unit.data.media.test_videos import saved
 from tests.vision_rows import (
     PROMPTS,
     rows_with_pictures,

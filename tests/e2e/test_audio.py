@@ -9,7 +9,7 @@ import pytest
 import soundfile
 from safetensors.torch import load_file
 
-from rftmega.media.files import digest_of
+from rftmega.data.media.files import digest_of
 from tests.e2e.conftest import Run, numbers_of, several_runs
 from tests.tiny_audio import RATE, save_tiny_audio
 

@@ -13,7 +13,7 @@ import soundfile
 from examples.beeps import make_data, warm_start
 from rftmega.config import load
 from rftmega.config.validation import violations
-from rftmega.media.hearing import ear_of
+from rftmega.data.media.audio_processor import ear_of
 from tests.e2e.conftest import ROOT
 
 SIZES = {"eval": 20, "warm_start": 40, "train": 40}

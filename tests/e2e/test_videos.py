@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.e2e.conftest import Run
 from tests.tiny_vision import save_tiny_vision
-from tests.unit.media.test_videos import drawn, written
+from tests.unit.data.media.test_videos import drawn, written
 
 
 @pytest.fixture(scope="module")

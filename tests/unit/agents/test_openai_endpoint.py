@@ -15,10 +15,10 @@ from rftmega.agents.agent import AgentEnvironment, rewards_of
 from rftmega.agents.openai_endpoint import Endpoint
 from rftmega.agents.session import Session
 from rftmega.config.options.agents import Agent
-from rftmega.conversations.renderer import ConversationRenderer
-from rftmega.conversations.replies import text_of
 from rftmega.core.errors import ConfigError, ContextTooLong, EnvironmentFailed
 from rftmega.core.types import Completion, Prompt, Sampling
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.data.chat.replies import text_of
 from rftmega.dispatch.running_rollouts import RunningRollouts
 from tests.chat_formats import FORMATS, TOOL, tokenizer
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures, unexpanded
-from rftmega.media.fed import fed_pictures, picture_positions
+from rftmega.data.media.model_inputs import fed_pictures, picture_positions
 from tests.tiny_vision import IMAGE, KINDS, MERGE, VIDEO, save_tiny_vision
 from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows
 from tests.vision_rows import inputs_of, rows_with_pictures, vision_rows

@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from rftmega.core.errors import DataError
-from rftmega.records import records
+from rftmega.data.records import records
 
 datasets.disable_progress_bars()
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+é"}], "label": str(i)} for i in range(40)]

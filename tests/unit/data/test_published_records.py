@@ -11,8 +11,8 @@ from pyarrow import parquet
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.data import Pair, load_preferences, load_prompts, load_supervised
+from rftmega.data.records import value_at, with_value
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.records import value_at, with_value
 from tests.chat_formats import PLAIN, tokenizer
 
 LIMITS = {"max_prompt_tokens": 999, "max_response_tokens": 999}

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from rftmega.core.errors import DataError
-from rftmega.records import records
+from rftmega.data.records import records
 
 datasets.disable_progress_bars()
 RECORDS = [

@@ -15,8 +15,8 @@ from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.data import load_preferences, load_supervised
 from rftmega.data.prompts import load_prompts
+from rftmega.data.records import readers, records
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.records import readers, records
 from tests.chat_formats import FORMATS, tokenizer
 
 GOOD = b'{"prompt": "1+1=", "label": "2"}\n'

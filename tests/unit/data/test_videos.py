@@ -11,9 +11,9 @@ from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.data import Tokenizer, load_prompts
-from rftmega.data.pictures import check_pictures
-from rftmega.media.processor import processor_of
-from rftmega.media.videos import read_video
+from rftmega.data.images import check_pictures
+from rftmega.data.media.image_processor import processor_of
+from rftmega.data.media.videos import read_video
 from tests.tiny_vision import (
     FILM,
     IMAGE,
@@ -23,7 +23,7 @@ from tests.tiny_vision import (
     VISION_START,
     save_tiny_vision,
 )
-from tests.unit.media.test_videos import FRAMES, RATE, drawn, picture, saved, written
+from tests.unit.data.media.test_videos import FRAMES, RATE, drawn, picture, saved, written
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data import Tokenizer, load_prompts, load_supervised, prompts_of
-from rftmega.data.pictures import check_pictures
-from rftmega.media.files import digest_of
-from rftmega.media.hearing import ear_of
+from rftmega.data.images import check_pictures
+from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.files import digest_of
 from tests.tiny_audio import AUDIO, AUDIO_END, AUDIO_START, RATE, WAVEFORM, save_tiny_audio
 
 SAMPLES = {"a.wav": 8000, "b.flac": 4321}

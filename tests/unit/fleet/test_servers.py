@@ -14,12 +14,12 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.media_positions import PlacedPicture
 from rftmega.core.types import Sampling
+from rftmega.data.media.files import digest_of
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_options
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.media.files import digest_of
-from rftmega.media.processor import PictureProcessor
 from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.server_protocol.generated import of_vllm

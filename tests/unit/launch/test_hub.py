@@ -59,7 +59,7 @@ def repositories(tmp_path: Path) -> dict[str, Path]:
 def test_a_model_and_data_are_fetched_once_and_read_from_the_cache(
     repositories: dict[str, Path], tmp_path: Path
 ) -> None:
-    from rftmega.records import records
+    from rftmega.data.records import records
 
     with hub(repositories) as (address, requests):
         done = asked(tmp_path, address, "org/tiny", "org/sums#train", "weights")

@@ -13,7 +13,8 @@ from PIL import Image
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.media_positions import RowPictures
-from rftmega.data.pictures import Most
+from rftmega.data.images import Most
+from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.given_media.pictures import Patches, PictureInputs
 from rftmega.lightrft.padded_experience import (
     Samples,
@@ -21,7 +22,6 @@ from rftmega.lightrft.padded_experience import (
     to_experience,
     with_patches,
 )
-from rftmega.media.processor import PictureProcessor
 from tests.tiny_vision import (
     IMAGE,
     KINDS,
@@ -32,7 +32,7 @@ from tests.tiny_vision import (
     tokenizer,
     vision_config,
 )
-from tests.unit.media.test_videos import drawn, saved
+from tests.unit.data.media.test_videos import drawn, saved
 from tests.video_rows import rows_with_videos
 from tests.vision_rows import experience_of, rows_with_pictures
 

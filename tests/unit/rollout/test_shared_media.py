@@ -12,7 +12,7 @@ from PIL import Image
 
 from rftmega.core.errors import DataError, EngineError
 from rftmega.core.media_positions import PlacedPicture
-from rftmega.media.files import digest_of
+from rftmega.data.media.files import digest_of
 from rftmega.parallel import shared
 from rftmega.requests import Request
 from rftmega.rollout.media_connector import SharedMediaConnector

@@ -1,0 +1,318 @@
+"""Reads calls of functions and thinking out of an answer's tokens, in the formats of model families."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rftmega.core.errors import ConfigError
+from rftmega.data.chat.replies import ChatTokenizer, text_of, token_id
+
+THINK, UNTHINK = "<think>", "</think>"
+HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+MISTRAL = "[TOOL_CALLS]"
+HARMONY = ("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+FENCE = "```"
+ANALYSIS = re.compile(
+    r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
+)
+LLAMA_CALL = re.compile(r'\{\s*"(?:name|parameters|type"\s*:\s*"function)"')
+NEAR = 8  # tokens at the end of a context in which it may have begun to think
+DEEPEST = 100  # lists and objects within each other in the arguments of a call
+UNREADABLE = (
+    400  # brackets within each other, at which no parser of JSON is asked: it would recurse
+)
+BRACKET = re.compile(r"[\[{\]}]")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """SampledAnswer is what the model wrote behind a context, without the token that ended it."""
+
+    context: Sequence[int]
+    token_ids: Sequence[int]
+    ended: bool = True  # by such a token
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call is a function's call as it was written; arguments None: they could not be read."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    text: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """Parsed is an answer, taken apart."""
+
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    spoken: str  # text up to the first call, thinking included
+    text: str  # all of it, special tokens by their names
+
+
+Parser = Callable[[ChatTokenizer, SampledAnswer], Parsed]
+
+
+def call_of(fields: Any, text: str) -> Call:
+    """Returns the call that JSON's `fields` describe."""
+    name = fields.get("name") if isinstance(fields, dict) else None
+    if not isinstance(name, str) or not _writable([name]):
+        return Call("", None, text)
+    arguments = fields.get("arguments", fields.get("parameters", {}))
+    return Call(name, object_of(arguments), text)
+
+
+def object_of(value: Any) -> dict[str, Any] | None:
+    """Returns a JSON object, which may be written as a string; None for anything else.
+
+    Numbers that are not finite, text that is not Unicode, numbers of more digits than Python reads
+    and very deep nesting are not JSON that a tool or a chat template could be given.
+    """
+    if isinstance(value, str):
+        value = _json(value)
+    return value if isinstance(value, dict) and _writable(value) else None
+
+
+def _writable(value: Any) -> bool:
+    """Returns whether a value can be written as JSON in UTF-8, nested at most DEEPEST times."""
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            return False
+        lists = [each.values() if isinstance(each, dict) else each for each in level]
+        inside = [each for values in lists for each in values]
+        level, depth = [each for each in inside if isinstance(each, dict | list)], depth + 1
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def too_deep(text: str) -> bool:
+    """Tells whether a text has more brackets within each other than a parser of JSON should see: at
+    the limit of recursion even the destructors that Python runs there fail.
+    """
+    depth = 0
+    for bracket in BRACKET.finditer(text):
+        depth = depth + 1 if bracket[0] in "[{" else max(0, depth - 1)
+        if depth > UNREADABLE:
+            return True
+    return False
+
+
+def _json(text: str) -> Any:
+    """Returns the value that the text writes; None where it is no JSON."""
+    if too_deep(text):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tuple[str, str]:
+    """Returns the thinking at the beginning of an answer, and what stands behind it."""
+    begun = text_of(tokenizer, context[-NEAR:]).rstrip().endswith(THINK)
+    if not begun and not text.lstrip().startswith(THINK):
+        return "", text
+    inside, _, behind = text.removeprefix(" ").lstrip("\n").removeprefix(THINK).partition(UNTHINK)
+    return inside.strip("\n"), behind.lstrip("\n")
+
+
+def hermes(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
+    text = text_of(tokenizer, answer.token_ids)
+    reasoning, behind = _thought(tokenizer, answer.context, text)
+    found = list(HERMES.finditer(behind))
+    calls = []
+    for match in found:
+        fields = _json(match[1]) if match[2] else None
+        calls.append(call_of(fields, match[0]))
+    if not found:
+        return Parsed(behind, reasoning, (), text, text)
+    before = len(text) - len(behind) + found[0].start()
+    content = behind[: found[0].start()].rstrip("\n")
+    spoken = text[:before].rstrip("\n")
+    return Parsed(content, reasoning, tuple(calls), spoken, text)
+
+
+def mistral(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]name[ARGS]{...}`."""
+    text = text_of(tokenizer, answer.token_ids)
+    content, *written = text.split(MISTRAL)
+    calls: list[Call] = []
+    for each in written:
+        name, arguments_follow, arguments = each.partition("[ARGS]")
+        if arguments_follow:
+            calls.append(Call(name.strip(), object_of(arguments), each))
+            continue
+        fields = _json(each)
+        listed = fields if isinstance(fields, list) else [fields]
+        calls += [call_of(one, each) for one in listed]
+    return Parsed(content, "", tuple(calls), content, text)
+
+
+def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Reads an answer that is nothing but `{"name": ..., "parameters": {...}}`, of Llama 3."""
+    text = text_of(tokenizer, answer.token_ids)
+    written = text.strip().removeprefix("<|python_tag|>")
+    fields = _json(written)
+    if isinstance(fields, dict) and "name" in fields:
+        return Parsed("", "", (call_of(fields, written),), "", text)
+    if fields is None and LLAMA_CALL.match(written):
+        return Parsed("", "", (Call("", None, written),), "", text)
+    return Parsed(text, "", (), text, text)
+
+
+def deepseek(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Reads the calls of DeepSeek: the name, a line feed, and the arguments in a fence.
+
+    The library's own pattern takes time that grows with the cube of a run of spaces.
+    """
+    text = text_of(tokenizer, answer.token_ids)
+    reasoning, behind = _thought(tokenizer, answer.context, text)
+    content, begun, section = behind.partition(CALLS_BEGIN)
+    written = section.partition(CALLS_END)[0].split(CALL_BEGIN)[1:]
+    if not begun or not written:
+        return Parsed(behind.strip(), reasoning, (), text, text)
+    spoken = text[: len(text) - len(behind) + len(content)]
+    calls = tuple(_deepseek_call(each) for each in written)
+    return Parsed(content.strip(), reasoning, calls, spoken, text)
+
+
+def _deepseek_call(written: str) -> Call:
+    """Returns the call of `function<｜tool▁sep｜>NAME`, a line feed and the arguments."""
+    body, ended, _ = written.partition(CALL_END)
+    _, separated, named = body.partition(SEPARATOR)
+    name, _, rest = named.strip().partition("\n")
+    rest = rest.strip()
+    if rest.startswith(FENCE) and rest.endswith(FENCE):
+        rest = rest.removeprefix(FENCE).removesuffix(FENCE).removeprefix("json").strip()
+    readable = bool(ended and separated and name.strip())
+    return Call(name.strip(), object_of(rest or "{}") if readable else None, body)
+
+
+def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Reads the channels of gpt-oss."""
+    from renderers.parsing import parse_gpt_oss
+
+    ids = {f"{name[2:-2]}_id": token_id(tokenizer, name) for name in (*HARMONY, "<|constrain|>")}
+    start = ids["start_id"]
+    # the answer begins within a message whose head ends the context
+    head = [start, *tokenizer.encode_reply("assistant")]
+    end = [ids["call_id"]] if answer.ended else []
+    try:
+        response = parse_gpt_oss(tokenizer.inner, [*head, *answer.token_ids, *end], **ids)
+    except Exception as error:  # the library's, whatever the model wrote
+        log.debug("an answer could not be taken apart", exc_info=error)
+        return _unread_channels(text_of(tokenizer, answer.token_ids))
+    return parsed_of(tokenizer, answer.token_ids, response)
+
+
+def _unread_channels(text: str) -> Parsed:
+    """Returns an answer of gpt-oss with its thinking, and behind it a call that can't be read."""
+    thoughts = list(ANALYSIS.finditer(text))
+    behind = thoughts[-1].end() if thoughts else 0
+    reasoning = "".join(each[1] for each in thoughts).strip()
+    return Parsed("", reasoning, (Call("", None, text[behind:]),), text[:behind], text)
+
+
+def by_library(name: str) -> Parser:
+    """Returns a parser of the renderers library that reads tokens."""
+
+    def parser(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+        from renderers.base import ParsedResponse
+        from renderers.parsers import get_tool_parser
+
+        ids, closing = list(answer.token_ids), token_id(tokenizer, UNTHINK)
+        behind = ids.index(closing) + 1 if closing in ids else 0
+        reasoning = text_of(tokenizer, ids[: max(0, behind - 1)]).strip().removeprefix(THINK)
+        try:
+            content, calls = get_tool_parser(name, tokenizer.inner).extract(ids[behind:])
+        except Exception as error:  # the library's, whatever the model wrote
+            log.debug("an answer could not be taken apart", exc_info=error)
+            return unread(tokenizer, answer)
+        said = text_of(tokenizer, content).strip("\n")
+        response = ParsedResponse(said, reasoning.strip("\n"), calls)
+        return parsed_of(tokenizer, ids, response)
+
+    return parser
+
+
+def unread(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    """Returns an answer at which a parser failed: behind its thinking, a call that can't be read."""
+    text = text_of(tokenizer, answer.token_ids)
+    reasoning, behind = _thought(tokenizer, answer.context, text)
+    spoken = text[: len(text) - len(behind)]
+    return Parsed("", reasoning, (Call("", None, behind),), spoken, text)
+
+
+def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any) -> Parsed:
+    """Returns what the library's ParsedResponse says of an answer."""
+    calls = [_read(each) for each in response.tool_calls]
+    reasoning = (response.reasoning_content or "").strip("\n")
+    text = text_of(tokenizer, token_ids)
+    if not calls:
+        return Parsed(response.content, reasoning, (), text, text)
+    behind = text.find(UNTHINK) + len(UNTHINK) if UNTHINK in text else 0
+    at = text.find(response.content, behind)
+    spoken = text[: at + len(response.content)] if at >= 0 else response.content
+    return Parsed(response.content, reasoning, tuple(calls), spoken, text)
+
+
+def _read(call: Any) -> Call:
+    """Returns a call of the library's; one that it could not read has no arguments."""
+    from renderers.base import ToolCallParseStatus
+
+    readable = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+    if not isinstance(call.name, str) or not _writable([call.name]):
+        return Call("", None, call.raw)
+    return Call(call.name, object_of(call.arguments) if readable else None, call.raw, call.id or "")
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": hermes,
+    "mistral": mistral,
+    "llama-3": llama,
+    "gpt-oss": harmony,
+    "deepseek-v3": deepseek,
+    "glm": by_library("glm"),
+    "qwen3.5": by_library("qwen3.5"),
+}
+# what a chat template says -> the parser of such answers; the first that it says
+SIGNS = {
+    "<|channel|>": "gpt-oss",
+    MISTRAL: "mistral",
+    "<｜tool▁calls▁begin｜>": "deepseek-v3",
+    "<arg_key>": "glm",
+    "<function=": "qwen3.5",
+    "<tool_call>": "hermes",
+    "<|python_tag|>": "llama-3",
+    '"parameters": ': "llama-3",
+}
+
+
+def parser_for(name: str, template: str) -> Parser:
+    """Returns the parser `name`; "auto": that of the format which the chat template writes.
+
+    Raises ConfigError for a name that there is not.
+    """
+    if name == "auto":
+        name = next((found for sign, found in SIGNS.items() if sign in template), "hermes")
+    if name not in PARSERS:
+        raise ConfigError(
+            f"environment.tool_parser={name} is none of auto, {', '.join(sorted(PARSERS))}."
+        )
+    return PARSERS[name]

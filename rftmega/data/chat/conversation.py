@@ -1,0 +1,194 @@
+"""Conversation keeps one rollout of many turns: what was sampled as tokens, and all as messages."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rftmega.core.errors import DataError
+from rftmega.core.types import Completion, Prompt, Trajectory, Turn
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.data.chat.replies import Messages, Reply, Specs
+
+
+@dataclass(slots=True)
+class GrowingTrajectory:
+    """GrowingTrajectory holds contexts and answers in their order, and where messages lie in them."""
+
+    parts: list[Sequence[int] | Completion]
+    length: int
+    turns: list[Turn] = field(default_factory=list)
+
+    def ids(self) -> tuple[int, ...]:
+        """Returns all tokens, answers included."""
+        return tuple(token for part in self.parts for token in tokens_of(part))
+
+    def add(self, part: Sequence[int] | Completion, turns: Sequence[Turn]) -> None:
+        """Puts tokens behind the others; places of `turns` count from the first of them."""
+        self.turns += [
+            each._replace(start=each.start + self.length, stop=each.stop + self.length)
+            for each in turns
+        ]
+        self.parts.append(part)
+        self.length += len(tokens_of(part))
+
+    def trajectory(self) -> Trajectory | None:
+        """Returns it up to the last answer; None where there is none."""
+        parts, length = list(self.parts), self.length
+        while parts and not isinstance(parts[-1], Completion):
+            length -= len(tokens_of(parts.pop()))
+        turns = tuple(turn for turn in self.turns if turn.start < length)
+        return Trajectory.of(*parts, turns=turns) if parts else None
+
+
+class Conversation:
+    """Conversation holds the messages and the trajectories of one rollout.
+
+    Between turns only what is new is tokenised. Where the chat template rewrites what stands before,
+    the present trajectory ends, and another begins with the whole conversation as its context.
+    """
+
+    def __init__(
+        self,
+        task_ids: Sequence[int],
+        renderer: ConversationRenderer,
+        tools: Specs = (),
+        *,
+        messages: Messages,
+        pictures: bool = False,
+    ):
+        """Begins with `task_ids`, which the chat template makes of `messages` and `tools`: messages
+        in which control tokens are hidden that are not meant.
+        """
+        self.renderer, self.tools = renderer, list(tools)
+        self.messages = list(messages)
+        self._pictures = pictures
+        self.turns = 0
+        self.control_tokens = 0  # whose names the environment said; they stayed text
+        self._calls = 0
+        self._context: tuple[int, ...] = tuple(task_ids)
+        self._segments = [GrowingTrajectory([self._context], len(self._context))]
+        self._asked: tuple[int, ...] | None = None  # the context of the last answer
+
+    @classmethod
+    def of(
+        cls,
+        task: Prompt,
+        renderer: ConversationRenderer,
+        tools: Specs = (),
+        *,
+        checked: bool = False,
+    ) -> "Conversation":
+        """Begins with a task, whose record has its messages.
+
+        Raises DataError for a task whose tokens are not what the chat template makes of them;
+        `checked` says that they are known to be.
+        """
+        messages, pictures = renderer.tokenizer.recorded(messages_of(task)), bool(task.pictures)
+        found = cls(task.token_ids, renderer, tools, messages=messages, pictures=pictures)
+        known = checked or pictures
+        if not known and renderer.render(messages, tools) != found.context:
+            raise DataError(
+                f"prompt {task.index} is not what the chat template makes of its messages and the tools. Set "
+                "data.chat_template=true; tokens of a task are to be made with the tools of its environment."
+            )
+        return found
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Returns the tokens that the model is to go on behind."""
+        return self._context
+
+    def answered(self, completion: Completion) -> Reply:
+        """Takes the model's answer to `context`. Returns it taken apart."""
+        segment, size = self._segments[-1], len(completion.token_ids)
+        segment.add(completion, [Turn("assistant", 0, size)])
+        ids = tuple(completion.token_ids)
+        reply = self.renderer.parse(self._context, ids, self.tools, first=self._calls)
+        if completion.finish_reason == "stop":  # a stop string leaves no token that tells
+            reply = replace(reply, complete=True)
+        self._asked, self._context = self._context, (*self._context, *ids)
+        self._calls += len(reply.calls)
+        self.turns += 1
+        self._add_answer(self.renderer.message(reply))
+        return reply
+
+    def _add_answer(self, message: dict[str, Any]) -> None:
+        """Adds an answer, which goes on with the text that the task ends with where that is the
+        assistant's.
+        """
+        begun = self.messages[-1] if self.turns == 1 and self.messages else {}
+        if begun.get("role") != "assistant":
+            self.messages.append(message)
+            return
+        said = begun["content"]
+        if isinstance(said, list):
+            said = "".join(part.get("text", "") for part in said)
+        self.messages[-1] = {**message, "content": said + message["content"]}
+
+    def reply(self, messages: Messages) -> None:
+        """Says `messages` (of tools, of the user) to the last answer. Names of control tokens in them
+        stay text.
+
+        Raises DataError, and changes nothing, where the conversation would have to be rendered anew
+        and can't be: the template refuses it, or it has pictures.
+        """
+        if self._asked is None:
+            raise ValueError("a reply comes behind an answer")
+        named = len(self.renderer.tokenizer.control.found(messages, words=True))
+        messages = self.renderer.tokenizer.control.hidden(messages, words=True)
+        answer = self._context[len(self._asked) :]
+        bridge = self.renderer.bridge(
+            self._asked, answer, messages, self.tools, history=self.messages
+        )
+        if bridge is None:
+            self._begin_anew(messages)
+            self.control_tokens += named
+            return
+        self.control_tokens += named
+        self.messages += messages
+        self._asked = None
+        self._segments[-1].add(bridge.token_ids, bridge.turns)
+        self._context += bridge.token_ids
+
+    def reward(self, value: float) -> None:
+        """Sets the reward of the last answer."""
+        for segment in reversed(self._segments):
+            for place in reversed(range(len(segment.turns))):
+                if segment.turns[place].role == "assistant":
+                    segment.turns[place] = segment.turns[place]._replace(reward=value)
+                    return
+        raise ValueError("there is no answer to reward")
+
+    def trajectories(self) -> list[Trajectory]:
+        """Returns the trajectories in their order, each up to its last answer."""
+        found = [segment.trajectory() for segment in self._segments]
+        return [each for each in found if each is not None]
+
+    def _begin_anew(self, messages: Messages) -> None:
+        """Begins another trajectory, whose context is the whole conversation with `messages`."""
+        if self._pictures:
+            raise DataError(
+                "the chat template rewrites what stands before, and a conversation with pictures can't be rendered anew: take "
+                "a template that keeps it, or end the rollout at the first answer."
+            )
+        self._context = self.renderer.render([*self.messages, *messages], self.tools)
+        self.messages += messages
+        self._asked = None
+        self._segments.append(GrowingTrajectory([self._context], len(self._context)))
+
+
+def tokens_of(part: Sequence[int] | Completion) -> Sequence[int]:
+    """Returns the tokens of a context or of an answer."""
+    return part.token_ids if isinstance(part, Completion) else part
+
+
+def messages_of(task: Prompt) -> Messages:
+    """Returns the messages of a task. Raises DataError where its record does not have them."""
+    record: dict[str, Any] = json.loads(task.record) if task.record else {}
+    prompt = record.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise DataError(f"prompt {task.index} comes without its text, which a conversation needs.")
+    return [dict(message) for message in prompt]

@@ -1,0 +1,266 @@
+"""MessageExporter gives trajectories back as messages in the format of OpenAI's chat API."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rftmega.core.errors import DataError
+from rftmega.core.types import Turn
+from rftmega.data.chat.read_back import alike, read_back
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.data.chat.replies import ChatTokenizer, Messages, Specs, ToolCall, text_of
+from rftmega.data.chat.template_bridge import REASONING_KEYS
+
+COPIED = ("step", "group", "index", "rollout", "trajectory", "trajectories", "reward", "reward_parts")  # fmt: skip
+SPOKEN_TO = ("tool", "user", "system")  # roles that a chat template may know
+USER = {"role": "user"}
+SYSTEM = {"role": "system"}
+Row = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation as far as it was read; messages have the fields that the template reads."""
+
+    messages: Messages
+    context: tuple[int, ...]  # all tokens before the last answer
+    answer: tuple[int, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  # of the last answer
+    called: int = 0  # calls of all answers
+    rewards: dict[int, float] = field(default_factory=dict)  # of the row's answers, by message
+
+
+class MessageExporter:
+    """MessageExporter gives rows of a file of trajectories back as messages, in the file's order.
+
+    What the policy said is taken apart from its tokens. What was said to it is the text of its
+    tokens, read such that the chat template writes these again, where there is such a reading.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, renderer: ConversationRenderer | None, tools: Specs = ()
+    ):
+        """`renderer`: None for a tokenizer without a chat template."""
+        self.tokenizer, self.renderer, self.tools = tokenizer, renderer, list(tools)
+        self._last: tuple[Any, _Talk] | None = None  # a rollout, and what was said in it
+
+    def exported(self, row: Row) -> dict[str, Any]:
+        """Returns the JSON object of a row.
+
+        "weights" has a number for each message: 1 for what the policy said in this trajectory, 0
+        for what it was given. "turn_rewards", too, where the environment rewarded turns. "exact"
+        says that the chat template makes the trajectory's tokens of the messages.
+        """
+        talk = self._read(row)
+        numbers = range(len(talk.messages))
+        found: dict[str, Any] = {"messages": [in_openais_fields(each) for each in talk.messages]}
+        if self.tools:
+            found["tools"] = self.tools
+        found |= {name: row[name] for name in COPIED if name in row}
+        found["weights"] = [int(number in talk.rewards) for number in numbers]
+        if any(talk.rewards.values()):
+            found["turn_rewards"] = [talk.rewards.get(number, 0.0) for number in numbers]
+        return found | {"exact": self._is_exact(row, talk.messages)}
+
+    def _read(self, row: Row) -> _Talk:
+        """Returns what was said in a row, and before it in its rollout."""
+        rollout = (row["step"], row["group"], row.get("rollout"))
+        goes_on = row.get("trajectory") and self._last and self._last[0] == rollout
+        talk = self._begun(row, self._last[1] if goes_on and self._last else None)
+        ids, said = row["tokens"]["id"], 0
+        given: list[Turn] = []
+        for turn in turns_of(row):
+            if turn.role != "assistant":
+                given.append(turn)
+                continue
+            self._reply(talk, row, given, range(said, turn.start))
+            self._answer(talk, ids[turn.start : turn.stop], turn.reward)
+            said, given = turn.stop, []
+        self._reply(talk, row, given, range(said, len(ids)))
+        self._last = (rollout, talk)
+        return talk
+
+    def _begun(self, row: Row, before: _Talk | None) -> _Talk:
+        """Returns the conversation up to the row's first answer.
+
+        `before`: in the rollout's trajectory before this one; its context was rewritten.
+        """
+        prompt: str = row["prompt"]
+        ids, called = self.tokenizer.encode_reply(prompt), before.called if before else 0
+        for known, unknown in _beginnings(row, before):
+            if self.renderer is None:
+                break
+            if messages := read_back(self._text, known, unknown, prompt):
+                return _Talk(self._with_system(messages), ids, called=called)
+        return _Talk(self._without_template(row), ids, called=called)
+
+    def _without_template(self, row: Row) -> Messages:
+        """Returns the messages of a prompt that the chat template does not make."""
+        text = row["prompt"].removeprefix(self.tokenizer.inner.bos_token or "")
+        known = row.get("messages", [])
+        plain = len(known) == 1 and known[0].get("content") == text
+        if known and (plain or row.get("pictures")):  # of a picture the prompt has a placeholder
+            return list(known)
+        return [USER | {"content": text}]
+
+    def _answer(self, talk: _Talk, ids: Sequence[int], reward: float) -> None:
+        """Adds what the policy said."""
+        talk.rewards[len(talk.messages)] = reward
+        talk.answer = tuple(ids)
+        if self.renderer is None:
+            text = self.tokenizer.inner.decode(list(ids), skip_special_tokens=True)
+            talk.messages.append({"role": "assistant", "content": text})
+            return
+        reply = self.renderer.parse(talk.context, ids, self.tools, first=talk.called)
+        talk.calls = reply.calls
+        talk.called += len(reply.calls)
+        talk.messages.append(self.renderer.message(reply))
+
+    def _reply(self, talk: _Talk, row: Row, turns: Sequence[Turn], place: range) -> None:
+        """Adds what was said to the last answer; `place`: all tokens behind it."""
+        between = tuple(row["tokens"]["id"][place.start : place.stop])
+        if turns:
+            talk.messages += self._told(talk, row, turns, between)
+        elif between:
+            talk.messages += self._untold(talk, row, place)
+        talk.context = (*talk.context, *talk.answer, *between)
+        talk.answer = ()
+
+    def _told(
+        self, talk: _Talk, row: Row, turns: Sequence[Turn], between: tuple[int, ...]
+    ) -> Messages:
+        """Returns the messages of turns, for which the template writes `between` if it can."""
+        ids = row["tokens"]["id"]
+        heads = _heads(turns, talk.calls)
+        written = [text_of(self.tokenizer, ids[turn.start : turn.stop]) for turn in turns]
+        known = all(turn.role in SPOKEN_TO for turn in turns)
+        for contents in alike(written) if known and self.renderer else ():
+            said = _filled(heads, contents)
+            if self._between(talk, said) == between:
+                return said
+        return _filled(heads, written)
+
+    def _untold(self, talk: _Talk, row: Row, place: range) -> Messages:
+        """Returns the messages of tokens that are no turn: read from the template's text, or else
+        all of it as the user's.
+        """
+        ids = row["tokens"]["id"]
+        text = row["prompt"] + text_of(self.tokenizer, ids[: place.stop])
+        for unknown in _replies(talk) if self.renderer else ():
+            if messages := read_back(self._text, talk.messages, unknown, text):
+                return messages[len(talk.messages) :]
+        return [USER | {"content": text_of(self.tokenizer, ids[place.start : place.stop])}]
+
+    def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
+        """Returns the tokens behind the last answer if `messages` reply to it."""
+        assert self.renderer is not None
+        hidden: Messages = self.tokenizer.control.hidden(
+            messages, words=True
+        )  # as the run said them
+        bridge = self.renderer.bridge(
+            talk.context, talk.answer, hidden, self.tools, history=talk.messages
+        )
+        return bridge.token_ids if bridge else None
+
+    def _is_exact(self, row: Row, messages: Messages) -> bool:
+        """Returns whether the chat template makes the row's tokens of the messages."""
+        if self.renderer is None:
+            return False
+        ids = (*self.tokenizer.encode_reply(row["prompt"]), *row["tokens"]["id"])
+        if ids and ids[-1] in self.renderer.ends:  # some templates write it with the next message
+            ids = ids[:-1]
+        try:
+            text = self.tokenizer.template.text(messages, open_=False, tools=self.tools)
+            return self.tokenizer.encode_reply(text)[: len(ids)] == ids
+        except DataError:
+            return False
+
+    def _text(self, messages: Messages) -> str:
+        return self.tokenizer.template.text(messages, open_=True, tools=self.tools)
+
+    def _with_system(self, messages: Messages) -> Messages:
+        """Returns messages behind the run's system prompt, unless they begin with one."""
+        system = self.tokenizer.chat.system
+        if not system or messages[0].get("role") == "system":
+            return list(messages)
+        return [SYSTEM | {"content": system}, *messages]
+
+
+def turns_of(row: Row) -> list[Turn]:
+    """Returns the turns of a row; where none were told, each run of tokens that the policy chose is
+    an answer.
+    """
+    ids = row["tokens"]["id"]
+    if row.get("turns"):
+        turns = [
+            Turn(each["role"], each["start"], each["stop"], each["name"], each["reward"] or 0.0)
+            for each in row["turns"]
+        ]
+        return sorted(turns, key=lambda turn: turn.start)
+    found, place = [], 0
+    for chosen, run in groupby(row["tokens"].get("chosen", [True] * len(ids))):
+        size = len(list(run))
+        if chosen:
+            found.append(Turn("assistant", place, place + size))
+        place += size
+    return found or [Turn("assistant", 0, 0)]
+
+
+def in_openais_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with thinking under "reasoning_content" and arguments as a JSON string."""
+    found = {name: value for name, value in message.items() if name not in REASONING_KEYS}
+    thinking = [message[key] for key in REASONING_KEYS if message.get(key)]
+    if thinking:
+        found["reasoning_content"] = thinking[0]
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_in_openais_fields(call) for call in message["tool_calls"]]
+    return found
+
+
+def _in_openais_fields(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not isinstance(function["arguments"], str):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": function}
+
+
+def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages]]:
+    """Returns messages that are known and messages whose words are not, as a row may begin, the
+    likeliest first.
+    """
+    ways: list[tuple[Messages, Messages]] = []
+    if before:
+        ways += [(before.messages, said) for said in _replies(before)]
+    if row.get("messages"):
+        ways.append((row["messages"], []))
+    return [*ways, ([], [USER]), ([], [SYSTEM, USER])]
+
+
+def _replies(talk: _Talk) -> list[Messages]:
+    """Returns what may have been said to the last answer, without its words."""
+    replies = [_replying(call) for call in talk.calls]
+    return [said for said in (replies, [*replies, USER], [USER]) if said]
+
+
+def _replying(call: ToolCall) -> dict[str, Any]:
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id}
+
+
+def _heads(turns: Sequence[Turn], calls: Sequence[ToolCall]) -> Messages:
+    """Returns the messages of turns without their contents; tools reply to calls in their order."""
+    left = list(calls)
+    heads: Messages = []
+    for turn in turns:
+        head: dict[str, Any] = {"role": turn.role}
+        if turn.name:
+            head["name"] = turn.name
+        if turn.role == "tool" and left:
+            head["tool_call_id"] = left.pop(0).id
+        heads.append(head)
+    return heads
+
+
+def _filled(heads: Messages, contents: Sequence[str]) -> Messages:
+    return [{**head, "content": content} for head, content in zip(heads, contents, strict=True)]

@@ -1,0 +1,319 @@
+"""Chooses a renderer of the renderers library for a folder, and holds it to the folder's template."""
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rftmega.core.errors import ConfigError, DataError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.types import Turn
+from rftmega.data.chat.completion_parsers import (
+    Parsed,
+    Parser,
+    SampledAnswer,
+    deepseek,
+    llama,
+    parsed_of,
+    too_deep,
+)
+from rftmega.data.chat.replies import Bridge, ChatTokenizer, Control, Messages, Specs, text_of
+
+logger = logging.getLogger(__name__)
+SHORT, REMEMBERED = 64, 1024  # characters of a text, and texts, whose tokens are kept
+
+# model_type of config.json -> renderers of the library that may fit such a folder. The library's own
+# choice goes by the name of a model on the hub, which a folder does not have.
+CANDIDATES = {
+    "qwen3": ("qwen3", "prime-qwen3"),
+    "qwen3_moe": ("qwen3", "prime-qwen3"),
+    "qwen3_next": ("qwen3",),
+    "glm4_moe": ("glm-4.5", "glm-5"),
+    "glm4_moe_lite": ("glm-5",),
+    "glm_moe_dsa": ("glm-5", "glm-5.1", "glm-5.3"),
+    "deepseek_v3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
+    "kimi_k2": ("kimi-k2",),
+    "llama": ("llama-3",),
+    "minimax": ("minimax-m2",),
+    "minimax_m2": ("minimax-m2",),
+    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    "gpt_oss": ("gpt-oss",),
+    "hunyuan_v3": ("hy3",),
+}
+# renderers whose answers are read without the library: its pattern of a fence takes minutes for a run
+# of spaces, and it takes a broken call of Llama for words
+READ_HERE: dict[str, Parser] = {"deepseek-v3": deepseek, "deepseek-r1": deepseek, "llama-3": llama}
+SPEC = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+
+
+def _said(role: str, content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+def _called(word: str, number: int) -> dict[str, Any]:
+    function = {"name": "look_up", "arguments": {"word": word}}
+    return {"type": "function", "id": f"call0000{number}", "function": function}
+
+
+ASKED = _said("user", "What is a yak?")
+CALLED = _said("assistant", "", tool_calls=[_called("yak", 0)])
+SPOKEN = _said("assistant", "I look.", tool_calls=[_called('yák "2"', 0)])
+THOUGHT = _said("assistant", "", tool_calls=[_called("yak", 0)], reasoning_content="Let me see.")
+TWICE = _said("assistant", "", tool_calls=[_called("yak", 0), _called("ox", 1)])
+FOUND = _said("tool", "An ox\nof Tibet.", name="look_up", tool_call_id="call00000")
+AGAIN = _said("tool", "A cow.", name="look_up", tool_call_id="call00001")
+ANSWERED = _said("assistant", "An ox.")
+MUSED = _said("assistant", "An ox.", reasoning_content="I know that.")
+SURE = _said("user", "Are you sure?")
+SYSTEM = _said("system", "Be brief.")
+# contexts that a rollout begins with
+HEADS: tuple[tuple[Messages, Specs], ...] = (
+    ([ASKED], ()),
+    ([SYSTEM, ASKED], ()),
+    ([ASKED], (SPEC,)),
+    ([SYSTEM, ASKED], (SPEC,)),
+)
+# what was said before, an answer, and what is said to it
+TURNS: tuple[tuple[Messages, dict[str, Any], Messages, Specs], ...] = (
+    ([ASKED], CALLED, [FOUND], (SPEC,)),
+    ([SYSTEM, ASKED], SPOKEN, [FOUND], (SPEC,)),
+    ([ASKED], THOUGHT, [FOUND], (SPEC,)),
+    ([ASKED], TWICE, [FOUND, AGAIN], (SPEC,)),
+    ([ASKED], ANSWERED, [SURE], ()),
+    ([ASKED], MUSED, [SURE], ()),
+    ([ASKED, CALLED, FOUND], ANSWERED, [SURE], (SPEC,)),
+    ([ASKED, THOUGHT, FOUND], MUSED, [SURE], (SPEC,)),
+    ([ASKED, CALLED, FOUND], CALLED, [FOUND], (SPEC,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryRenderer:
+    """LibraryRenderer reads answers and goes on behind them with one renderer of the library."""
+
+    name: str
+    inner: Any
+
+    def parse(
+        self, tokenizer: ChatTokenizer, answer: SampledAnswer, end: Sequence[int], tools: Specs
+    ) -> Parsed | None:
+        """Takes an answer apart; `end`: the token that ended it, or none. None: the library fails."""
+        if parser := READ_HERE.get(self.name):
+            return parser(tokenizer, answer)
+        if too_deep(text_of(tokenizer, answer.token_ids)):
+            return None
+        ids = [*answer.token_ids, *end]
+        specs = [dict(each) for each in tools] or None
+        try:
+            response = self.inner.parse_response(ids, tools=specs, prompt_ids=list(answer.context))
+        except Exception as error:  # the library's, whatever the model wrote
+            logger.debug("the renderer %s can't read an answer", self.name, exc_info=error)
+            return None
+        return parsed_of(tokenizer, answer.token_ids, response)
+
+    def bridge(
+        self,
+        previous_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        messages: Messages,
+        tools: Specs,
+    ) -> Bridge | None:
+        """Returns the tokens behind an answer; None where the format rewrites what stands before."""
+        known = [*previous_ids, *completion_ids]
+        specs = [dict(each) for each in tools] or None
+        try:
+            found = self.inner.bridge_to_next_turn(
+                list(previous_ids), list(completion_ids), messages, tools=specs
+            )
+        except Exception as error:  # the library's, whatever is said
+            logger.debug("the renderer %s can't go on", self.name, exc_info=error)
+            return None
+        if found is None or found.token_ids[: len(known)] != known:
+            return None
+        indices = found.message_indices[len(known) :]
+        content = found.is_content[len(known) :] or [True] * len(indices)
+        turns = [
+            Turn(message["role"], *_span(number, indices, content), message.get("name", ""))
+            for number, message in enumerate(messages)
+        ]
+        return Bridge(tuple(found.token_ids[len(known) :]), tuple(turns))
+
+
+def _span(number: int, indices: Sequence[int], content: Sequence[bool]) -> tuple[int, int]:
+    """Returns the range of tokens that message `number` says; an empty one where it says nothing."""
+    own = [place for place, index in enumerate(indices) if index == number]
+    said = [place for place in own if content[place]]
+    if not said:
+        return (own[0], own[0]) if own else (0, 0)
+    return said[0], said[-1] + 1
+
+
+def library_renderer(tokenizer: ChatTokenizer, name: str) -> LibraryRenderer | None:
+    """Returns the library's renderer `name`; "auto": one that writes all that the folder's template
+    writes, or None.
+
+    A named one must agree with the template on how a conversation begins and goes on. Raises
+    ConfigError where it does not, or does not fit the tokenizer.
+    """
+    if name != "auto":
+        found = _built(tokenizer, name)
+        if isinstance(found, str):
+            raise ConfigError(f"environment.renderer={name} does not fit the model: {found}")
+        if difference := _difference(tokenizer, found, rewritten=False):
+            raise ConfigError(
+                f"environment.renderer={name} writes otherwise than the model's chat template: {difference}. Take "
+                "environment.renderer=template, which goes by the template alone."
+            )
+        return LibraryRenderer(name, found)
+    for each in CANDIDATES.get(_model_type(tokenizer), ()):
+        found = _built(tokenizer, each)
+        if isinstance(found, str):
+            logger.info("renderer %s is not taken: %s", each, found)
+        elif difference := _difference(tokenizer, found, rewritten=True):
+            logger.info("renderer %s is not taken: it differs in %s", each, difference)
+        else:
+            return LibraryRenderer(each, found)
+    return None
+
+
+def _model_type(tokenizer: ChatTokenizer) -> str:
+    """Returns model_type of the folder's config.json; "" where there is none."""
+    path = Path(tokenizer.inner.name_or_path) / "config.json"
+    return str(read_json_object(path).get("model_type", "")) if path.is_file() else ""
+
+
+def _built(tokenizer: ChatTokenizer, name: str) -> Any:
+    """Returns a renderer of the library, or why there is none."""
+    from renderers import create_renderer
+    from renderers.configs import config_from_name
+
+    try:
+        config = config_from_name(name)
+        given = dict(tokenizer.chat.given)
+        inner = _remembering(tokenizer.inner, tokenizer.control)
+        return create_renderer(inner, config, chat_template_kwargs=given)
+    # a special token that the tokenizer lacks, an option that is another template's, no network
+    except (AssertionError, ValueError, TypeError, KeyError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _remembering(inner: Any, control: Control) -> Any:
+    """Returns a tokenizer that keeps the tokens of short texts: a renderer asks for the words of its
+    format several times a turn, and transformers takes 0.1 ms for each. It also asks twice a turn
+    whether the tokenizer tells places in the text, by calling its `__call__` with a letter. Control
+    tokens that are hidden in a text become letters.
+    """
+    kept = lru_cache(REMEMBERED)(lambda text: tuple(control.encode(text)))
+    letter = lru_cache(1)(lambda text, **options: inner(text, **options))
+
+    def encode(text: str, *given: Any, **options: Any) -> list[int]:
+        if len(text) <= SHORT and not given and options == {"add_special_tokens": False}:
+            return list(kept(text))
+        if not given and options == {"add_special_tokens": False}:
+            return control.encode(text)
+        found: list[int] = inner.encode(text, *given, **options)
+        return found
+
+    def decode(token_ids: Any, *given: Any, **options: Any) -> str:
+        if not given and options == {"skip_special_tokens": False}:
+            text: str = inner.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+        else:
+            text = inner.decode(token_ids, *given, **options)
+        return text
+
+    def call(text: str, **options: Any) -> Any:
+        if text == "a":
+            return letter(text, **options)
+        if options == {"add_special_tokens": False, "return_offsets_mapping": True}:
+            ids, places = control.encode_places(text)
+            return {"input_ids": ids, "offset_mapping": places}
+        return inner(text, **options)
+
+    found = copy.copy(inner)
+    called = {"__call__": lambda own, text, **options: call(text, **options)}
+    found.__class__ = type(type(inner).__name__, (type(inner),), called)
+    found.encode = encode
+    if inner.is_fast and not inner.clean_up_tokenization_spaces:
+        found.decode = decode  # see replies.text_of
+    return found
+
+
+def _difference(tokenizer: ChatTokenizer, renderer: Any, *, rewritten: bool) -> str:
+    """Returns the first conversation that a renderer writes otherwise than the template; "": none.
+
+    `rewritten`: whole conversations are compared as well, as they are when all is written anew.
+    """
+    for messages, tools in HEADS:
+        if not _alike(tokenizer, renderer, messages, tools):
+            return _named(messages, tools)
+    for before, answer, messages, tools in TURNS:
+        whole = [*before, answer, *messages]
+        if rewritten and not _alike(tokenizer, renderer, whole, tools):
+            return _named(whole, tools)
+        if not _goes_on(tokenizer, renderer, (before, whole, messages), tools):
+            return f"how it goes on in {_named(whole, tools)}"
+    return ""
+
+
+def _named(messages: Messages, tools: Specs) -> str:
+    roles = " ".join(message["role"] for message in messages)
+    return f"the conversation [{roles}]{' with tools' if tools else ''}"
+
+
+def _written(tokenizer: ChatTokenizer, messages: Messages, tools: Specs) -> list[int] | None:
+    """Returns the tokens of the template; None where it refuses the messages."""
+    try:
+        text = tokenizer.template.text(messages, open_=True, tools=tools)
+        return list(tokenizer.encode_reply(text))
+    except DataError:
+        return None
+
+
+def _alike(tokenizer: ChatTokenizer, renderer: Any, messages: Messages, tools: Specs) -> bool:
+    """Returns whether both write the same tokens, or both refuse."""
+    system = tokenizer.chat.system
+    given = messages
+    if system and messages[0]["role"] != "system":
+        given = [{"role": "system", "content": system}, *messages]
+    try:
+        specs = [dict(each) for each in tools] or None
+        ids = renderer.render_ids(given, tools=specs, add_generation_prompt=True)
+    except (ValueError, TypeError, KeyError):
+        ids = None
+    expected: list[int] | None = _written(tokenizer, messages, tools)
+    return bool(expected == ids)
+
+
+def _goes_on(
+    tokenizer: ChatTokenizer,
+    renderer: Any,
+    conversation: tuple[Messages, Messages, Messages],
+    tools: Specs,
+) -> bool:
+    """Returns whether a bridge behind the answer is what the template writes, or there is none."""
+    before, whole, messages = conversation
+    first, second = (_written(tokenizer, each, tools) for each in (before, whole))
+    if first is None or second is None or second[: len(first)] != first:
+        return True
+    ends = {*renderer.get_stop_token_ids(), *tokenizer.stop_ids}
+    stop = next((at for at in range(len(first), len(second)) if second[at] in ends), None)
+    if stop is None:
+        return True
+    specs = [dict(each) for each in tools] or None
+    answer = second[len(first) : stop + 1]
+    found = renderer.bridge_to_next_turn(first, answer, messages, tools=specs)
+    return found is None or list(found.token_ids) == second

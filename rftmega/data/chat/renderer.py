@@ -1,0 +1,148 @@
+"""ConversationRenderer turns answers into calls, and messages into the tokens behind an answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rftmega.data.chat.completion_parsers import (
+    Call,
+    Parsed,
+    Parser,
+    SampledAnswer,
+    parser_for,
+    unread,
+)
+from rftmega.data.chat.library_renderer import LibraryRenderer, library_renderer
+from rftmega.data.chat.replies import (
+    UNREAD,
+    Bridge,
+    ChatTokenizer,
+    Messages,
+    Reply,
+    Specs,
+    ToolCall,
+)
+from rftmega.data.chat.template_bridge import TemplateBridge
+
+__all__ = ["Bridge", "ConversationRenderer", "Reply", "ToolCall"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationRenderer:
+    """ConversationRenderer speaks the format of one model folder.
+
+    What the model sampled is never tokenised again. A renderer of the renderers library is asked
+    first, where one writes what the folder's chat template writes; then the template itself.
+    """
+
+    tokenizer: ChatTokenizer
+    library: LibraryRenderer | None
+    by_template: TemplateBridge
+    parser: Parser
+
+    @classmethod
+    def of(
+        cls, tokenizer: ChatTokenizer, name: str = "auto", *, tool_parser: str = "auto"
+    ) -> "ConversationRenderer":
+        """Builds the renderer of a tokenizer's folder.
+
+        `name`: "auto", "template", or a renderer of the library. `tool_parser`: the format of calls
+        where no renderer of the library is taken. Raises ConfigError for names that do not fit.
+        """
+        library = None if name == "template" else library_renderer(tokenizer, name)
+        parser = parser_for(tool_parser, tokenizer.template.source())
+        return cls(tokenizer, library, TemplateBridge(tokenizer), parser)
+
+    @property
+    def name(self) -> str:
+        """Returns the library's name of the format; "template" where none is taken."""
+        return self.library.name if self.library else "template"
+
+    @property
+    def ends(self) -> set[int]:
+        """Returns all tokens that end an answer in this format."""
+        own = self.library.inner.get_stop_token_ids() if self.library else ()
+        return {*self.by_template.ends, *own}
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Returns tokens that end an answer beside those that the tokenizer lists, in order."""
+        return sorted(self.ends - set(self.tokenizer.stop_ids))
+
+    def parse(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        tools: Specs = (),
+        *,
+        first: int = 0,
+    ) -> Reply:
+        """Takes an answer apart. Calls that carry no id of their own are numbered from `first`.
+
+        Raises nothing, whatever the model wrote: a call that can't be read has no arguments.
+        """
+        ended = bool(completion_ids) and completion_ids[-1] in self.ends
+        size = len(completion_ids) - ended
+        answer = SampledAnswer(prompt_ids, list(completion_ids[:size]), ended)
+        parsed = self._parsed(answer, list(completion_ids[size:]), tools)
+        calls = tuple(_numbered(call, first + at) for at, call in enumerate(parsed.calls))
+        return Reply(
+            parsed.content,
+            parsed.reasoning,
+            calls,
+            ended,
+            UNREAD if any(call.arguments is None for call in calls) else "",
+            parsed.text,
+            parsed.spoken,
+        )
+
+    def _parsed(self, answer: SampledAnswer, end: Sequence[int], tools: Specs) -> Parsed:
+        """Takes an answer apart; one that the library fails at has a call that can't be read."""
+        if not self.library:
+            return self.parser(self.tokenizer, answer)
+        if (parsed := self.library.parse(self.tokenizer, answer, end, tools)) is not None:
+            return parsed
+        parsed = self.parser(self.tokenizer, answer)
+        readable = all(call.arguments is not None for call in parsed.calls)
+        return unread(self.tokenizer, answer) if readable else parsed
+
+    def message(self, reply: Reply) -> dict[str, Any]:
+        """Returns an answer as a message, in the fields that the folder's chat template reads."""
+        return self.by_template.message(reply)
+
+    def render(self, messages: Messages, tools: Specs = ()) -> tuple[int, ...]:
+        """Returns the tokens of a whole conversation, up to where the model goes on.
+
+        Raises DataError for messages that the chat template refuses.
+        """
+        text = self.tokenizer.template.text(messages, open_=True, tools=tools)
+        return self.tokenizer.encode_reply(text)
+
+    def bridge(
+        self,
+        previous_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        messages: Messages,
+        tools: Specs = (),
+        *,
+        history: Messages | None = None,
+    ) -> Bridge | None:
+        """Returns what stands behind an answer when `messages` reply to it; None where the template
+        rewrites what stands before, so that the whole conversation is to be rendered anew.
+
+        `history`: the messages before, the answer last, as `message` makes it; without it only a
+        renderer of the library can tell. An answer that was cut off gets the end that the template
+        would have written, as context.
+        """
+        ended = bool(completion_ids) and completion_ids[-1] in self.ends
+        found = None
+        if self.library and ended:  # the library closes what was cut off its own way
+            found = self.library.bridge(previous_ids, completion_ids, messages, tools)
+        if found is None and history is not None:
+            found = self.by_template.bridge(completion_ids, messages, tools, history)
+        return found
+
+
+def _numbered(call: Call, number: int) -> ToolCall:
+    """Returns a call with an id."""
+    return ToolCall(call.name, call.arguments, call.text, call.id or f"call{number:05d}")

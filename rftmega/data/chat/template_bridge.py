@@ -1,0 +1,208 @@
+"""Goes on with conversations by any chat template: text is rendered, and only what is new becomes
+tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rftmega.core.errors import DataError
+from rftmega.core.types import Turn
+from rftmega.data.chat.replies import (
+    Bridge,
+    ChatTokenizer,
+    Messages,
+    Reply,
+    Specs,
+    calls_of,
+    text_of,
+    token_id,
+)
+
+MARK = "\ue000\ue001"  # characters for private use, which nobody says
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# tokens that end an answer in one family or another, beside those that its folder lists
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>", "<|observation|>")
+USER = {"role": "user", "content": "?"}
+
+
+class TemplateBridge:
+    """TemplateBridge goes on with conversations as a folder's chat template would write them.
+
+    What stands before must be the beginning of the whole conversation's text. Where it is not (the
+    template drops thinking, or counts messages), there is no bridge.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self._tokenizer = tokenizer
+        self.reasoning_key = self._shown_reasoning()
+        call = {"name": MARK, "arguments": {}}
+        self.shows_calls = MARK in self._answer_text(tool_calls=[_call(call)])
+        self.ends = {*tokenizer.stop_ids, *self._further_ends()}
+
+    def message(self, reply: Reply) -> dict[str, Any]:
+        """Returns an answer as a message in the fields that the template shows; what it has no
+        field for stays in the content.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+        readable = all(call.arguments is not None for call in reply.calls)
+        structured = bool(reply.calls) and readable and self.shows_calls
+        if structured:
+            message |= {"content": reply.spoken, "tool_calls": calls_of(reply)}
+        if not self.reasoning_key:
+            return message
+        if structured or not reply.calls:
+            message["content"] = reply.content
+        elif reply.reasoning:
+            message["content"] = _behind_thinking(reply)
+        if reply.reasoning:
+            message[self.reasoning_key] = reply.reasoning
+        return message
+
+    def bridge(
+        self, completion_ids: Sequence[int], messages: Messages, tools: Specs, history: Messages
+    ) -> Bridge | None:
+        """Returns the tokens behind an answer; None where the template rewrites what stands before.
+
+        `history`: all messages before `messages`, the answer last, as `message` makes it.
+        """
+        try:
+            before = self._text(history[:-1], tools, open_=True)
+            whole = self._text([*history, *messages], tools, open_=True)
+            places = self._places(whole, history, messages, tools)
+        except DataError:  # the template takes no such message, or not here
+            return None
+        behind = self._behind(before, whole, completion_ids, history[-1], places[0][0])
+        if behind is None:
+            return None
+        anchor, start = behind
+        token_ids = self._tokenizer.encode_behind(anchor, whole[start:])
+        inside = [(max(0, first - start), max(0, last - start)) for first, last in places]
+        spans = self._spans(anchor, whole[start:], inside, token_ids)
+        turns = [
+            Turn(message["role"], *span, message.get("name", ""))
+            for message, span in zip(messages, spans, strict=True)
+        ]
+        return Bridge(token_ids, tuple(turns))
+
+    def _text(self, messages: Messages, tools: Specs, *, open_: bool) -> str:
+        return self._tokenizer.template.text(messages, open_=open_, tools=tools)
+
+    def _behind(
+        self, before: str, whole: str, completion_ids: Sequence[int], message: Any, first: int
+    ) -> tuple[str, int] | None:
+        """Returns the text that the new tokens stand behind, and where they begin in `whole`.
+
+        `first`: where the first new message's words begin. None where there is no such place.
+        """
+        answer = text_of(self._tokenizer, completion_ids)
+        ended = bool(completion_ids) and completion_ids[-1] in self.ends
+        end = text_of(self._tokenizer, completion_ids[-1:]) if ended else ""
+        if whole.startswith(before + answer) and len(before + answer) <= first:
+            return end or answer, len(before + answer)
+        body = answer.removesuffix(end)
+        if not end or end in body or not whole.startswith(before):
+            return None
+        # the template writes the answer otherwise (JSON, line feeds): it must keep all of it
+        last = whole.find(end, len(before))
+        if last < 0 or last + len(end) > first or not _kept(message, whole[len(before) : last]):
+            return None
+        return end, last + len(end)
+
+    def _places(
+        self, whole: str, history: Messages, messages: Messages, tools: Specs
+    ) -> list[tuple[int, int]]:
+        """Returns where the words of each new message lie in `whole`: what changes with them."""
+        places = []
+        for number, message in enumerate(messages):
+            marked = [*messages[:number], {**message, "content": MARK}, *messages[number + 1 :]]
+            other = self._text([*history, *marked], tools, open_=True)
+            start = _common(whole, other)
+            rest = min(len(whole), len(other)) - start
+            same = _common(whole[::-1][:rest], other[::-1][:rest])
+            places.append((start, len(whole) - same))
+        return places
+
+    def _spans(
+        self, anchor: str, text: str, places: Sequence[tuple[int, int]], ids: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Returns the tokens of characters `places` of `text`, which stands behind `anchor`."""
+        inner = self._tokenizer.inner
+        if inner.is_fast:
+            found, offsets = self._tokenizer.control.encode_places(anchor + text)
+            if found[-len(ids) :] == list(ids):
+                offsets = offsets[-len(ids) :]
+                moved = [(first + len(anchor), last + len(anchor)) for first, last in places]
+                return [_tokens(offsets, *each) for each in moved]
+        counted = [[len(self._tokenizer.encode_reply(text[:at])) for at in each] for each in places]
+        return [(first, min(last, len(ids))) for first, last in counted]
+
+    def _answer_text(self, **fields: Any) -> str:
+        """Returns the text of a conversation that ends in an answer; "" where it is refused."""
+        answer = {"role": "assistant", "content": "", **fields}
+        try:
+            return self._text([USER, answer], (), open_=False)
+        except DataError:
+            return ""
+
+    def _shown_reasoning(self) -> str:
+        """Returns the field of a message whose thinking the template shows; "": none."""
+        calls = [_call({"name": "f", "arguments": {}})]
+        for key in REASONING_KEYS:
+            texts = (
+                self._answer_text(content="x", **{key: MARK}),
+                self._answer_text(tool_calls=calls, **{key: MARK}),
+            )
+            if any(MARK in text for text in texts):
+                return key
+        return ""
+
+    def _further_ends(self) -> set[int]:
+        """Returns tokens that the template writes behind answers and calls, and the folder does not
+        list.
+        """
+        call = {"name": "f", "arguments": {"a": MARK}}
+        texts = [self._answer_text(content=MARK), self._answer_text(tool_calls=[_call(call)])]
+        tail = "".join(text.partition(MARK)[2] for text in texts)
+        named = [name for name in ENDS if name in tail]
+        found = [token_id(self._tokenizer, name) for name in named]
+        return {each for each in found if each is not None}
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "id": "call00000", "function": function}
+
+
+def _behind_thinking(reply: Reply) -> str:
+    """Returns an answer's text behind its thinking, calls as they were written."""
+    _, closed, behind = reply.text.partition("</think>")
+    if closed:
+        return behind.lstrip("\n")
+    return reply.content + "".join(call.text for call in reply.calls)
+
+
+def _kept(message: Any, text: str) -> bool:
+    """Returns whether `text`, which the template made of an answer, has all parts of it."""
+    names = [each["function"]["name"] for each in message.get("tool_calls", ())]
+    thinking = [message.get(key) or "" for key in REASONING_KEYS]
+    said = [part.strip() for part in (message["content"], *thinking, *names)]
+    return all(part in text for part in said)
+
+
+def _common(one: str, other: str) -> int:
+    """Counts the characters that two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _tokens(offsets: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """Returns the range of tokens that have characters of [start, stop)."""
+    first = sum(1 for _, end in offsets if end <= start)
+    if stop <= start:
+        return first, first
+    return first, sum(1 for begin, _ in offsets if begin < stop)

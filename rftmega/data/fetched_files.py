@@ -1,0 +1,144 @@
+"""Fetches pictures and videos of the web before a run begins, each once, into a folder."""
+
+import hashlib
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rftmega.core.errors import DataError
+from rftmega.data.media.files import MOST_BYTES
+
+FOLDER = "fetched"  # beside the pictures that are files
+THREADS = 8
+TIMEOUT = 30.0  # seconds without a byte
+LOOK = 0.1  # seconds between two looks at what another process fetches
+ABANDONED = 120.0  # seconds without a byte, of a process that may have ended
+PART = 2**20
+
+
+class Fetched:
+    """Fetched holds files of the web that processes share: one of them fetches, the others wait."""
+
+    def __init__(self, folder: Path, hosts: Collection[str]):
+        """`hosts`: those that may be asked; what they lead to must be one of them, too."""
+        self.folder, self.hosts = folder / FOLDER, frozenset(hosts)
+        self._failed: dict[str, DataError] = {}
+        self._opener = urllib.request.build_opener(_SameHosts(self))
+
+    def ahead(self, addresses: Iterable[str]) -> None:
+        """Fetches all, several at a time; what fails is told where `file` is asked for it."""
+        distinct = list(dict.fromkeys(addresses))
+        with ThreadPoolExecutor(THREADS) as pool:
+            done = pool.map(self._try, distinct)
+            for _ in tqdm(done, "fetched", len(distinct), disable=len(distinct) < THREADS):
+                pass
+
+    def file(self, address: str) -> Path:
+        """Returns the file that an address was fetched into, which keeps its ending.
+
+        Raises DataError where its host is not among `hosts`, or it can't be fetched.
+        """
+        self.check(address)
+        if address in self._failed:
+            raise self._failed[address]
+        name = hashlib.sha256(address.encode()).hexdigest()[:32]
+        ending = Path(urllib.parse.urlsplit(address).path).suffix.lower()
+        target = self.folder / (name + ending if ending[1:].isalnum() else name)
+        claim = self.folder / f"{name}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not target.is_file():
+                if self._is_mine(claim):
+                    self._fetch(address, target, claim)
+                else:
+                    time.sleep(LOOK)
+        except OSError as error:
+            raise DataError(
+                f"{address} can't be kept in {self.folder}: {error.strerror or error}. Set data.pictures_folder to a folder "
+                "that can be written to."
+            ) from error
+        return target
+
+    def check(self, address: str) -> None:
+        """Raises DataError for an address that may not be asked."""
+        try:
+            parts = urllib.parse.urlsplit(address)
+            host = parts.hostname
+        except ValueError as error:
+            raise DataError(f"{address!r} is no address: {error}.") from None
+        if parts.scheme not in ("http", "https") or host not in self.hosts:
+            known = ", ".join(sorted(self.hosts)) or "none"
+            raise DataError(
+                f"{address} is not fetched: its host is not among data.picture_hosts ({known}). "
+                "Add it, or download the file and give the path."
+            )
+
+    def _try(self, address: str) -> None:
+        try:
+            self.file(address)
+        except DataError as error:
+            self._failed[address] = error
+
+    def _is_mine(self, claim: Path) -> bool:
+        """Returns whether this process is the one that fetches: the first that asks, or that finds
+        what another abandoned.
+        """
+        try:
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            return True
+        except FileExistsError:
+            pass
+        try:
+            if time.time() - claim.stat().st_mtime > ABANDONED:
+                claim.unlink()
+        except FileNotFoundError:  # it is there by now, or failed
+            pass
+        return False
+
+    def _fetch(self, address: str, target: Path, claim: Path) -> None:
+        try:
+            self._write(address, claim)
+            claim.replace(target)
+        except (DataError, OSError, ValueError) as error:
+            claim.unlink(missing_ok=True)
+            if isinstance(error, DataError):
+                raise
+            why = getattr(error, "reason", None) or error
+            raise DataError(f"{address} can't be fetched: {why}.") from error
+
+    def _write(self, address: str, claim: Path) -> None:
+        request = urllib.request.Request(address, headers={"User-Agent": "rftmega"})
+        with self._opener.open(request, timeout=TIMEOUT) as answer, claim.open("wb") as file:
+            size = 0
+            while part := answer.read(PART):
+                size += len(part)
+                if size > MOST_BYTES:
+                    raise DataError(
+                        f"{address} has more than {MOST_BYTES:,} bytes, which is too large. Make it smaller."
+                    )
+                file.write(part)
+                file.flush()
+            said = answer.headers.get("Content-Length")
+            if said is not None and size != int(said):
+                raise DataError(f"{address} broke off: {size:,} of {int(said):,} bytes came.")
+
+
+class _SameHosts(urllib.request.HTTPRedirectHandler):
+    """_SameHosts follows no address that may not be asked."""
+
+    def __init__(self, fetched: Fetched):
+        self._fetched = fetched
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
+        self._fetched.check(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)

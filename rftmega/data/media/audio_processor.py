@@ -1,0 +1,158 @@
+"""AudioProcessor turns waveforms into what a tower that hears is fed."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.waveform_positions import PlacedWaveform
+from rftmega.data.media.cache import Kept
+from rftmega.data.media.files import content_of, digest_of
+from rftmega.data.media.image_processor import FILE, token_of
+from rftmega.data.media.waveforms import read_waveform, samples_of
+
+SHORTEST = 3  # frames that give a feature
+
+
+class AudioProcessor:
+    """AudioProcessor makes frames of waveforms, each a spectrum of 25 ms, as the model's folder says:
+    as many as the tower's window has, whatever part of them is sound.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Raises CheckpointError where the folder says nothing of waveforms, or nothing that its
+        model can be fed.
+        """
+        folder = Path(folder)
+        config = read_json_object(folder / "config.json")
+        self._inner = _loaded(folder, config.get("audio_config") or {})
+        name = "audio_token_index" if "audio_token_index" in config else "audio_token_id"
+        self.placeholder = token_of(folder, config, name)
+        # as a text has it, with what stands around it
+        self.text = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+        self.rate: int = self._inner.sampling_rate
+        self.most: int = self._inner.n_samples
+        self.window: int = self._inner.nb_max_frames
+        self._kept = Kept()
+        self._read = partial(read_waveform, rate=self.rate, most=self.most)
+
+    @property
+    def positions(self) -> int:
+        """Returns how many positions the tower's layers have, two frames each."""
+        return self.window // 2
+
+    def samples_of(self, content: bytes, name: str) -> int:
+        """Returns how many samples the waveform in a file's bytes has.
+
+        Raises DataError for one that the model can't be fed.
+        """
+        samples = samples_of(content, name, rate=self.rate, most=self.most)
+        if self.frames_of(samples) < SHORTEST:
+            least = (SHORTEST - 1) * self._inner.hop_length + 1
+            raise DataError(
+                f"{name} has {samples} samples, and the model needs {least} to hear anything. Leave the record out."
+            )
+        return samples
+
+    def frames_of(self, samples: int) -> int:
+        """Returns how many frames a waveform of so many samples fills."""
+        return -(-samples // int(self._inner.hop_length))
+
+    def tokens_of(self, frames: int) -> int:
+        """Returns how many features a waveform of so many frames has: one of four, roughly."""
+        return ((frames - 1) // 2 - 1) // 2 + 1
+
+    def placed(self, source: str | bytes, digest: str, samples: int, start: int) -> PlacedWaveform:
+        """Returns a waveform of so many samples whose features begin at token `start`."""
+        frames = self.frames_of(samples)
+        return PlacedWaveform(source, digest, frames, self.positions, start, self.tokens_of(frames))
+
+    def waveform(self, source: str | bytes, digest: str = "") -> np.ndarray:
+        """Returns the samples of a waveform's file, or of its bytes.
+
+        Raises DataError where the file can't be read, or holds something else than it did.
+        """
+        return self._read(source, digest)
+
+    def frames(self, source: str | bytes | Tensor, digest: str = "") -> Tensor:
+        """Returns the frames [M, window] of a waveform's file, or of its bytes, in float32; a tensor
+        is returned as it is.
+
+        The last ones are kept: with its `digest`, a waveform that is among them is not read again.
+        Raises DataError as `waveform` does.
+        """
+        if isinstance(source, Tensor):
+            return source
+        content = b""
+        if digest not in self._kept:
+            content = content_of(source, digest, "waveform")
+            digest = digest or digest_of(content)
+        if digest not in self._kept:
+            self._kept.keep(digest, self.frames_in(self._read(content)))
+        return self._kept[digest]
+
+    def frames_in(self, waveform: np.ndarray) -> Tensor:
+        """Returns the frames [M, window] of a waveform [samples], in float32."""
+        made = self._inner(
+            waveform, sampling_rate=self.rate, padding="max_length", return_tensors="pt"
+        )
+        frames: Tensor = made["input_features"][0].to(torch.float32)
+        return frames
+
+
+def ear_of(folder: str | Path) -> AudioProcessor | None:
+    """Returns the processor of a model that hears; None for another, and where there is no model.
+
+    Raises CheckpointError where its folder says nothing of waveforms.
+    """
+    file = Path(folder) / "config.json"
+    hears = file.is_file() and read_json_object(file).get("audio_config")
+    return AudioProcessor(folder) if hears else None
+
+
+def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
+    """Returns transformers' feature extractor, which makes frames as the tower expects."""
+    from transformers import WhisperFeatureExtractor
+
+    file = folder / FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} holds no {FILE}, which says how its model is fed waveforms. Copy it from where the model is from."
+        )
+    read_json_object(file)
+    try:
+        found: Any = WhisperFeatureExtractor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever a strange field makes it stumble over
+        raise CheckpointError(
+            f"{file} can't be used: {type(error).__name__}: {error}. Copy it from where the model is from."
+        ) from error
+    if found.dither:
+        raise CheckpointError(
+            f"{file}: dither={found.dither} adds noise, another in the engine than in the trainer. Set it to 0."
+        )
+    if found.padding_side != "right":
+        raise CheckpointError(
+            f"{file}: padding_side={found.padding_side!r} is not supported, only 'right' is."
+        )
+    alike = (
+        ("feature_size", found.feature_size, "num_mel_bins", tower.get("num_mel_bins")),
+        (
+            "chunk_length x sampling_rate / hop_length / 2",
+            found.nb_max_frames / 2,
+            "max_source_positions",
+            tower.get("max_source_positions"),
+        ),
+    )
+    for own, value, name, wanted in alike:
+        if wanted != value:
+            raise CheckpointError(
+                f"{file}: {own}={value:g}, but config.json says audio_config.{name}={wanted}. They must be of one model."
+            )
+    return found

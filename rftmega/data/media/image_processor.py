@@ -1,0 +1,283 @@
+"""PictureProcessor turns pictures and videos into what a vision tower is fed."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rftmega.core.errors import CheckpointError, DataError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.media_positions import Frames, PlacedPicture
+from rftmega.data.media.files import read_picture
+from rftmega.data.media.videos import Video, read_video
+
+FILE = "preprocessor_config.json"
+Encode = Callable[[str], Sequence[int]]
+KEPT = 256 * 2**20  # bytes of patches that wait to be used again
+READERS = 4  # threads
+AHEAD = 8  # pictures and videos that are read before they are asked for
+# fields of vision_config, and those of FILE that must say the same
+ALIKE = {
+    "patch_size": "patch_size",
+    "spatial_merge_size": "merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+
+
+class PictureProcessor:
+    """PictureProcessor scales pictures and videos and cuts them into patches, as the model's folder
+    says.
+
+    torchvision does it, as in vLLM: another back-end gives other numbers.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Raises CheckpointError where the folder says nothing of pictures, or nothing that its model
+        can be fed.
+        """
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        folder = Path(folder)
+        config = read_json_object(folder / "config.json")
+        self._inner = _loaded(folder, config.get("vision_config") or {})
+        self._smart_resize = smart_resize
+        self.placeholder = token_of(folder, config, "image_token_id")
+        self.video_placeholder = token_of(folder, config, "video_token_id")
+        self._folder, self._config = folder, config
+        self.tells_times = str(config.get("model_type")).startswith("qwen3_vl")
+        # as a text has it, with what stands around it
+        self.text = "<|vision_start|><|image_pad|><|vision_end|>"
+        self.video_text = "<|vision_start|><|video_pad|><|vision_end|>"
+        self.merge: int = self._inner.merge_size
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+        self._coming: deque[PlacedPicture] = deque()
+        self._reading: dict[str, Future[Tensor]] = {}  # by digest
+
+    def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
+        """Returns how many patches along time (1), height and width a picture of so many pixels has.
+
+        Raises DataError for one that is too narrow.
+        """
+        size = self._inner.size
+        patch = self._inner.patch_size
+        try:
+            high, wide = self._smart_resize(
+                height,
+                width,
+                factor=patch * self.merge,
+                min_pixels=size["shortest_edge"],
+                max_pixels=size["longest_edge"],
+            )
+        except ValueError as error:
+            raise DataError(
+                f"a picture of {width} x {height} pixels can't be used: {error}."
+            ) from None
+        return 1, high // patch, wide // patch
+
+    def video_grid_of(self, video: Video, frames: int) -> tuple[int, int, int]:
+        """Returns how many patches along time, height and width so many frames of a video have.
+
+        Raises DataError for one that is too narrow.
+        """
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        size = self._videos.size
+        patch, deep = self._videos.patch_size, self._videos.temporal_patch_size
+        limits = {
+            "factor": patch * self._videos.merge_size,
+            "min_pixels": size["shortest_edge"],
+            "max_pixels": size["longest_edge"],
+        }
+        try:
+            if type(self._videos).__name__ == "Qwen3VLVideoProcessor":  # bounds all frames together
+                high, wide = smart_resize(
+                    frames, video.height, video.width, temporal_factor=deep, **limits
+                )
+            else:
+                high, wide = self._smart_resize(video.height, video.width, **limits)
+        except ValueError as error:
+            raise DataError(
+                f"a video of {video.width} x {video.height} pixels can't be used: {error}."
+            ) from None
+        return -(-frames // deep), high // patch, wide // patch
+
+    def placed_video(
+        self, grid: tuple[int, int, int], video: Video, chosen: Sequence[int], encode: Encode
+    ) -> tuple[list[int], Frames]:
+        """Returns the tokens that stand in a video's place, and its frames; `encode` gives the
+        tokens of a time, which Qwen3-VL is told in words before each run.
+        """
+        length = self.tokens_of(grid)
+        deep: int = self._videos.temporal_patch_size
+        if not self.tells_times:
+            step = self.step_of(len(chosen), video.total, video.rate)
+            frames = Frames(tuple(chosen), video.total, video.rate, step, (0,), length)
+            return [self.video_placeholder] * length, frames
+        before, behind = (
+            token_of(self._folder, self._config, f"vision_{side}_token_id")
+            for side in ("start", "end")
+        )
+        ids: list[int] = []
+        starts: list[int] = []
+        each = length // grid[0]
+        for time in range(grid[0]):
+            first = chosen[time * deep] / video.rate
+            last = chosen[min(time * deep + deep, len(chosen)) - 1] / video.rate
+            ids += encode(f"<{(first + last) / 2:.1f} seconds>")
+            ids.append(before)
+            starts.append(len(ids))
+            ids += [self.video_placeholder] * each + [behind]
+        return ids, Frames(tuple(chosen), video.total, video.rate, 1.0, tuple(starts), each)
+
+    def step_of(self, shown: int, total: int, rate: float) -> float:
+        """Returns how many positions lie between two times of a run of a video of `total` frames,
+        `rate` a second, of which so many are shown.
+        """
+        if self._config["model_type"] != "qwen2_5_vl":
+            return 1.0
+        seconds = self._videos.temporal_patch_size * total / (shown * rate)
+        # rounded as transformers' tensor is
+        a_second: int = self._config["vision_config"].get("tokens_per_second", 4)
+        return float(np.float32(seconds)) * a_second
+
+    @cached_property
+    def _videos(self) -> Any:
+        """Returns what scales videos.
+
+        Raises CheckpointError where it would scale them as `video_grid_of` does not know.
+        """
+        from transformers import AutoVideoProcessor
+
+        found = AutoVideoProcessor.from_pretrained(
+            self._folder, local_files_only=True, trust_remote_code=False
+        )
+        if found.cap_pixels_per_frame:
+            raise CheckpointError(
+                f"{self._folder} says cap_pixels_per_frame of videos, which is not honoured here. Set it to false."
+            )
+        return found
+
+    def tokens_of(self, grid: tuple[int, int, int]) -> int:
+        """Returns how many features a picture or video of these patches has."""
+        time, height, width = grid
+        return time * height * width // self.merge**2
+
+    def pixels(self, picture: PlacedPicture) -> Tensor:
+        """Returns the patches [t * h * w, C] of a picture or video, in float32; those that are there
+        as a tensor are returned as they are.
+
+        The last ones are kept, and not read again.
+        Raises DataError where the file can't be read, or holds something else than it did.
+        """
+        source, digest = picture.source, picture.digest
+        if isinstance(source, Tensor):
+            return source
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            return self._kept[digest]
+        begun = self._reading.pop(digest, None)
+        self._begin()
+        found = self._read(picture) if begun is None else begun.result()
+        self._kept[digest] = found
+        self._bytes += found.nbytes
+        while self._bytes > KEPT and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.nbytes
+        return found
+
+    def read_ahead(self, pictures: Iterable[PlacedPicture]) -> None:
+        """Begins to read pictures and videos in threads, a few at a time, in the order in which
+        `pixels` will be asked for them; what was begun before and is not among them is forgotten.
+        """
+        self._coming = deque(pictures)
+        wanted = {picture.digest for picture in self._coming}
+        self._reading = {name: read for name, read in self._reading.items() if name in wanted}
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._coming and len(self._reading) < AHEAD:
+            picture = self._coming.popleft()
+            known = picture.digest in self._kept or picture.digest in self._reading
+            if not known and not isinstance(picture.source, Tensor):
+                self._reading[picture.digest] = self._readers.submit(self._read, picture)
+
+    @cached_property
+    def _readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(READERS, thread_name_prefix="pictures")
+
+    def _read(self, picture: PlacedPicture) -> Tensor:
+        source = picture.source
+        assert not isinstance(source, Tensor)
+        if picture.frames is None:
+            return self.patches_of(read_picture(source, picture.digest))
+        return self.video_patches_of(read_video(str(source), picture.frames, picture.digest))
+
+    def patches_of(self, picture: Any) -> Tensor:
+        """Returns the patches [h * w, C] of a picture of PIL's, in float32."""
+        made = self._inner(images=[picture], return_tensors="pt")
+        patches: Tensor = made["pixel_values"].to(torch.float32)
+        return patches
+
+    def video_patches_of(self, frames: np.ndarray) -> Tensor:
+        """Returns the patches [t * h * w, C] of frames [T, height, width, 3], in float32."""
+        made = self._videos(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        patches: Tensor = made["pixel_values_videos"].to(torch.float32)
+        return patches
+
+
+def processor_of(folder: str | Path) -> PictureProcessor | None:
+    """Returns the processor of a model that sees; None for another, and where there is no model.
+
+    Raises CheckpointError where its folder says nothing of pictures.
+    """
+    file = Path(folder) / "config.json"
+    sees = file.is_file() and read_json_object(file).get("vision_config")
+    return PictureProcessor(folder) if sees else None
+
+
+def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
+    """Returns transformers' image processor, which cuts pictures as the tower expects."""
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    file = folder / FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} holds no {FILE}, which says how its model is fed pictures. Copy it from where the model is from."
+        )
+    read_json_object(file)
+    try:
+        found: Any = AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, backend="torchvision"
+        )
+    except Exception as error:  # whatever a strange field makes it stumble over
+        raise CheckpointError(
+            f"{file} can't be used: {type(error).__name__}: {error}. Copy it from where the model is from."
+        ) from error
+    if not isinstance(found, Qwen2VLImageProcessor) or not found.do_resize:
+        raise CheckpointError(
+            f"{file}: {type(found).__name__} with do_resize={found.do_resize} is not known here, only a Qwen2VLImageProcessor "
+            "that scales pictures is."
+        )
+    for name, own in ALIKE.items():
+        if name in tower and tower[name] != getattr(found, own):
+            raise CheckpointError(
+                f"{file}: {own}={getattr(found, own)}, but config.json says vision_config.{name}={tower[name]}. They must be of "
+                "one model."
+            )
+    return found
+
+
+def token_of(folder: Path, config: dict[str, Any], name: str) -> int:
+    """Returns a token's id of config.json; raises CheckpointError where it says none."""
+    token = config.get(name)
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise CheckpointError(f"{folder}/config.json: {name}={token!r} is no token's id.")
+    return token

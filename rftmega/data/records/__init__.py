@@ -1,0 +1,6 @@
+"""Records are what data files hold."""
+
+from rftmega.data.records.readers import records
+from rftmega.data.records.values import Record, listed, value_at, with_value
+
+__all__ = ["Record", "listed", "records", "value_at", "with_value"]

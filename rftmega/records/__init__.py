@@ -1,6 +1,0 @@
-"""Records are what data files hold."""
-
-from rftmega.records.readers import records
-from rftmega.records.values import Record, listed, value_at, with_value
-
-__all__ = ["Record", "listed", "records", "value_at", "with_value"]
