@@ -17,8 +17,8 @@ from benchmarks.timing import seconds
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.experience import given
 from rftmega.megatron.training_state import set_adam_steps
+from rftmega.trainer.experience import given
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 

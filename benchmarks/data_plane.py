@@ -17,13 +17,13 @@ from rftmega.algorithms.mismatch import Gap
 from rftmega.config import AlgorithmConfig, KLConfig
 from rftmega.core.types import Completion, Prompt, Rollout, TokenStats, Trajectory
 from rftmega.dispatch.gathered_rollouts import gathered, in_order
-from rftmega.experience import ExperienceMaker
-from rftmega.gap.gap_gate import gap_of
 from rftmega.parallel.collectives import gather_objects
 from rftmega.parallel.host_memory import HostMemory
 from rftmega.parallel.process_group import World
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.group_collector import GroupCollector
 from rftmega.trainer.learner import reference_kl
+from rftmega.trainer.logprob_mismatch.gate import gap_of
 from tests.ranks import run_ranks
 
 PROCESSES, ROLLOUTS, SIBLINGS, PROMPT, LONGEST = 8, 512, 8, 512, 8192

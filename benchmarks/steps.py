@@ -14,9 +14,9 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
 from rftmega.core.shards import Shard
 from rftmega.core.types import Completion, Prompt, Rollout, SliceChecksums, Trajectory
-from rftmega.experience import ExperienceMaker
 from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.parallel.micro_batches import plan_micro_batches
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from tests.layouts import build_actor

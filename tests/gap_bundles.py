@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from rftmega.algorithms.gap_causes import Evidence, Limits
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.core.types import Rows
-from rftmega.gap.gap_bundle import GapBundle
+from rftmega.trainer.logprob_mismatch.bundle import GapBundle
+from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits
 
 TEMPERATURE = 0.7
 

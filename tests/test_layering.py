@@ -179,7 +179,7 @@ def test_imports_follow_the_map() -> None:
             "callbacks may not import trainer",
         ),
         (
-            "rftmega/experience/bad.py",
+            "rftmega/trainer/experience/bad.py",
             "import torch\ntorch.cuda.synchronize()",
             "torch.cuda belongs in device, not experience",
         ),

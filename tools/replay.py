@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.algorithms.gap_causes import cause_of
 from rftmega.algorithms.mismatch import gaps_of, log_prob_gap
 from rftmega.config.secrets import resolved
 from rftmega.core.errors import CheckpointError, exit_code_of
-from rftmega.gap.gap_bundle import GapBundle
+from rftmega.trainer.logprob_mismatch.bundle import GapBundle
+from rftmega.trainer.logprob_mismatch.causes import cause_of
 
 ENGINE_WRONG, TRAINER_WRONG = "the engine is wrong", "the trainer is wrong"
 

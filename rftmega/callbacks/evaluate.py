@@ -16,7 +16,7 @@ from rftmega.callbacks.observer import Observer
 from rftmega.core.interfaces import Reward
 from rftmega.core.sampling_seeds import evaluation_seed
 from rftmega.core.types import Metrics, Prompt, Rollout, Sampling
-from rftmega.experience import complete, scores_of
+from rftmega.trainer.experience import complete, scores_of
 
 ACCURACY = "accuracy"  # share of the answers that are right
 

@@ -24,7 +24,6 @@ from rftmega.core.media_positions import PlacedPicture
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.experience.samples import collect, complete
 from rftmega.given_media.pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.padded_experience import (
@@ -34,6 +33,7 @@ from rftmega.lightrft.padded_experience import (
     per_action,
     with_patches,
 )
+from rftmega.trainer.experience.samples import collect, complete
 
 DEFAULTS: dict[str, Any] = {
     "n_samples_per_prompt": 1,

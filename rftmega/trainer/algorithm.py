@@ -16,12 +16,12 @@ from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
 from rftmega.core.interfaces import Host, Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
 from rftmega.core.types import LossFn
-from rftmega.experience import ExperienceMaker, ModelReward, ReplayBuffer
-from rftmega.gap.gap_gate import GapGate, limits_of
 from rftmega.trainer.dynamic_sampler import DynamicSampler
+from rftmega.trainer.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.learnt_order import read_order
+from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
 from rftmega.trainer.optimizer_steps import Schedule
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.trainer.ptx import PTX, Order

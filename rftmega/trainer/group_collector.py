@@ -10,7 +10,7 @@ from rftmega.core.interfaces import Enough, Reward
 from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import selected
 from rftmega.core.types import Prompt, Rollout, Samples
-from rftmega.experience import collect, complete
+from rftmega.trainer.experience import collect, complete
 
 
 class Wanted(NamedTuple):

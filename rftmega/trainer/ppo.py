@@ -18,13 +18,13 @@ from rftmega.core.interfaces import (
 )
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics, Prompt, Rollout, Samples, Sampling
-from rftmega.experience import ExperienceMaker, ModelReward
-from rftmega.gap.gap_gate import GapGate, chosen_by, gap_of
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
+from rftmega.trainer.experience import ExperienceMaker, ModelReward
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
+from rftmega.trainer.logprob_mismatch.gate import GapGate, chosen_by, gap_of
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer

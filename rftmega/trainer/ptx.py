@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rftmega.core.interfaces import Resumable
 from rftmega.core.types import Auxiliary, LossFn, Rows
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 
 
 class Order(Resumable, Protocol):

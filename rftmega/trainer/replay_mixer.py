@@ -9,7 +9,7 @@ from torch import Tensor
 from rftmega.core.interfaces import Scorer
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics
-from rftmega.experience.replay import ReplayBuffer
+from rftmega.trainer.experience.replay import ReplayBuffer
 
 
 class ReplayMixer:

@@ -12,8 +12,8 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import packed_answers, unpacked_answers
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Metrics, Prompt, Rollout, Samples
-from rftmega.experience import complete
 from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in
+from rftmega.trainer.experience import complete
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learnt_order import LearntGroups

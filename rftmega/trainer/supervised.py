@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from rftmega.core.types import Experience, LossFn, Metrics, Rows
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from rftmega.trainer.loop import Trainer
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 

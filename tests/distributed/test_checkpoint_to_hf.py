@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, TrainerConfig
-from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.strategy.export import export
 from rftmega.tools import convert, inspect_checkpoint
+from rftmega.trainer.experience import given
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

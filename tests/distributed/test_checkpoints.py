@@ -29,7 +29,6 @@ from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.device.residency import ADAM, PARTS
-from rftmega.experience import given
 from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor
 from rftmega.optimizers.offload import inner_optimizers
@@ -37,6 +36,7 @@ from rftmega.parallel import seeds
 from rftmega.parallel.nodes import versions
 from rftmega.parallel.topology import Topology
 from rftmega.strategy.export import export as export_model
+from rftmega.trainer.experience import given
 from tests import optional
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks

@@ -17,9 +17,9 @@ from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.device.residency import GRADIENTS, PARTS
-from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.strategy.export import export
+from rftmega.trainer.experience import given
 from rftmega.weights import Exporter
 from tests.allocations import most_bytes
 from tests.distributed import test_critic

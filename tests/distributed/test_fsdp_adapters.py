@@ -18,12 +18,12 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.adapters import OF_ATTENTION
 from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
-from rftmega.experience import given
 from rftmega.hf_folders.peft_folder import names_of_pairs
 from rftmega.low_rank import linear
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.strategy.export import export
+from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights
 from tests import plain_adapters
 from tests.block_engine import BlockEngine

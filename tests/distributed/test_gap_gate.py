@@ -180,8 +180,8 @@ def test_a_wrong_engine_stops_every_rank_before_it_learns_and_the_cause_is_named
 
 def test_a_bundle_tells_the_same_cause_offline(seen: Any) -> None:
     """The last fault of the last step: rounding."""
-    from rftmega.algorithms.gap_causes import cause_of
-    from rftmega.gap.gap_bundle import GapBundle
+    from rftmega.trainer.logprob_mismatch.bundle import GapBundle
+    from rftmega.trainer.logprob_mismatch.causes import cause_of
 
     ranks, output = seen
     folders = sorted((output / "gap").iterdir())

@@ -16,7 +16,7 @@ from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelC
 from rftmega.config.options.algorithms import GSPO, TokenImportance
 from rftmega.core.errors import GapExceeded
 from rftmega.core.types import Completion, Prompt, Rollout
-from rftmega.experience import ExperienceMaker
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
 from rftmega.weights import Exporter

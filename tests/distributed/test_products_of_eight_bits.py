@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from tests.layouts import build_actor, rows_of
 from tests.ranks import TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny

@@ -14,7 +14,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Auxiliary, Experience
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, rows_of

@@ -15,7 +15,7 @@ from rftmega.converters.adapters import DOWN
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import AdapterSource
 from rftmega.core.types import Prompt, Sampling
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from rftmega.weights import adapter_weights
 from tests.layouts import build_policy, rows_of
 from tests.plain_adapters import ALL, PREFIX, Pairs, adapted, random_pairs, write_pairs

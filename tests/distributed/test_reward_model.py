@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 from tests.distributed.test_critic import save_reward_model
 from tests.layouts import build_critic, rows_of

@@ -17,7 +17,7 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import AdapterSource
 from rftmega.core.types import Prompt, Sampling
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from rftmega.vllm_server import door
 from tests.fleets import KEY, gap_of_answers, two_servers_elsewhere
 from tests.layouts import build_actor, rows_of

@@ -14,7 +14,6 @@ from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunCo
 from rftmega.config.options.algorithms import GAE, GroupNorm
 from rftmega.core.types import Prompt, Sampling
 from rftmega.device.residency import ADAM, PARTS
-from rftmega.experience import ExperienceMaker, collect, complete
 from rftmega.megatron import MegatronBackend, backend
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
@@ -22,6 +21,7 @@ from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
 from rftmega.strategy import engines
 from rftmega.strategy.reinforcement import ReinforcementStrategy
+from rftmega.trainer.experience import ExperienceMaker, collect, complete
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.data import Example, rows_of
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -18,12 +18,12 @@ from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import NothingLearnt
 from rftmega.device.residency import GRADIENTS
-from rftmega.experience import given
 from rftmega.launch.train import backend_of
 from rftmega.megatron import adapters
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.strategy.export import export
+from rftmega.trainer.experience import given
 from tests import plain_adapters
 from tests.distributed.test_critic import (
     PROMPTS,

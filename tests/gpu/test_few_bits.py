@@ -17,8 +17,8 @@ from rftmega import device
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.device.residency import ADAM, PARTS
-from rftmega.experience import given
 from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.trainer.experience import given
 from tests import optional
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks

@@ -19,7 +19,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
 from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
-from rftmega.gap.gap_gate import LIMITS
+from rftmega.trainer.logprob_mismatch.gate import LIMITS
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, build_policy, rows_of
 from tests.plain_loop import log_probs, trained

@@ -8,7 +8,7 @@ from torch import Tensor
 from rftmega.algorithms.aggregation import AGGREGATIONS, token_mean
 from rftmega.algorithms.supervised import cross_entropy_loss, last_value, pairwise_loss
 from rftmega.core.types import Experience, Rows, TokenLoss, TokenStats, TokenValues
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 
 LENGTHS, PROMPTS = [6, 3, 4, 7, 2, 2], [2, 2, 3, 3, 1, 1]
 

@@ -17,9 +17,9 @@ from rftmega.config import RolloutConfig
 from rftmega.core.sampling_seeds import evaluation_seed
 from rftmega.core.types import Prompt, Rollout, Sampling, TokenStats
 from rftmega.data import PromptOrder
-from rftmega.experience import ExperienceMaker
 from rftmega.rollout import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.ppo import StepSampling
 from tests.rollouts import Alone, answered
 

@@ -32,7 +32,7 @@ from rftmega.core.types import (
     Turn,
 )
 from rftmega.data import Chat
-from rftmega.experience import ExperienceMaker, collect
+from rftmega.trainer.experience import ExperienceMaker, collect
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((97, 98, 99), label="x\ud800", index=41), Prompt((100,), label="y", index=7)]

@@ -8,8 +8,8 @@ import pytest
 from rftmega.config import RolloutConfig
 from rftmega.core.sampling_seeds import sampling_seed, turn_seed
 from rftmega.core.types import Prompt, Rollout
-from rftmega.experience import ExperienceMaker
 from rftmega.trainer import DynamicSampler, PPOTrainer
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.ppo import StepParts, StepSampling
 from tests.rollouts import Alone
 

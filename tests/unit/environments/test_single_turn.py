@@ -9,7 +9,7 @@ import pytest
 from rftmega.config import RunConfig
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
 from rftmega.environments import SingleTurnEnvironment, create
-from rftmega.experience import collect
+from rftmega.trainer.experience import collect
 
 FIRST = Completion((4, 5), (-0.1, -0.2), "stop", 3)
 SECOND = Completion((8,), (-0.5,), "length", 4)

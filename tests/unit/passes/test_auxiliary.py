@@ -16,8 +16,8 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.core import ragged
 from rftmega.core.types import Auxiliary, Experience, Rows, TokenStats
-from rftmega.experience import given
 from rftmega.passes.auxiliary import beside, counted
+from rftmega.trainer.experience import given
 
 COEF, LONGEST = 0.3, 6
 PROMPTS, LENGTHS = [2, 1, 3, 1], [5, 2, 9, 1]  # the last has no answer

@@ -10,9 +10,9 @@ from rftmega.config import AlgorithmConfig, KLConfig, RolloutConfig, RunConfig, 
 from rftmega.config.options.algorithms import GAE, GroupNorm, ReplayConfig
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Completion, Prompt, TokenStats, TokenValues
-from rftmega.experience import ExperienceMaker, collect
 from rftmega.model_providers.description import Experts
 from rftmega.planning.data_plane import on_each_host, tokens_of
+from rftmega.trainer.experience import ExperienceMaker, collect
 from tests.rollouts import rollout_of
 
 PROMPT, ANSWER, SIBLINGS = 3, 5, 2

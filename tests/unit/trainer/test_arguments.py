@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from rftmega.experience import ExperienceMaker
 from rftmega.trainer import PPOTrainer
+from rftmega.trainer.experience import ExperienceMaker
 
 
 @pytest.mark.parametrize(("built", "most"), [(ExperienceMaker, 6), (PPOTrainer, 9)])

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.algorithms.gap_causes import Limits, cause_of
 from rftmega.algorithms.mismatch import Gap
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import GapExceeded
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Prompt, Rollout, Samples, Sampling, TokenStats
-from rftmega.experience import collect, complete
-from rftmega.gap.gap_bundle import GapBundle
-from rftmega.gap.gap_gate import LIMITS, GapGate, limits_of
 from rftmega.rollout import ScriptedEngine
+from rftmega.trainer.experience import collect, complete
+from rftmega.trainer.logprob_mismatch.bundle import GapBundle
+from rftmega.trainer.logprob_mismatch.causes import Limits, cause_of
+from rftmega.trainer.logprob_mismatch.gate import LIMITS, GapGate, limits_of
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((i, i + 1)) for i in range(20)]

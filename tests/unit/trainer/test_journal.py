@@ -27,9 +27,9 @@ from rftmega.core.types import (
     Turn,
 )
 from rftmega.data import PromptOrder
-from rftmega.experience import given
 from rftmega.megatron import model_runner
 from rftmega.trainer import Algorithm
+from rftmega.trainer.experience import given
 from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
 from rftmega.trainer.optimizer_steps import take_steps
 from tests.rollouts import Alone, answered

@@ -8,7 +8,7 @@ import torch
 
 from rftmega.core.errors import Preempted
 from rftmega.core.types import COUNT, Experience, TokenStats
-from rftmega.experience import given
+from rftmega.trainer.experience import given
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.optimizer_steps import Schedule, merged, take_steps
 from tests.layouts import rows_of

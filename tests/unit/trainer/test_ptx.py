@@ -7,8 +7,8 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.core.types import Auxiliary
 from rftmega.data import Example, PromptOrder, rows_of
-from rftmega.experience import given
 from rftmega.trainer import Learner
+from rftmega.trainer.experience import given
 from rftmega.trainer.ptx import PTX
 from tests.unit.callbacks.test_checkpointing import read, written
 

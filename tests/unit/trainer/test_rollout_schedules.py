@@ -18,8 +18,8 @@ from rftmega.callbacks.observer import Observer
 from rftmega.core.errors import Preempted
 from rftmega.core.interfaces import RolloutGroup, TakenGroups
 from rftmega.core.types import Prompt, Rollout, Sampling
-from rftmega.experience import ExperienceMaker
 from rftmega.trainer import DynamicSampler, Learner, PPOTrainer
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.ppo import StepParts, StepSampling
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Synchronous

@@ -6,8 +6,8 @@ import torch
 
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Rollout, Rows, Samples
-from rftmega.experience import collect
 from rftmega.trainer import DynamicSampler
+from rftmega.trainer.experience import collect
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from tests.columns import ragged

@@ -28,8 +28,8 @@ from rftmega.core.types import (
     TokenStats,
     TokenValues,
 )
-from rftmega.experience import ExperienceMaker
 from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
+from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.ppo import StepParts, StepSampling
 from tests.rollouts import answered, rollout_of
 

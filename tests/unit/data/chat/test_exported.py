@@ -17,8 +17,8 @@ from rftmega.data.chat.conversation import Conversation
 from rftmega.data.chat.exported import MessageExporter, in_openais_fields
 from rftmega.data.chat.read_back import read_back
 from rftmega.data.chat.renderer import ConversationRenderer
-from rftmega.experience import ExperienceMaker, collect
 from rftmega.tools import export_messages
+from rftmega.trainer.experience import ExperienceMaker, collect
 from tests.chat_formats import FORMATS, PLAIN, TOOL, Format, folder, tokenizer
 
 QUESTION = 'Add "1" and\n 3'

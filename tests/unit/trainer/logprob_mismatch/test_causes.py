@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, worst_rows
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.core.types import SliceChecksums
+from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, worst_rows
 from tests.columns import ragged
 
 LIMITS = Limits(1e-3, 1e-4)

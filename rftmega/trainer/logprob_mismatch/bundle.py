@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from rftmega.algorithms.gap_causes import Evidence, Limits
 from rftmega.algorithms.mismatch import Gap
 from rftmega.core.errors import DataError
 from rftmega.core.types import Rows, SliceChecksums
+from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits
 
 ABOUT, TENSORS = "bundle.json", "tensors.safetensors"
 RESCORED = "rescored_logp_"  # before the number of a scoring pass

@@ -11,8 +11,8 @@ import torch
 from rftmega.checkpoint.states import joined, put_together, taken_apart
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Completion, Experience, Prompt, Rows, Samples
-from rftmega.experience import ReplayBuffer, collect
 from rftmega.lightrft.strategy import StrategyBase
+from rftmega.trainer.experience import ReplayBuffer, collect
 from tests.rollouts import rollout_of
 
 

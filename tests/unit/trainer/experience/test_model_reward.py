@@ -8,7 +8,7 @@ import torch
 from rftmega.core.errors import RewardError
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Rows, Samples, TokenValues
-from rftmega.experience import ModelReward
+from rftmega.trainer.experience import ModelReward
 from tests.columns import ragged
 
 

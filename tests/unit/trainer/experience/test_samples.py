@@ -7,7 +7,7 @@ import torch
 from rftmega.config import AlgorithmConfig, KLConfig
 from rftmega.config.options.algorithms import GroupNorm
 from rftmega.core.types import Completion, Prompt, Rollout, TokenStats
-from rftmega.experience import ExperienceMaker, collect
+from rftmega.trainer.experience import ExperienceMaker, collect
 from tests.rollouts import rollout_of
 
 PROMPTS = [Prompt((1, 2, 3)), Prompt((1, 2, 3)), Prompt((9,)), Prompt((9,))]

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.algorithms.gap_causes import Evidence, Limits, cause_of, matches, worst_rows
 from rftmega.algorithms.mismatch import Gap, gaps_of, log_prob_gap
 from rftmega.core.errors import EngineError, GapExceeded
 from rftmega.core.interfaces import Machinery
 from rftmega.core.ragged import Ragged
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Prompt, Rollout, Samples, Sampling
-from rftmega.experience.samples import collect, complete
-from rftmega.gap.gap_bundle import GapBundle, rows_under_other_prompts
+from rftmega.trainer.experience.samples import collect, complete
+from rftmega.trainer.logprob_mismatch.bundle import GapBundle, rows_under_other_prompts
+from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, matches, worst_rows
 
 # What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
 LIMITS = {

@@ -32,8 +32,8 @@ from rftmega.core.types import (
     Trajectory,
     Turn,
 )
-from rftmega.experience import ExperienceMaker, ReplayBuffer, collect
 from rftmega.trainer.dynamic_sampler import DynamicSampler
+from rftmega.trainer.experience import ExperienceMaker, ReplayBuffer, collect
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 from rftmega.trainer.replay_mixer import ReplayMixer

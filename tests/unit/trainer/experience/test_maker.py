@@ -15,7 +15,7 @@ from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, Returns
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Rows, Samples, TokenStats, TokenValues
-from rftmega.experience import ExperienceMaker
+from rftmega.trainer.experience import ExperienceMaker
 
 # tokens of the prompt, and of prompt and answer together
 PROMPTS, LENGTHS = [2, 1, 3, 2], [6, 4, 4, 7]

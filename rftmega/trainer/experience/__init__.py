@@ -1,0 +1,17 @@
+"""From scored answers to what a loss learns from."""
+
+from rftmega.trainer.experience.maker import ExperienceMaker
+from rftmega.trainer.experience.model_reward import ModelReward
+from rftmega.trainer.experience.replay import ReplayBuffer
+from rftmega.trainer.experience.samples import collect, complete, scores_of
+from rftmega.trainer.experience.supervised import given
+
+__all__ = [
+    "ExperienceMaker",
+    "ModelReward",
+    "ReplayBuffer",
+    "collect",
+    "complete",
+    "given",
+    "scores_of",
+]
