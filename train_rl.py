@@ -4,7 +4,7 @@ processes that it starts.
 
 import sys
 
-from rftmega.parallel import preemption
+from rftmega.runtime.parallel import preemption
 
 if __name__ == "__main__":
     preemption.listen()  # before anything that takes time

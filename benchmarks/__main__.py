@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
 import torch

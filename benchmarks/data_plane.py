@@ -17,9 +17,9 @@ from rftmega.algorithms.mismatch import Gap
 from rftmega.config import AlgorithmConfig, KLConfig
 from rftmega.core.types import Completion, Prompt, Rollout, TokenStats, Trajectory
 from rftmega.dispatch.gathered_rollouts import gathered, in_order
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.host_memory import HostMemory
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.host_memory import HostMemory
+from rftmega.runtime.parallel.process_group import World
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.group_collector import GroupCollector
 from rftmega.trainer.learner import reference_kl

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig
 
-from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.converters import shard_shape, table
 from rftmega.converters.rules import instances
 from rftmega.megatron.binding import Bound
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.runtime import device
 from rftmega.weights import EngineWeights
 from rftmega.weights.replay import ReceivedFill
 from tests.fused_engine import FusedEngine

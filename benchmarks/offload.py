@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.models import save_model
 from benchmarks.timing import compare, seconds
-from rftmega import device
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.device.residency import PARTS
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import PARTS
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 

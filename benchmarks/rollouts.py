@@ -19,9 +19,9 @@ from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.parallel.process_group import World
 from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.layouts import build_manager
 from tests.ranks import run_ranks

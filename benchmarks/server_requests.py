@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.timing import compare
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt, Sampling
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.process_group import World
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rftmega.runtime.parallel.micro_batches import plan_micro_batches
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models import save_model
@@ -15,7 +16,6 @@ from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelC
 from rftmega.core.shards import Shard
 from rftmega.core.types import Completion, Prompt, Rollout, SliceChecksums, Trajectory
 from rftmega.megatron.forward import LogProbs, custom_forward
-from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling

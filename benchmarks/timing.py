@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rftmega import device
+from rftmega.runtime import device
 
 
 class Comparison(NamedTuple):

@@ -24,11 +24,11 @@ from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
 from rftmega.requests.order import ordered
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.calling_model import END, HEAD, TAIL, save_calling, talkative
 from tests.layouts import build_manager

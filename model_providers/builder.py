@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
 

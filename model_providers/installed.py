@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rftmega import device
 from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import ModelDescription
+from rftmega.runtime import device
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ for name in ("torchao", "torch.utils._pytree"):
 
 class _BeforeMegatron:
     """Prepares torch for Megatron when that is first imported, whoever imports it: on a CPU it needs a
-    view of torch of its own (`rftmega.device.before_megatron`).
+    view of torch of its own (`rftmega.runtime.device.before_megatron`).
     """
 
     @classmethod
@@ -38,7 +38,7 @@ class _BeforeMegatron:
         if name != "megatron.core":
             return None
         sys.meta_path.remove(cls)
-        import rftmega.device.before_megatron  # noqa: F401
+        import rftmega.runtime.device.before_megatron  # noqa: F401
 
         return importlib.util.find_spec(name)
 

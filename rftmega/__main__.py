@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from rftmega.parallel import preemption
+from rftmega.runtime.parallel import preemption
 
 COMMANDS = {
     "train": "train, here or in so many processes",

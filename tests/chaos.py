@@ -32,7 +32,7 @@ from rftmega.checkpoint.reader import read_manifest
 from rftmega.config import RunConfig
 from rftmega.launch import api, preflight
 from rftmega.launch.local_launcher import launch
-from rftmega.parallel import watchdog
+from rftmega.runtime.parallel import watchdog
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
 PHASES = ("rollout", "score", "update", "push", "save")

@@ -33,7 +33,7 @@ from rftmega.environments import single_turn
 from rftmega.fleet import fleet_client, health, server_client
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.process_group import World
 from rftmega.vllm_server import door
 from tests.rollouts import NEVER, save_scripted
 from tests.tcp_proxy import TcpProxy

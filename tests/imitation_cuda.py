@@ -1,4 +1,4 @@
-"""An imitation of `torch.cuda` on a CPU, for `rftmega.device.CUDA`: streams, events, pinned memory
+"""An imitation of `torch.cuda` on a CPU, for `rftmega.runtime.device.CUDA`: streams, events, pinned memory
 and what they were asked.
 
 Tensors of the "device" are a CPU's. What a real one would do later is done later here: a copy to
@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rftmega import device
-from rftmega.device import CUDA, spans
+from rftmega.runtime import device
+from rftmega.runtime.device import CUDA, spans
 
 COPY = torch.ops.aten.copy_.default
 

@@ -21,7 +21,7 @@ from rftmega.core.types import Rows
 from rftmega.launch.train import backend_of
 from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
 from rftmega.megatron.forward import custom_forward
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 
 

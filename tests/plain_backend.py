@@ -11,9 +11,9 @@ from rftmega.checkpoint.training import StoredModel
 from rftmega.config import RunConfig
 from rftmega.core.shards import LogicalTensor, Shard, ShardBox, ShardPart, whole
 from rftmega.core.types import LossFn, Metrics, Rows, TokenStats
-from rftmega.device.residency import PARTS, Residency
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.runtime.device.residency import PARTS, Residency
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -46,7 +46,7 @@ def run_ranks(
     With `preloaded` TRANSFORMER_ENGINE, Megatron found the stub of it; without, it is what the file of
     `body` says in PRELOADED, or LOCAL.
     """
-    from rftmega import device
+    from rftmega.runtime import device
 
     preloaded = preloaded or _preloaded_of(body.__module__)
 
@@ -93,7 +93,7 @@ def alone(body: Callable[..., Any], *args: Any) -> Any:
     """body(world, *args) in this process, as a world of one; leaves no group behind."""
     from megatron.core import parallel_state
 
-    from rftmega.parallel import process_group
+    from rftmega.runtime.parallel import process_group
 
     with process_group.start() as world:
         try:
@@ -154,8 +154,8 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from rftmega import device
-    from rftmega.parallel.process_group import World
+    from rftmega.runtime import device
+    from rftmega.runtime.parallel.process_group import World
 
     backend = device.current()
     where = backend.select(rank, world_size)

@@ -176,7 +176,7 @@ def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
     """In torch's metadata, which Megatron would unpickle, in the part for Megatron's own state, and
     in place of a tensor.
     """
-    import rftmega.device.before_megatron  # noqa: F401
+    import rftmega.runtime.device.before_megatron  # noqa: F401
 
     # isort: split
     from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces

@@ -111,7 +111,7 @@ def _forked(path: bytes, arguments: list[str], kept: Sequence[int]) -> int:
         for number in signal.valid_signals():  # as exec leaves them
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        sys.modules.pop("rftmega.parallel.fork_server", None)  # its import does something
+        sys.modules.pop("rftmega.runtime.parallel.fork_server", None)  # its import does something
         atexit._clear()
         exec(code, {})
     finally:

@@ -102,7 +102,7 @@ def main(given: list[str] | None = None) -> int:
 
 def run(chosen: argparse.Namespace) -> int:
     if chosen.command == "to-hf":
-        import rftmega.device.before_megatron  # noqa: F401
+        import rftmega.runtime.device.before_megatron  # noqa: F401
 
         # isort: split
         from rftmega.conversion.run_checkpoint import checkpoint_in, write_model
@@ -120,13 +120,13 @@ def run(chosen: argparse.Namespace) -> int:
         return 0
     if chosen.command in ("merge", "extract"):
         return of_adapters(chosen)
-    import rftmega.device.before_megatron  # noqa: F401
+    import rftmega.runtime.device.before_megatron  # noqa: F401
 
     # isort: split
     from rftmega.config import ParallelConfig
     from rftmega.conversion import convert
     from rftmega.conversion.progress_bar import progress_bar
-    from rftmega.parallel import process_group
+    from rftmega.runtime.parallel import process_group
 
     bar = partial(progress_bar, chosen.source)
     changed = None

@@ -20,7 +20,7 @@ from typing import Any
 from rftmega.callbacks.run_chat import RunChat
 from rftmega.callbacks.trajectories import name_of
 from rftmega.core.errors import DataError, exit_code_of
-from rftmega.parallel.private import keep_private
+from rftmega.runtime.parallel.private import keep_private
 from rftmega.tools.view import files_of, samples_of
 
 

@@ -169,10 +169,10 @@ def local(chosen: argparse.Namespace) -> int:
 def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     """Checks, writes, and where it is asked submits. The exit code."""
     from rftmega import config as configuration
-    from rftmega import device
     from rftmega.launch import preflight
     from rftmega.launch.hub import fetched
-    from rftmega.parallel.private import keep_private
+    from rftmega.runtime import device
+    from rftmega.runtime.parallel.private import keep_private
 
     keep_private()  # the file has this shell's environment
     if chosen.processes_per_node is None:
@@ -229,7 +229,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
     """Lists what is wrong with the nodes and with what is to be written, each with what to change."""
-    from rftmega.parallel.layout import nodes_of_engine
+    from rftmega.runtime.parallel.layout import nodes_of_engine
 
     found = []
     ranks, gpus = chosen.processes_per_node, chosen.gpus_per_node

@@ -207,7 +207,6 @@ def figures(
     models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
 ) -> dict[str, Any]:
     """All numbers of a plan."""
-    from rftmega.parallel.layout import nodes_of_engine
     from rftmega.planning.data_plane import on_each_host
     from rftmega.planning.fit import stages_of
     from rftmega.planning.memory import cache_of, load_of, on_device, on_host
@@ -215,6 +214,7 @@ def figures(
     from rftmega.planning.push_buffers import push_of, sampled
     from rftmega.planning.states import sharers
     from rftmega.planning.times import seconds
+    from rftmega.runtime.parallel.layout import nodes_of_engine
 
     world, policy, rl = machine.trainers(config), models[POLICY], config.algorithm.task == "rl"
     parallel = config.parallel
@@ -260,7 +260,7 @@ def figures(
 
 def layout(config: RunConfig, world: int) -> str:
     """Names the layout of the trainer's processes."""
-    from rftmega.parallel.layout import layout_name
+    from rftmega.runtime.parallel.layout import layout_name
 
     parallel = config.parallel
     if config.backend == "fsdp":

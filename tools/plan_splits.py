@@ -99,7 +99,7 @@ def _table(config: RunConfig, splits: Sequence["DeviceSplit"], best: "DeviceSpli
 
 
 def _trainer(config: RunConfig, trainers: int) -> str:
-    from rftmega.parallel.layout import layout_name
+    from rftmega.runtime.parallel.layout import layout_name
 
     if config.backend == "fsdp":
         return f"{trainers}: FSDP"

@@ -96,8 +96,8 @@ class Servers:
     """Servers keeps the servers of one host running."""
 
     def __init__(self, config: RunConfig, chosen: argparse.Namespace, key: str):
-        from rftmega import device
         from rftmega.fleet.server_options import arguments_of_run, devices_of, environment_of
+        from rftmega.runtime import device
         from rftmega.strategy.engines import unquantised
 
         device.current()

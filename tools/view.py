@@ -26,7 +26,7 @@ from typing import Any
 
 from rftmega.core.errors import DataError, exit_code_of
 from rftmega.observe.history import curves_of
-from rftmega.parallel.private import keep_private
+from rftmega.runtime.parallel.private import keep_private
 
 TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,

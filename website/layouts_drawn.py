@@ -1,6 +1,6 @@
 """Draws how ranks are arranged in a layout: python -m website.layouts_drawn writes docs/pictures/layout_*.svg.
 
-Which rank is where says `rftmega.parallel.layout.place_of`, and which layers a stage has
+Which rank is where says `rftmega.runtime.parallel.layout.place_of`, and which layers a stage has
 `rftmega.model_providers.description.stage_layers`: what a run uses.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import stage_layers
-from rftmega.parallel.layout import layout_name, place_of
+from rftmega.runtime.parallel.layout import layout_name, place_of
 
 FOLDER = Path(__file__).parents[1] / "docs/pictures"
 COLOURS = ("#cfe3ff", "#ffe3c2", "#d6f2d0", "#f3d3ee")  # of data-parallel copies

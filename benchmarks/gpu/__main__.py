@@ -16,14 +16,14 @@ from pathlib import Path
 # Megatron's, of what is not installed: a sheet says that in its first lines
 warnings.filterwarnings("ignore")
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
 from benchmarks.gpu.parts import PARTS, missing
 from benchmarks.gpu.sheet import Sheet
-from rftmega import device
 from rftmega.model_providers.installed import installed
-from rftmega.parallel import process_group
+from rftmega.runtime import device
+from rftmega.runtime.parallel import process_group
 
 LIMIT = 570  # seconds of one part: below ten minutes, with its start and end
 

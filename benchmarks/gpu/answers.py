@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.sheet import Figures, Sheet
-from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.rollout.transformers import TransformersEngine
+from rftmega.runtime import device
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_manager
 from tests.tiny_models import VOCABULARY, save_tiny

@@ -50,7 +50,7 @@ UNUSED = (  # of the unpacked wheels
     "vllm/entrypoints/serve/instrumentator/static",
 )
 CHECKED = (
-    "rftmega.device.before_megatron",
+    "rftmega.runtime.device.before_megatron",
     "megatron.core",
     "transformers",
     "vllm.entrypoints.llm",

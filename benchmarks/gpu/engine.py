@@ -19,10 +19,10 @@ import torch
 from benchmarks.gpu.models import QWEN3_8B, TINY, Shape, randomise, save_zeros
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import seconds
-from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt, Sampling
-from rftmega.device.residency import PARAMETERS
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import PARAMETERS
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.log_probs import dense, fused
 from benchmarks.timing import median_seconds
-from rftmega import device
+from rftmega.runtime import device
 
 Way = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

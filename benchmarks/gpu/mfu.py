@@ -4,7 +4,7 @@ without recomputation.
 Model FLOPs are those of rftmega/flops.py, three times the forward pass: 6 x weights in
 matrices x tokens, and for attention 12 x layers x heads x head_dim x row length x tokens (PaLM,
 arXiv:2204.02311, appendix B). Recomputation adds none. The peak is bfloat16's by the device's name
-(`rftmega/device/cuda.py`); of an unknown device only TFLOP/s are told.
+(`rftmega/runtime/device/cuda.py`); of an unknown device only TFLOP/s are told.
 """
 
 import gc
@@ -28,11 +28,11 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import median_seconds
-from rftmega import device
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
 from rftmega.flops import BACKWARD, forward_flops
+from rftmega.runtime import device
 from tests.layouts import build_policy, rows_of
 
 USED = 0.92  # of the device's memory: the rest is the driver's, and what the allocator can't fit in

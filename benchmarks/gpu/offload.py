@@ -13,7 +13,7 @@ from benchmarks.gpu.models import TINY, Shape, randomise, save_zeros
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.offload import rates, trained_once
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.device.residency import ADAM, MAIN_PARAMETERS, PARAMETERS, PARTS
+from rftmega.runtime.device.residency import ADAM, MAIN_PARAMETERS, PARAMETERS, PARTS
 from tests.layouts import build_actor
 
 

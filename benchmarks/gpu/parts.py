@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MEGATRON = ("rftmega.device.before_megatron", "megatron.core", "transformers")
+MEGATRON = ("rftmega.runtime.device.before_megatron", "megatron.core", "transformers")
 TRANSFORMER_ENGINE = "transformer_engine"
 
 

@@ -19,8 +19,8 @@ from benchmarks.gpu.models import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MOE, Shape
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.mixture import parameters_of
 from benchmarks.timing import median_seconds, seconds
-from rftmega import device
-from rftmega.parallel.checksum import checksums
+from rftmega.runtime import device
+from rftmega.runtime.parallel.checksum import checksums
 from rftmega.weights import EngineWeights
 from tests.fused_engine import FusedEngine
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rftmega import device
+from rftmega.runtime import device
 
 Figures = Mapping[str, float | str | bool | None]
 

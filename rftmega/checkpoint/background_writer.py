@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from rftmega.parallel import collectives, preemption
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel import collectives, preemption
+from rftmega.runtime.parallel.watchdog import mark
 
 log = logging.getLogger(__name__)
 NICE = 10  # the training goes first

@@ -4,7 +4,7 @@ import functools
 import subprocess
 from pathlib import Path
 
-from rftmega.parallel.nodes import versions
+from rftmega.runtime.parallel.nodes import versions
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 10.0  # git looks at every file

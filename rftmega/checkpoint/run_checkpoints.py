@@ -24,8 +24,8 @@ from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox
 from rftmega.known_fields import without_strange_sections
-from rftmega.parallel import collectives, seeds
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel import collectives, seeds
+from rftmega.runtime.parallel.watchdog import mark
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega import device
 from rftmega.core.shards import ShardBox
+from rftmega.runtime import device
 
 ALIGNED = 64  # bytes
 # threads: training stands still meanwhile, and one does not fill a host's memory channels

@@ -66,7 +66,7 @@ from rftmega.model_providers.builder import build_chunk, transformer_config
 from rftmega.model_providers.description import describe, layout_violations
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.value_head import ValueHead
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 
 # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,
 # whatever was given

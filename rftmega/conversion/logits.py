@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.config import ModelConfig, ParallelConfig, RunConfig
 from rftmega.megatron.manager import MegatronModelManager
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 
 
 def logit_difference(folder: Path, converted: Path) -> float:

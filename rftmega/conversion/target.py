@@ -11,8 +11,8 @@ from typing import Any
 from rftmega.checkpoint.reader import PROGRESS
 from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.parallel.folder_lock import FILE as LOCK
-from rftmega.parallel.folder_lock import locked
+from rftmega.runtime.parallel.folder_lock import FILE as LOCK
+from rftmega.runtime.parallel.folder_lock import locked
 
 FILE_BYTES = 512 * 2**20  # of one file of weights
 Progress = Callable[[int], object]  # told the bytes that are done

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from rftmega.core.errors import EngineFault
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.watchdog import mark
 
 LOOK = 0.0005  # seconds between two looks of a process at what the first has said
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rftmega.core.interfaces import LateWeights, WeightSync
 from rftmega.core.shards import Shard, lost_share
 from rftmega.core.types import Metrics, SliceChecksums
-from rftmega.parallel.collectives import all_reduce
+from rftmega.runtime.parallel.collectives import all_reduce
 
 sum_of_all: Any = partial(all_reduce, op="sum")
 

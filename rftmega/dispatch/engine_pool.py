@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rftmega import device
 from rftmega.core.errors import EngineFault, Preempted
 from rftmega.core.interfaces import Enough, Environment, Reward, WeightSync
 from rftmega.core.rollout_arrays import RolloutArrays
@@ -30,12 +29,13 @@ from rftmega.dispatch.partial_rollouts import PartialRollouts
 from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.dispatch.request_queues import Counted, Dealt, Queue
 from rftmega.dispatch.stop_consensus import EVERY, StopConsensus
-from rftmega.parallel import host_memory, preemption
-from rftmega.parallel.collectives import board, gather_objects, neighbours
-from rftmega.parallel.process_group import World
-from rftmega.parallel.watchdog import mark
 from rftmega.requests.order import RequestOrder, ordered
 from rftmega.rollout.base import Engine
+from rftmega.runtime import device
+from rftmega.runtime.parallel import host_memory, preemption
+from rftmega.runtime.parallel.collectives import board, gather_objects, neighbours
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.watchdog import mark
 
 PATIENCE = 10.0  # seconds
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from torch import Tensor
 from rftmega.core import expert_routes
 from rftmega.core.rollout_arrays import COLUMNS, ROUTES, RolloutArrays, RolloutPlace
 from rftmega.core.types import Rollout
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.host_memory import HostMemory
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.host_memory import HostMemory
 
 
 def gathered(

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.host_memory import HostMemory
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.host_memory import HostMemory
 
 
 class Answered(NamedTuple):

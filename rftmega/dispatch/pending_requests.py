@@ -16,11 +16,11 @@ from rftmega.dispatch.partial_rollouts import PartialRollouts
 from rftmega.dispatch.request_queues import Queue
 from rftmega.dispatch.reward_workers import RewardWorkers
 from rftmega.dispatch.running_rollouts import RunningRollouts
-from rftmega.parallel import preemption
-from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import Engine
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.watchdog import mark
 
 # asked after every step of an engine: shall it leave what is not finished?
 Stop = Callable[[], bool]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rftmega.core.errors import RewardError
 from rftmega.core.interfaces import Reward
 from rftmega.core.types import Prompt, Rollout
-from rftmega.device.spans import spanned
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.device.spans import spanned
+from rftmega.runtime.parallel.watchdog import mark
 
 # batches that are scored at a time: what takes long waits for a server or a process, not for this
 # one

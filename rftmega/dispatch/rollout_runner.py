@@ -17,8 +17,8 @@ from rftmega.dispatch.reward_workers import THREADS, Threads
 from rftmega.dispatch.rollout_attempts import RolloutAttempts
 from rftmega.dispatch.running_rollouts import refuse_full_context
 from rftmega.fleet.fleet_client import FleetClient
-from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request
+from rftmega.runtime.parallel.watchdog import mark
 
 LOOK_SECONDS = 0.2  # between two looks of who waits at what asks it to stop
 

@@ -9,8 +9,8 @@ from rftmega.core.types import Rollout
 from rftmega.dispatch.gathered_rollouts import gathered
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.dispatch.reward_workers import RewardWorkers
-from rftmega.parallel import preemption
-from rftmega.parallel.host_memory import HostMemory
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.host_memory import HostMemory
 
 EVERY = 16  # engine steps from one decision to the next
 

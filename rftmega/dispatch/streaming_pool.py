@@ -15,8 +15,8 @@ from rftmega.dispatch.gathered_rollouts import gathered, in_order
 from rftmega.dispatch.rollout_runner import Begun, RolloutRunner
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel import preemption
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.collectives import gather_objects
 
 THERE, STOPPED, STRANDED, LATE = "there", "stopped", "stranded", "late"  # how a wait ends
 LATE_SECONDS = 10.0  # between two pushes to late servers; twice as long after each in vain

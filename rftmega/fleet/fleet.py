@@ -16,7 +16,7 @@ from rftmega.core.types import Metrics
 from rftmega.fleet import server_client
 from rftmega.fleet.health import ServerHealth, ServerState
 from rftmega.fleet.server_client import ServerClient
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.server_protocol.claims import ServerTaken
 from rftmega.server_protocol.roster import RosterLook, read_roster
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rftmega.core.errors import EngineError
 from rftmega.fleet import server_client
 from rftmega.fleet.server_client import ServerClient
-from rftmega.parallel.orphans import end_with_parent
+from rftmega.runtime.parallel.orphans import end_with_parent
 from rftmega.vllm_server import door
 
 PROGRAM = "vllm.entrypoints.openai.api_server"

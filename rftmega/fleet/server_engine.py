@@ -31,14 +31,14 @@ from rftmega.fleet.server_options import arguments_of, devices_of, environment_o
 from rftmega.fleet.server_requests import ServerRequests
 from rftmega.fleet.sglang_client import SGLangClient
 from rftmega.fleet.stock_client import StockClient
-from rftmega.parallel import preemption
-from rftmega.parallel.process_group import World
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.rollout.base import Engine
 from rftmega.rollout.pictures import check_expanded, check_samples, placeholders
 from rftmega.rollout.shared_media import SharedMedia
 from rftmega.rollout.vllm_models import sees, stop_strings
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.process_group import World
 from rftmega.server_protocol import generated, weight_version
 from rftmega.server_protocol.completion_checks import LARGEST_ID, AnswerLimits
 from rftmega.server_protocol.server_answers import StaleAnswer, answered

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rftmega import device
 from rftmega.config import RolloutConfig, RunConfig, served_rank
 from rftmega.rollout.eight_bits import described
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
+from rftmega.runtime import device
 from rftmega.vllm_server import door
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer

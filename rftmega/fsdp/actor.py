@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from rftmega.config import RunConfig
 from rftmega.core.types import Column, Metrics, Rows, TokenStats
-from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.fsdp.adapters import ShardedAdapters
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
 from rftmega.fsdp.trainable import FSDPModel
+from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 
 
 class FSDPActor(FSDPModel):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rftmega import device
 from rftmega.checkpoint import frozen_weights
 from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
@@ -19,9 +18,6 @@ from rftmega.core.json_files import read_json_object
 from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
 from rftmega.core.shards import Shard
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.device.random_stream import RandomStream
-from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
-from rftmega.device.spans import span
 from rftmega.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
@@ -42,9 +38,13 @@ from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
-from rftmega.parallel.collectives import gather_objects
 from rftmega.passes.learning_rate import learning_rate
 from rftmega.passes.reached_adapters import ReachedAdapters
+from rftmega.runtime import device
+from rftmega.runtime.device.random_stream import RandomStream
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
+from rftmega.runtime.device.spans import span
+from rftmega.runtime.parallel.collectives import gather_objects
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"

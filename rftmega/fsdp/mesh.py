@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rftmega import device
 from rftmega.config import ParallelConfig
+from rftmega.runtime import device
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import FedPictures, fed_pictures
-from rftmega.device.spans import recorder
 from rftmega.fsdp.feed import Feed, feed
 from rftmega.fsdp.manager import FSDPModelManager
 from rftmega.model_providers.tower import VisionTower
-from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel.watchdog import mark
 
 
 class FSDPRunner(ModelRunner):

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rftmega import device
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import Network
 from rftmega.hf_folders.meta_decoder import gathered_apart
+from rftmega.runtime import device
 
 
 def shard_parameters(

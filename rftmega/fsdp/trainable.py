@@ -15,14 +15,14 @@ from rftmega.checkpoint.training import StoredModel
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.core.types import Metrics
-from rftmega.device.held_weights import AveragedWeights
-from rftmega.device.residency import PARAMETERS, Residency
 from rftmega.fsdp.manager import MOMENTS, FSDPModelManager
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.runner import FSDPRunner
 from rftmega.fsdp.weight import Weight
 from rftmega.model_providers.description import ModelDescription
-from rftmega.parallel.seeds import as_bytes, as_text
+from rftmega.runtime.device.held_weights import AveragedWeights
+from rftmega.runtime.device.residency import PARAMETERS, Residency
+from rftmega.runtime.parallel.seeds import as_bytes, as_text
 
 WEIGHTS, AVERAGE, MAIN = "weights", "average", "main"
 

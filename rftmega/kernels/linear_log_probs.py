@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega import device
+from rftmega.runtime import device
 
 CHUNK = 1024  # tokens whose logits exist at once: memory is O(CHUNK x V), whatever N is
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftmega import device
 from rftmega.kernels.block_scaled import dequantised, quantise
+from rftmega.runtime import device
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from rftmega.launch.notebook import progress
 from rftmega.launch.run_result import RunResult
 from rftmega.launch.train import task_of
 from rftmega.observe.history import read_history
-from rftmega.parallel.folder_lock import locked
-from rftmega.parallel.orphans import end_with_parent
-from rftmega.parallel.private import private_files
+from rftmega.runtime.parallel.folder_lock import locked
+from rftmega.runtime.parallel.orphans import end_with_parent
+from rftmega.runtime.parallel.private import private_files
 
 PACKAGE = "rftmega."
 # packages that warn of what is not installed, or of each other; and of how this one imports them
@@ -165,8 +165,8 @@ def check(config: RunConfig, processes: int | None) -> None:
     started). Raises ConfigError, or another error of ours.
     """
     from rftmega.launch import preflight
-    from rftmega.parallel import preemption
-    from rftmega.parallel.process_group import check_launcher, launched_size
+    from rftmega.runtime.parallel import preemption
+    from rftmega.runtime.parallel.process_group import check_launcher, launched_size
 
     check_launcher()
     if not config.checkpoint.every and preemption.listens():
@@ -179,7 +179,7 @@ def launched(processes: int, config: RunConfig, functions: bytes) -> int:
     """Trains in so many ranks of this machine. Returns the exit code."""
     from rftmega.launch import preflight
     from rftmega.launch.local_launcher import launch
-    from rftmega.parallel import preemption
+    from rftmega.runtime.parallel import preemption
 
     if preemption.asked():  # ranks would each have to agree on it
         return config.faults.requeue_code

@@ -4,7 +4,7 @@ import logging
 
 from rftmega.config import RunConfig
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.process_group import World
 
 log = logging.getLogger(__name__)
 FIELDS = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")

@@ -15,7 +15,7 @@ from rftmega.core.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaEr
 from rftmega.launch.api import check, train
 from rftmega.launch.hub import fetched
 from rftmega.launch.option_reference import option_reference
-from rftmega.parallel.private import keep_private
+from rftmega.runtime.parallel.private import keep_private
 
 FIRST_RECORDS = 8  # of each file that a dry run reads
 FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
@@ -103,7 +103,7 @@ def shown(given: argparse.Namespace) -> None:
     """
     from rftmega.launch import preflight
     from rftmega.launch.train import look
-    from rftmega.parallel.process_group import launched_size
+    from rftmega.runtime.parallel.process_group import launched_size
 
     config = fetched(configuration.load(given.config, given.overrides))
     check(config, given.processes)

@@ -1,8 +1,8 @@
 """Estimates what a run writes to disk."""
 
-from rftmega import device
 from rftmega.config import RunConfig
 from rftmega.planning.models import POLICY, models_of
+from rftmega.runtime import device
 
 FLOAT, ADAM = 4, 8  # bytes a parameter: in float32, and its two moments
 

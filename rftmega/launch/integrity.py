@@ -13,9 +13,9 @@ from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.process_group import World
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.watchdog import mark
 
 log = logging.getLogger(__name__)
 

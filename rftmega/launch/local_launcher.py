@@ -25,13 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rftmega import device
 from rftmega.core import errors
 from rftmega.core.errors import FAULTS, RFTMegaError
-from rftmega.parallel import fork_server, preemption
-from rftmega.parallel.folder_lock import process_start
-from rftmega.parallel.orphans import end_with_parent
-from rftmega.parallel.watchdog import HUNG
+from rftmega.runtime import device
+from rftmega.runtime.parallel import fork_server, preemption
+from rftmega.runtime.parallel.folder_lock import process_start
+from rftmega.runtime.parallel.orphans import end_with_parent
+from rftmega.runtime.parallel.watchdog import HUNG
 
 GRACE = 2.0  # seconds
 COMPLAINTS, STOP = "complaints", "stop"

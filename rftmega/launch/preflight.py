@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from rftmega import device
 from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
@@ -12,7 +11,6 @@ from rftmega.converters.block_scales import block_scales
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import LINEAR, OF_WORDS
-from rftmega.device import hardware
 from rftmega.hf_folders.adapted_layers import adapted_of
 from rftmega.hf_folders.decoder import (
     beyond_its_positions,
@@ -38,8 +36,10 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
-from rftmega.parallel.layout import layout_name, place_of, replicas
 from rftmega.rollout.eight_bits import BLOCK
+from rftmega.runtime import device
+from rftmega.runtime.device import hardware
+from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.vllm_server import door
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it

@@ -9,10 +9,10 @@ from rftmega.config import RunConfig
 from rftmega.launch import disk_space, integrity, start_notes
 from rftmega.launch.balancing import tell_balancing
 from rftmega.model_providers.installed import installed
-from rftmega.parallel import nodes, preemption, process_group
-from rftmega.parallel.process_group import World
-from rftmega.parallel.standing import named
-from rftmega.parallel.watchdog import watched
+from rftmega.runtime.parallel import nodes, preemption, process_group
+from rftmega.runtime.parallel.lease import named
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.watchdog import watched
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 A notebook has none that a rank could import, and a script would start its run once more.
 """
 
-from rftmega.parallel import preemption
+from rftmega.runtime.parallel import preemption
 
 if __name__ == "__mp_main__":
     preemption.listen()  # before anything that takes time

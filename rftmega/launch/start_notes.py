@@ -5,11 +5,11 @@ bfloat16 on a processor that is slow at it.
 import logging
 from pathlib import Path
 
-from rftmega import device
 from rftmega.config import RunConfig
 from rftmega.converters.dropout_fields import dropped_by
 from rftmega.core.json_files import read_json_object
-from rftmega.device.cpu_speed import bfloat16_ratio
+from rftmega.runtime import device
+from rftmega.runtime.device.cpu_speed import bfloat16_ratio
 
 SLOW = 1.5  # times as long as float32
 

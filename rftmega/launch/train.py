@@ -50,8 +50,8 @@ def reinforce(config: RunConfig) -> int:
     """Trains a policy on prompts by rewards. Returns the exit code."""
     from rftmega import environments
     from rftmega.data import prompts_of, ptx_of
-    from rftmega.parallel.environment import whole_number
     from rftmega.rewards import MajorityReward, Reasoning, check_prompts, create
+    from rftmega.runtime.parallel.environment import whole_number
 
     tokenizer = _tokenizer(config, environments.specs_of(config.environment))
     environment = environments.create(config.environment, tokenizer)
@@ -78,7 +78,7 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
     from rftmega.observe.callbacks import callbacks_of
-    from rftmega.parallel.process_group import undone
+    from rftmega.runtime.parallel.process_group import undone
     from rftmega.strategy.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
 

@@ -15,11 +15,11 @@ from rftmega.data import Tokenizer
 from rftmega.data.images import Most
 from rftmega.data.media.audio_processor import AudioProcessor, ear_of
 from rftmega.data.media.image_processor import PictureProcessor, processor_of
-from rftmega.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
 from rftmega.rollout import Engine
+from rftmega.runtime.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import POLICY
 from rftmega.strategy.reinforcement import ReinforcementStrategy

@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from rftmega import device
 from rftmega.config import DataConfig
 from rftmega.core.errors import EngineError, RFTMegaError
 from rftmega.core.types import Completion, Prompt, Sampling
@@ -33,8 +32,9 @@ from rftmega.lightrft.requests import (
     seeds_of,
     token_lists,
 )
-from rftmega.parallel import collectives, process_group, seeds
 from rftmega.rollout import Engine, EngineStatus
+from rftmega.runtime import device
+from rftmega.runtime.parallel import collectives, process_group, seeds
 
 __all__ = ["ENGINE_TYPES", "EngineStatus", "StrategyBase", "is_actor"]
 

@@ -2,7 +2,7 @@
 stepped.
 """
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
 

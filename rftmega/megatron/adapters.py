@@ -32,7 +32,7 @@ from rftmega.layers.word_adapters import (
     adapt_head,
 )
 from rftmega.megatron.binding import Bound
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 

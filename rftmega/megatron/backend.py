@@ -3,7 +3,7 @@
 from rftmega.config import RunConfig
 from rftmega.megatron.actor import MegatronActor
 from rftmega.megatron.critic import MegatronCritic
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronBackend:

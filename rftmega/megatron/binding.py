@@ -13,7 +13,7 @@ from rftmega.converters import Rule, shard_shape
 from rftmega.converters.shards import logical_tensor, shard_parts
 from rftmega.core.errors import WeightMismatch
 from rftmega.core.shards import Shard
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from rftmega.core.types import Column, Rows, TokenValues
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.trainable import MegatronModel
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronCritic(MegatronModel):

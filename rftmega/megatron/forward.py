@@ -28,7 +28,7 @@ from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.layers.router_replay import FedRoutes
 from rftmega.layers.word_adapters import pair_of_head
-from rftmega.parallel.topology import tensor_and_context
+from rftmega.runtime.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
 

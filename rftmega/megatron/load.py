@@ -11,7 +11,7 @@ from rftmega.converters import Rule, Vocabulary, completed, instances, left_out,
 from rftmega.core.errors import CheckpointError
 from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.megatron.binding import Bound
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.collectives import gather_objects
 
 
 def refuse_strangers(

@@ -27,7 +27,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from rftmega import device
 from rftmega.checkpoint import frozen_weights
 from rftmega.checkpoint.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
@@ -40,9 +39,6 @@ from rftmega.core.shards import Shard
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.device.megatron_timers import Timers
-from rftmega.device.residency import Loan, Residency
-from rftmega.device.spans import span
 from rftmega.hf_folders.hf_folder import HFFolder
 from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
 from rftmega.hf_folders.stacked_files import open_folder
@@ -73,10 +69,14 @@ from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
 from rftmega.optimizers import offload
 from rftmega.optimizers.build import build_optimizer
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.layout import copies
-from rftmega.parallel.topology import Topology
 from rftmega.passes.reached_adapters import ReachedAdapters
+from rftmega.runtime import device
+from rftmega.runtime.device.megatron_timers import Timers
+from rftmega.runtime.device.residency import Loan, Residency
+from rftmega.runtime.device.spans import span
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.layout import copies
+from rftmega.runtime.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

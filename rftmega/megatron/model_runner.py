@@ -16,7 +16,6 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import FedPictures, fed_pictures
 from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
-from rftmega.device.spans import recorder
 from rftmega.layers.router_replay import FedRoutes
 from rftmega.megatron.forward import (
     HiddenProcessor,
@@ -27,9 +26,10 @@ from rftmega.megatron.forward import (
 )
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.model_providers.tower import AudioTower
-from rftmega.parallel.micro_batches import fewest_micro_batches
-from rftmega.parallel.watchdog import mark
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel.micro_batches import fewest_micro_batches
+from rftmega.runtime.parallel.watchdog import mark
 
 
 class MegatronRunner(ModelRunner):

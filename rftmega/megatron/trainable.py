@@ -11,8 +11,6 @@ import torch.distributed as dist
 from rftmega.checkpoint.training import StoredModel
 from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.core.types import Metrics
-from rftmega.device.held_weights import AveragedWeights
-from rftmega.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.training_state import (
@@ -28,8 +26,10 @@ from rftmega.megatron.training_state import (
 )
 from rftmega.model_providers.description import ModelDescription
 from rftmega.optimizers.moments import MomentValues
-from rftmega.parallel.layout import layout_name
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.device.held_weights import AveragedWeights
+from rftmega.runtime.device.residency import MAIN_PARAMETERS, PARAMETERS, Residency
+from rftmega.runtime.parallel.layout import layout_name
+from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronModel:

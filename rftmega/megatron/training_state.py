@@ -13,11 +13,11 @@ from rftmega.checkpoint.reader import is_distributed
 from rftmega.converters.shard_boxes import boxes_of
 from rftmega.converters.shards import shapes_of, shard_parts
 from rftmega.core.shards import ShardBox, ShardPart, narrowed, shape_of
-from rftmega.device.held_weights import AveragedWeights
 from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.optimizers.moments import MomentValues
 from rftmega.optimizers.offload import inner_optimizers
+from rftmega.runtime.device.held_weights import AveragedWeights
 
 WEIGHTS, AVERAGE, MAIN, FIRST, SECOND = "weights", "average", "main", "exp_avg", "exp_avg_sq"
 MOMENTUM = "momentum_buffer"  # of Muon

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rftmega import device
 from rftmega.callbacks.checkpointing import Checkpointing
 from rftmega.callbacks.evaluate import Evaluation
 from rftmega.callbacks.observer import AtEnd, Observer
@@ -18,6 +17,7 @@ from rftmega.observe.model_card import write_model_card
 from rftmega.observe.stragglers import Stragglers
 from rftmega.observe.throughput import Throughput
 from rftmega.observe.timeline import Timeline
+from rftmega.runtime import device
 
 
 def callbacks_of(

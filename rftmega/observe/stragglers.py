@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rftmega.callbacks.observer import Observer
 from rftmega.core.types import Metrics
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.collectives import gather_objects
 
 TIMES = 3.0  # the median's work
 SHARE = 0.1  # of the step that this costs

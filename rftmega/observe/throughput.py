@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega import device
 from rftmega.callbacks.observer import Observer
 from rftmega.core.types import Metrics
-from rftmega.device.spans import BACKWARD, FORWARD, REDUCE, SCHEDULE, recorder
-from rftmega.parallel.collectives import gathered
+from rftmega.runtime import device
+from rftmega.runtime.device.spans import BACKWARD, FORWARD, REDUCE, SCHEDULE, recorder
+from rftmega.runtime.parallel.collectives import gathered
 
 # spans in which a process is busy itself
 WORK = ("generate", FORWARD, BACKWARD, "offload", "onload", "load weights")

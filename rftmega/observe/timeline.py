@@ -15,8 +15,8 @@ import torch.distributed as dist
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.output_files import set_aside
 from rftmega.core.types import Metrics
-from rftmega.device.spans import Span, clock, recorder
-from rftmega.parallel.clocks import Offset, clock_offsets
+from rftmega.runtime.device.spans import Span, clock, recorder
+from rftmega.runtime.parallel.clocks import Offset, clock_offsets
 
 PHASES = "phases"  # a thread of its own in the picture
 

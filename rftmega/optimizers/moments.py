@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rftmega.device.residency import Residency
+from rftmega.runtime.device.residency import Residency
 
 
 def memory_of(moment: Any) -> list[Tensor]:

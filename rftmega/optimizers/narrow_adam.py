@@ -8,7 +8,7 @@ from torch import Tensor
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rftmega import device
+from rftmega.runtime import device
 
 AT_ONCE = 1 << 16  # blocks that are looked at together: each number takes 20 bytes meanwhile
 LEAST_SCALE = 1e-12  # torchao's, of a block of zeros

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
 from rftmega.optimizers.moments import memory_of
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
 
 
 def parts_of(

@@ -30,13 +30,13 @@ from rftmega.core.types import (
     TokenMetric,
     Told,
 )
-from rftmega.device.spans import recorder
 from rftmega.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
 from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower
-from rftmega.parallel import host_memory
-from rftmega.parallel.micro_batches import plan_micro_batches
 from rftmega.passes.auxiliary import beside
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel import host_memory
+from rftmega.runtime.parallel.micro_batches import plan_micro_batches
 
 COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from rftmega.core.errors import NothingLearnt
-from rftmega.parallel.collectives import all_reduce
+from rftmega.runtime.parallel.collectives import all_reduce
 
 
 class ReachedAdapters:

@@ -9,13 +9,13 @@ from rftmega.config.tree import value_of
 from rftmega.config.validation import violations
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, layout_violations
-from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning import engine
 from rftmega.planning.data_plane import on_each_host
 from rftmega.planning.memory import Budget, Bytes, cache_of, on_device, on_host
 from rftmega.planning.models import POLICY, PlannedModel
 from rftmega.planning.push_buffers import bound_of
 from rftmega.planning.times import Speeds
+from rftmega.runtime.parallel.layout import nodes_of_engine
 
 GB = 1e9
 CHANGING = ("parallel", "optimizer", "rollout", "trainer", "critic")  # sections

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
 from rftmega.core.shards import is_linear
-from rftmega.parallel.micro_batches import fewest_micro_batches
 from rftmega.planning import activations, engine, sharded, tower
 from rftmega.planning.activations import Load
 from rftmega.planning.models import (
@@ -30,6 +29,7 @@ from rftmega.planning.states import (
     shared_bytes,
     states,
 )
+from rftmega.runtime.parallel.micro_batches import fewest_micro_batches
 
 Bytes = dict[str, int]  # by kind
 

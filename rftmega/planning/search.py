@@ -16,7 +16,6 @@ from rftmega.config import RunConfig
 from rftmega.config.tree import value_of
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, stage_layers
-from rftmega.parallel.layout import nodes_of_engine
 from rftmega.planning.fit import (
     Machine,
     Misfit,
@@ -32,6 +31,7 @@ from rftmega.planning.models import GRADIENTS, POLICY, PlannedModel
 from rftmega.planning.states import states
 from rftmega.planning.times import generated, seconds
 from rftmega.planning.tower import patches_of_prompt
+from rftmega.runtime.parallel.layout import nodes_of_engine
 
 GB = 1e9
 LONGEST_ENGINE = 64  # processes

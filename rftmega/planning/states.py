@@ -20,7 +20,6 @@ from rftmega.converters.decoder import is_of_value_head
 from rftmega.converters.rules import Column, Row, VocabularyColumns
 from rftmega.converters.vision import is_of_tower
 from rftmega.model_providers.description import ModelDescription, stage_layers
-from rftmega.parallel.layout import copies
 from rftmega.planning import sharded
 from rftmega.planning.models import (
     ADAM,
@@ -31,6 +30,7 @@ from rftmega.planning.models import (
     STATES,
     PlannedModel,
 )
+from rftmega.runtime.parallel.layout import copies
 
 BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
 # bytes of Adam's two moments of a parameter; 8 bits have a scale for each 256 of them

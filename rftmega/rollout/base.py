@@ -15,8 +15,8 @@ from rftmega.core.errors import EngineError
 from rftmega.core.interfaces import WeightSync
 from rftmega.core.shards import AdapterSource, Shard
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.device.spans import span, spanned
 from rftmega.requests import Finished, PromptBatch, Requests
+from rftmega.runtime.device.spans import span, spanned
 
 
 def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: ...

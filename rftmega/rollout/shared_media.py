@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rftmega.core.media_positions import PlacedPicture, pictures_of
-from rftmega.parallel import shared
 from rftmega.requests import Request
 from rftmega.rollout.pictures import decoded_source
+from rftmega.runtime.parallel import shared
 
 THREADS = 4  # that decode
 

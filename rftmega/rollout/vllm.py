@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.core import expert_routes
 from rftmega.core.errors import EngineFault
@@ -25,11 +24,12 @@ from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.types import Completion, Sampling
 from rftmega.data.media.audio_processor import ear_of
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.parallel.process_group import World, undone
-from rftmega.parallel.watchdog import mark
 from rftmega.requests import Request, Requests
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout.base import Engine
+from rftmega.runtime import device
+from rftmega.runtime.parallel.process_group import World, undone
+from rftmega.runtime.parallel.watchdog import mark
 
 # vLLM reads these when it is imported, and speaks before it has read the second.
 # the engine shares this process with the trainer

@@ -11,8 +11,8 @@ from rftmega.config import RunConfig
 from rftmega.core.interfaces import Policy, ValueModel
 from rftmega.core.shards import Shard, TrainedAdapters
 from rftmega.core.types import Metrics
-from rftmega.device.residency import Residency
 from rftmega.model_providers.description import ModelDescription
+from rftmega.runtime.device.residency import Residency
 
 Role = Literal["critic", "reward"]
 

@@ -10,9 +10,9 @@ from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.shards import is_linear
 from rftmega.model_providers.description import Experts, describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.parallel.process_group import World
-from rftmega.parallel.run_identity import run_identity
 from rftmega.rollout import Engine, ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.run_identity import run_identity
 
 
 def create(

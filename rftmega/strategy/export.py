@@ -12,7 +12,7 @@ from rftmega import weights
 from rftmega.config import RunConfig, TrainerConfig
 from rftmega.core.shards import TrainedAdapters, lost_share
 from rftmega.hf_folders import export_folder, peft_folder
-from rftmega.parallel.collectives import all_reduce
+from rftmega.runtime.parallel.collectives import all_reduce
 from rftmega.strategy.backend import Trainable
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 whether they do.
 """
 
-from rftmega.parallel.collectives import all_reduce
+from rftmega.runtime.parallel.collectives import all_reduce
 from rftmega.strategy.backend import Trainable
 
 

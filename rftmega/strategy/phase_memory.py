@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from rftmega import device
 from rftmega.config import RunConfig
 from rftmega.core.types import Metrics
-from rftmega.device.residency import Residency
 from rftmega.model_providers.installed import uses_transformer_engine
-from rftmega.parallel.layout import place_of
-from rftmega.parallel.process_group import World
 from rftmega.planning.memory import resident
 from rftmega.planning.models import GRADIENTS, POLICY, models_of
 from rftmega.planning.push_buffers import push_buffers
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import Residency
+from rftmega.runtime.parallel.layout import place_of
+from rftmega.runtime.parallel.process_group import World
 
 MIB = 2**20
 Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from rftmega import device
 from rftmega.core.types import Metrics
-from rftmega.device.residency import PARAMETERS, PARTS, Residency
-from rftmega.parallel.watchdog import mark
 from rftmega.rollout.base import Engine
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import PARAMETERS, PARTS, Residency
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.strategy.phase_memory import Memory, Predicted
 
 POLICY = "policy"

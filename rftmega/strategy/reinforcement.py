@@ -26,9 +26,9 @@ from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.parallel import host_memory
-from rftmega.parallel.process_group import World, undone
-from rftmega.parallel.seeds import set_seed
+from rftmega.runtime.parallel import host_memory
+from rftmega.runtime.parallel.process_group import World, undone
+from rftmega.runtime.parallel.seeds import set_seed
 from rftmega.strategy import engines
 from rftmega.strategy.backend import Backend, Trainable, TrainableValues
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues

@@ -6,9 +6,9 @@ from pathlib import Path
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.core.types import Experience, LossFn, Metrics
-from rftmega.parallel.process_group import World
-from rftmega.parallel.seeds import set_seed
 from rftmega.planning.models import POLICY
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.seeds import set_seed
 from rftmega.strategy.backend import Backend, TrainablePolicy, TrainableValues
 from rftmega.strategy.export import export, rehearse
 from rftmega.strategy.phase_memory import Memory, predicted

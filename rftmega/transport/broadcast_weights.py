@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from rftmega.core.errors import EngineFault
 from rftmega.core.shards import Shard
 from rftmega.hf_folders.hf_folder import PlannedTensor
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine, begun
 from rftmega.transport.transfer_group import Meeting
 from rftmega.transport.whole_weights import WholeWeights

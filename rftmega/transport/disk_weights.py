@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from rftmega.core.errors import EngineFault
 from rftmega.core.shards import Shard, whole
 from rftmega.core.types import SliceChecksums
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.transport import pushed_folders
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
 from rftmega.transport.transfer_plan import told_tensors

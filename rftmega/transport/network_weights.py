@@ -20,8 +20,8 @@ from torch import Tensor
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.shards import Shard, volume
 from rftmega.core.types import SliceChecksums
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.transport.remote_weights import (
     Asked,
     RemoteReceivers,

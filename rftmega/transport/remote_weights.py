@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.shards import Shard
 from rftmega.core.types import Metrics, SliceChecksums
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.weights.slices import LocalShards, buckets_of, everybodys_tensors
 
 Result = TypeVar("Result")

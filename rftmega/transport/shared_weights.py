@@ -18,9 +18,9 @@ from torch import Tensor
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.shards import LogicalTensor, Shard, narrowed, whole
 from rftmega.core.types import Metrics, SliceChecksums
-from rftmega.parallel import shared
-from rftmega.parallel.checksum import blocks, checksums
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel import shared
+from rftmega.runtime.parallel.checksum import blocks, checksums
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.weights.plan import Balance
 from rftmega.weights.slices import (
     LocalShards,

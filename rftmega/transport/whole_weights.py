@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rftmega.core.shards import Shard
 from rftmega.core.types import SliceChecksums
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.transport.disk_weights import READER, own_writes
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights
 from rftmega.weights import Exporter

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rftmega.parallel.orphans import end_with_all
+from rftmega.runtime.parallel.orphans import end_with_all
 from rftmega.vllm_server import ownership
 from rftmega.vllm_server.ownership import OWNER, Ownership
 from rftmega.vllm_server.wire import SOCKET

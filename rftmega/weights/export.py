@@ -23,7 +23,7 @@ from rftmega.hf_folders.hf_folder import (
     write_shard,
 )
 from rftmega.hf_folders.stacked_files import Stacking
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
 
 Write = Callable[[Iterator[tuple[str, Tensor]]], None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rftmega.core.errors import EngineError
-from rftmega.parallel.checksum import blocks, checksums
+from rftmega.runtime.parallel.checksum import blocks, checksums
 from rftmega.weights.slices import TensorSlice
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import Box, LogicalTensor, disjoint, whole
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights.plan import Balance, RankNeeds, Transfer
 from rftmega.weights.slices import planned
 

@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.shards import Box, LogicalTensor, Shard, intersection, narrowed, within
 from rftmega.core.types import Metrics, SliceChecksums
-from rftmega.device.spans import span
-from rftmega.parallel.checksum import checksums
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.device.spans import span
+from rftmega.runtime.parallel.checksum import checksums
+from rftmega.runtime.parallel.watchdog import mark
 from rftmega.weights.destinations import Destinations, Part, Recording, recorded
 from rftmega.weights.lazy_tensors import Fetch, LazyTensor, reader
 from rftmega.weights.message import (

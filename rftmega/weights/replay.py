@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rftmega.core.shards import Box, LogicalTensor, intersection, volume
 from rftmega.core.shards import within as seen_from
-from rftmega.parallel.checksum import checksums
+from rftmega.runtime.parallel.checksum import checksums
 from rftmega.weights.message import Layout, copy_together
 from rftmega.weights.recording import Copy, Geometry
 from rftmega.weights.slice_sums import SliceSums

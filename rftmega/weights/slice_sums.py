@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rftmega.core.shards import Box
 from rftmega.core.types import SliceChecksums
-from rftmega.parallel.checksum import checksums
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.checksum import checksums
+from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights.slices import LocalShards, TensorSlice
 
 SliceKey = tuple[str, Box, int, int]  # tensor, what of it, source, target

@@ -20,7 +20,7 @@ from rftmega.core.shards import (
     within,
 )
 from rftmega.hf_folders.hf_folder import PlannedTensor
-from rftmega.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.collectives import gather_objects
 
 
 class TensorSlice(NamedTuple):

@@ -13,11 +13,11 @@ from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
-from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.megatron import MegatronActor, adapters
-from rftmega.parallel.topology import Topology
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights, Exporter

@@ -14,7 +14,7 @@ from rftmega.conversion import convert
 from rftmega.data.media.audio_processor import ear_of
 from rftmega.lightrft.padded_experience import Samples
 from rftmega.megatron import MegatronActor
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter
 from tests.audio_rows import (
     audio_rows,

@@ -28,13 +28,13 @@ from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.device.residency import ADAM, PARTS
 from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor
 from rftmega.optimizers.offload import inner_optimizers
-from rftmega.parallel import seeds
-from rftmega.parallel.nodes import versions
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.device.residency import ADAM, PARTS
+from rftmega.runtime.parallel import seeds
+from rftmega.runtime.parallel.nodes import versions
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.strategy.export import export as export_model
 from rftmega.trainer.experience import given
 from tests import optional

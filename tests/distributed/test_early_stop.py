@@ -13,8 +13,8 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.dispatch.stop_consensus import EVERY
-from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor

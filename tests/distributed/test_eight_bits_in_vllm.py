@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rftmega import device
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt, Sampling
+from rftmega.runtime import device
 from rftmega.strategy.engines import modules_kept
 from rftmega.weights import EngineWeights
 from tests.block_scales import PLAIN, meant, quantised

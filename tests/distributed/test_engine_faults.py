@@ -21,8 +21,8 @@ from rftmega.dispatch.engine_pool import ServerPool
 from rftmega.fleet import server as server_module
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from rftmega.transport.shared_weights import SharedWeights
 from tests.layouts import build_actor

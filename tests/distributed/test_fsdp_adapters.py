@@ -17,11 +17,11 @@ from rftmega.checkpoint.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.adapters import OF_ATTENTION
 from rftmega.core.errors import CheckpointError, NothingLearnt
-from rftmega.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.hf_folders.peft_folder import names_of_pairs
 from rftmega.low_rank import linear
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights

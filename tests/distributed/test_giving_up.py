@@ -21,8 +21,8 @@ from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.dispatch.stop_consensus import EVERY
 from rftmega.fleet import server as server_module
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel import preemption
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.process_group import World
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns
 from tests.distributed.test_engine_faults import PROMPTS, SCORED_SERVER, SEEDS, Pushes, scores, told
 from tests.ranks import run_ranks

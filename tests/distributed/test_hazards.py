@@ -12,7 +12,7 @@ from rftmega.megatron.manager import refuse_hazards
 from rftmega.model_providers.builder import transformer_config
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 from tests.layouts import build_actor, config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -14,10 +14,10 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import RolloutArrays
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
 from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
-from rftmega.parallel import host_memory
-from rftmega.parallel import shared as shared_memory
-from rftmega.parallel.host_memory import HostMemory, current
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel import host_memory
+from rftmega.runtime.parallel import shared as shared_memory
+from rftmega.runtime.parallel.host_memory import HostMemory, current
+from rftmega.runtime.parallel.process_group import World
 from tests.ranks import run_ranks
 from tests.rollouts import rollout_of
 

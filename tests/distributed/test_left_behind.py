@@ -40,12 +40,12 @@ import os, sys
 from rftmega.launch.local_launcher import launch
 from tests.distributed.test_left_behind import broken_rank
 if __name__ == "__main__":
-    sys.exit(launch({ranks}, broken_rank, preload=["rftmega.parallel.process_group"]))
+    sys.exit(launch({ranks}, broken_rank, preload=["rftmega.runtime.parallel.process_group"]))
 """
 
 
 def broken_rank() -> None:
-    from rftmega.parallel import process_group
+    from rftmega.runtime.parallel import process_group
 
     with process_group.start() as world:
         if world.rank == world.size - 1:

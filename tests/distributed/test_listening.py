@@ -9,7 +9,7 @@ from tests.e2e.conftest import ROOT
 
 WORK = """
 import json, os, psutil
-from rftmega.parallel import process_group
+from rftmega.runtime.parallel import process_group
 
 def work(launcher):
     with process_group.start():

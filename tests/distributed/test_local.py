@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rftmega import device  # noqa: F401  of the programs below
 from rftmega.core.errors import ConfigError, NodeFault, RFTMegaError
 from rftmega.launch.local_launcher import _rank, launch
-from rftmega.parallel import preemption
-from rftmega.parallel.orphans import end_with_parent
+from rftmega.runtime import device  # noqa: F401  of the programs below
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.orphans import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 

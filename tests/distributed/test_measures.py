@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.device.spans import recorder
 from rftmega.observe.throughput import Throughput, compared
-from rftmega.parallel.clocks import clock_offsets
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel.clocks import clock_offsets
 from tests.ranks import run_ranks
 
 AHEAD = (0, 5_000_000_000, -3_000_000_000)  # nanoseconds

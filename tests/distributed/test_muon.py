@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.device.residency import ADAM, PARTS
+from rftmega.runtime.device.residency import ADAM, PARTS
 from tests import stub_muon
 from tests.distributed.test_checkpoints import TOKENS, actor_of, kept_by, learn
 from tests.plain_loop import log_probs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rftmega.core.errors import NodeError
-from rftmega.parallel import nodes
+from rftmega.runtime.parallel import nodes
 from tests.ranks import on_ranks, run_ranks
 
 

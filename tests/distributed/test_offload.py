@@ -12,8 +12,8 @@ import torch
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
-from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
 from rftmega.optimizers.offload import inner_optimizers
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
 from rftmega.weights import Exporter
 from tests.invariance import saved
 from tests.layouts import build_actor, rows_of

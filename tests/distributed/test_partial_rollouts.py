@@ -16,9 +16,9 @@ from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.parallel.collectives import gather_objects
-from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.rollout_schedules import JournaledStream

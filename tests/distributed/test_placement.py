@@ -11,7 +11,7 @@ from rftmega.converters import table
 from rftmega.model_providers.description import describe, stage_layers
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.placement import holdings
-from rftmega.parallel.layout import replicas
+from rftmega.runtime.parallel.layout import replicas
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -17,13 +17,13 @@ from rftmega.core.types import Experience, Rows
 from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.parallel.layout import place_of
-from rftmega.parallel.topology import Topology
 from rftmega.planning.activations import layer_bytes
 from rftmega.planning.models import POLICY, PlannedModel, models_of
 from rftmega.planning.push_buffers import push_of
 from rftmega.planning.sharded import gathered
 from rftmega.planning.states import states
+from rftmega.runtime.parallel.layout import place_of
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import EngineWeights
 from tests.allocations import most_bytes
 from tests.block_engine import BlockEngine

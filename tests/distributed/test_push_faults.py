@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import EngineError, EngineFault
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.process_group import World
 from rftmega.transport import disk_weights
 from rftmega.transport.disk_weights import DiskWeights
 from rftmega.transport.network_weights import NetworkWeights

@@ -13,9 +13,9 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineFault
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.dispatch.engine_pool import EnginePool
-from rftmega.parallel.process_group import World
 from rftmega.requests.order import ordered
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.distributed.test_engine_faults import Pushes

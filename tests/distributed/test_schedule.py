@@ -15,7 +15,7 @@ from rftmega.config import CriticConfig, OptimizerConfig, ParallelConfig, Traine
 from rftmega.config.options.algorithms import GAE
 from rftmega.core.types import Experience
 from rftmega.megatron import MegatronActor, MegatronCritic
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
-from rftmega.parallel.seeds import set_seed
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.seeds import set_seed
+from rftmega.runtime.parallel.topology import Topology
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -14,11 +14,11 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, RunConfig
 from rftmega.config.options.algorithms import GAE
 from rftmega.core.types import Experience
-from rftmega.device.residency import Residency
 from rftmega.megatron import MegatronActor, MegatronBackend, MegatronCritic
-from rftmega.parallel.topology import Topology
 from rftmega.planning.memory import on_host, resident
 from rftmega.planning.models import models_of
+from rftmega.runtime.device.residency import Residency
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_critic import experience_of, square_loss

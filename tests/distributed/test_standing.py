@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rftmega.parallel import preemption, standing
-from rftmega.parallel.process_group import World
-from rftmega.parallel.standing import Sign, Standing
-from rftmega.parallel.watchdog import mark
+from rftmega.runtime.parallel import lease, preemption
+from rftmega.runtime.parallel.lease import Sign, Standing
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.watchdog import mark
 from tests.ranks import run_ranks
 
 
@@ -47,9 +47,9 @@ def standing_body(world: World, folder: Path) -> list[str]:
 
     handler = logging.Handler()
     handler.emit = listen  # type: ignore[method-assign]
-    standing.log.addHandler(handler)
+    lease.log.addHandler(handler)
     preemption.meet(dist.FileStore(str(folder / "board"), 2))
-    with standing.named(world, limit=0.5, pause=0.05):
+    with lease.named(world, limit=0.5, pause=0.05):
         mark("update")
         if world.rank == 1:
             reads_a_slow_disk(folder / "named")
@@ -96,7 +96,7 @@ def test_only_where_nobody_gets_on_somebody_is_named(
     first = Standing(0, len(signs), board)
     for rank, (idle, waits) in enumerate(signs):
         board.set(
-            standing._key(rank),
+            lease._key(rank),
             json.dumps(asdict(Sign(1, idle, "update", "node07", "forward.py:12 (f)", waits))),
         )
     said = first.look()

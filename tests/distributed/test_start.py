@@ -13,12 +13,12 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, GroupNorm
 from rftmega.core.types import Prompt, Sampling
-from rftmega.device.residency import ADAM, PARTS
 from rftmega.megatron import MegatronBackend, backend
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.strategy import engines
 from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.trainer.experience import ExperienceMaker, collect, complete

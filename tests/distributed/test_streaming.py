@@ -20,7 +20,7 @@ from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_engine_faults import Pushes
 from tests.layouts import build_actor

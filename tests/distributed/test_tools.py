@@ -23,10 +23,10 @@ from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
 from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.parallel import preemption
-from rftmega.parallel.process_group import World
 from rftmega.requests import Request
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.process_group import World
 from rftmega.trainer.journal import Journal, JournaledEngine
 from tests.calling_model import END, HEAD, TAIL, WRONG, save_calling
 from tests.distributed.test_early_stop import NoTurns

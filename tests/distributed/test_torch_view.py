@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rftmega.config import ParallelConfig
-from rftmega.device.torch_view import PATCHES, install
+from rftmega.runtime.device.torch_view import PATCHES, install
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
@@ -109,7 +109,9 @@ def test_the_real_torch_is_left_alone() -> None:
 
 
 def test_it_refuses_to_come_too_late() -> None:
-    late = "import megatron.core\nfrom rftmega.device import torch_view\ntorch_view.install()"
+    late = (
+        "import megatron.core\nfrom rftmega.runtime.device import torch_view\ntorch_view.install()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", late], capture_output=True, text=True, check=False, cwd=ROOT
     )

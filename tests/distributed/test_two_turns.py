@@ -19,8 +19,8 @@ from rftmega.dispatch.engine_pool import EnginePool, ServerPool
 from rftmega.fleet import server as server_module
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes
 from tests.ranks import run_ranks

@@ -17,11 +17,11 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import NothingLearnt
-from rftmega.device.residency import GRADIENTS
 from rftmega.launch.train import backend_of
 from rftmega.megatron import adapters
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
+from rftmega.runtime.device.residency import GRADIENTS
 from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from tests import plain_adapters

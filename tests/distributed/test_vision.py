@@ -14,7 +14,7 @@ from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.conversion import convert
 from rftmega.core.types import Experience, Rows, TokenLoss
 from rftmega.megatron import MegatronActor
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
 from tests.layouts import build_critic, config_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks

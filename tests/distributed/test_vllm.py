@@ -20,8 +20,8 @@ from rftmega.config import LoRA, ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Completion, Experience, Prompt, Sampling
 from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.parallel.collectives import gather_objects
 from rftmega.rollout.transformers import TransformersEngine
+from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights, Exporter

@@ -23,9 +23,9 @@ from rftmega.fleet import server as server_module
 from rftmega.fleet import server_engine as servers_module
 from rftmega.fleet.server import Server
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
-from rftmega.parallel.watchdog import HUNG, watched
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.watchdog import HUNG, watched
 from rftmega.strategy.phases import DevicePhases
 from rftmega.transport.shared_weights import SharedWeights
 from rftmega.weights import EngineWeights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
 from rftmega.core.errors import CheckpointError
-from rftmega.parallel.topology import Topology
+from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
 from tests.block_scales import quantise_folder, quantised
 from tests.layouts import build_manager

@@ -8,7 +8,7 @@ in FOLDER/model
 import json
 import sys
 
-from rftmega.device import torch_view
+from rftmega.runtime.device import torch_view
 
 patches, folder, rank, processes, layout = sys.argv[1:]
 assert torch_view.install(without=frozenset(patches.split(",")) - {""})

@@ -19,8 +19,8 @@ import torch
 
 import train_rl
 from rftmega.config import RunConfig
-from rftmega.device.spans import REDUCE, recorder
 from rftmega.launch import api
+from rftmega.runtime.device.spans import REDUCE, recorder
 
 plain_rank = api.rank
 LEAST = 1.0  # seconds of a wait, so that a busy machine makes nothing else of a step longer
@@ -39,9 +39,9 @@ def slow(noted: Path) -> None:
     """`noted`: what each update took rank 0, a line each."""
     from rftmega.megatron import timers
     from rftmega.megatron.model_runner import MegatronRunner
-    from rftmega.parallel import standing
+    from rftmega.runtime.parallel import lease
 
-    standing.LIMIT, standing.ROUND = LEAST / 2, LEAST / 20
+    lease.LIMIT, lease.ROUND = LEAST / 2, LEAST / 20
     plain, begin, updates = MegatronRunner.forward_step, 0.0, 0
 
     def forward_step(self: MegatronRunner, *arguments: Any) -> Any:

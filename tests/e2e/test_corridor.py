@@ -18,7 +18,7 @@ def calls_body(world: object, config: Path, output: Path) -> list[str]:
     """
     import train_rl
     from rftmega.megatron.manager import MegatronModelManager
-    from rftmega.parallel import process_group
+    from rftmega.runtime.parallel import process_group
 
     found: list[str] = []
     real = MegatronModelManager.optimizer_step

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rftmega.parallel.folder_lock import FILE, locked
+from rftmega.runtime.parallel.folder_lock import FILE, locked
 from tests.e2e.conftest import ROOT, Run, metrics_of, numbers_of, train_rl
 
 # seconds until a run must have begun and have ended, beside much else on the machine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.parallel.folder_lock import FILE, Holder
+from rftmega.runtime.parallel.folder_lock import FILE, Holder
 from rftmega.tools import convert, inspect_checkpoint
 from tests.e2e.conftest import ROOT
 from tests.tiny_models import save_tiny

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega import device
+from rftmega.runtime import device
 from tests.distributed import test_eight_bits_in_vllm as body
 
 pytestmark = pytest.mark.gpu

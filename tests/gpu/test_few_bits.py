@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 
-from rftmega import device
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.device.residency import ADAM, PARTS
 from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.trainer.experience import given
 from tests import optional
 from tests.layouts import build_actor, rows_of

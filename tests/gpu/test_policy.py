@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 
-from rftmega import device
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
-from rftmega.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
 from rftmega.trainer.logprob_mismatch.gate import LIMITS
 from rftmega.weights import Exporter
 from tests.layouts import build_actor, build_policy, rows_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega import device
+from rftmega.runtime import device
 from tests.distributed.test_captured_routes import FACTORS, PROMPTS, body, of_transformers
 from tests.e2e.conftest import write_arithmetic
 from tests.e2e.test_backends import run_body, steps_of

@@ -22,9 +22,9 @@ from benchmarks.gpu.loop import environment, summary
 from benchmarks.gpu.models import TINY, TINY_MOE, save_zeros
 from benchmarks.gpu.parts import PARTS, Part, missing
 from benchmarks.gpu.sheet import Sheet
-from rftmega import device
 from rftmega.core.types import Completion
-from rftmega.device import CUDA
+from rftmega.runtime import device
+from rftmega.runtime.device import CUDA
 from tests.imitation_cuda import imitated
 from tests.ranks import TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_audio import tokenizer

@@ -7,7 +7,7 @@ import pytest
 
 from rftmega.checkpoint import background_writer
 from rftmega.checkpoint.background_writer import BackgroundWriter
-from rftmega.parallel.watchdog import watched
+from rftmega.runtime.parallel.watchdog import watched
 
 
 def test_a_save_that_takes_longer_than_the_watch_allows_is_waited_for(

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega import data, device, rollout
+from rftmega import data, rollout
 from rftmega.callbacks import observers
 from rftmega.callbacks.observer import Observer
 from rftmega.callbacks.trajectories import Trajectories
@@ -37,8 +37,9 @@ from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.observe import callbacks
 from rftmega.optimizers import build
-from rftmega.parallel import nodes, process_group
-from rftmega.parallel.process_group import World
+from rftmega.runtime import device
+from rftmega.runtime.parallel import nodes, process_group
+from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.trainer import Algorithm
 from rftmega.vllm_server import door

@@ -11,8 +11,8 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
 from rftmega.dispatch.gathered_rollouts import gathered
-from rftmega.parallel.host_memory import HostMemory
 from rftmega.requests.partial_completion import PartialCompletion
+from rftmega.runtime.parallel.host_memory import HostMemory
 from rftmega.trainer.experience.samples import collect
 
 NOBODY = 255  # stands for an expert that nobody told of

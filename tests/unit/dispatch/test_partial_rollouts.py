@@ -22,10 +22,10 @@ from rftmega.dispatch.partial_rollouts import (
 from rftmega.dispatch.pending_requests import PendingRequests, Tasks
 from rftmega.dispatch.request_queues import Dealt
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.parallel.host_memory import HostMemory
 from rftmega.requests.order import RequestOrder
 from rftmega.requests.partial_completion import PartialCompletion
 from rftmega.rollout import ScriptedEngine
+from rftmega.runtime.parallel.host_memory import HostMemory
 from tests.two_turns import TwoTurns
 
 PROMPTS = [Prompt((5, 9, 2 + place), index=place) for place in range(4)]

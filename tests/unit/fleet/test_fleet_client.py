@@ -19,8 +19,8 @@ from rftmega.fleet.connection import ServerConnection
 from rftmega.fleet.fleet_client import FleetClient
 from rftmega.fleet.health import DEAD_AFTER, ServerHealth
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
 from rftmega.requests import Request
+from rftmega.runtime.parallel.process_group import World
 from rftmega.server_protocol.server_answers import answered
 from rftmega.vllm_server import wire
 from tests.fleets import set_servers

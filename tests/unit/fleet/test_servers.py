@@ -20,8 +20,8 @@ from rftmega.fleet import server as server_module
 from rftmega.fleet import server_options
 from rftmega.fleet.line import Line
 from rftmega.fleet.server_engine import ServerEngine
-from rftmega.parallel.process_group import World
 from rftmega.requests import Request
+from rftmega.runtime.parallel.process_group import World
 from rftmega.server_protocol.generated import of_vllm
 from rftmega.server_protocol.server_answers import answered
 from rftmega.vllm_server import door

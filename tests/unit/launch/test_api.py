@@ -138,7 +138,7 @@ def test_an_error_holds_no_variables_of_the_package_and_all_of_the_users() -> No
 def test_megatron_may_be_imported_before_a_run_where_rftmega_was_imported_first() -> None:
     program = (
         "import sys, rftmega\nassert 'torch' not in sys.modules\nimport megatron.core\n"
-        "import rftmega.parallel.topology\n"
+        "import rftmega.runtime.parallel.topology\n"
         "from megatron.core.tensor_parallel import layers\nimport torch\n"
         "sys.exit(layers.torch is torch and not torch.cuda.is_available())"
     )

@@ -11,7 +11,7 @@ import torch
 from rftmega.config import ModelConfig, RunConfig
 from rftmega.launch.balancing import tell_balancing
 from rftmega.launch.process import joined
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel.process_group import World
 
 
 def told(folder: Path, fields: dict[str, Any], caplog: pytest.LogCaptureFixture, rank: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 from rftmega.config import CheckpointConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.core.errors import LockedError
 from rftmega.launch.api import folders_locked
-from rftmega.parallel.folder_lock import FILE
+from rftmega.runtime.parallel.folder_lock import FILE
 
 
 def config_of(output: Path, checkpoints: Path | str = "", every: int = 2) -> RunConfig:

@@ -18,8 +18,8 @@ from rftmega.hf_folders.checksums import CHECKSUMS, known_sums, sum_of
 from rftmega.hf_folders.hf_folder import copy_companions
 from rftmega.launch.integrity import ChecksumReport, complaints, verify_models
 from rftmega.launch.process import joined
-from rftmega.parallel import process_group
-from rftmega.parallel.process_group import World
+from rftmega.runtime.parallel import process_group
+from rftmega.runtime.parallel.process_group import World
 from rftmega.tools.convert import main
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

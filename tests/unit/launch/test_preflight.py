@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from rftmega import device
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, TokenImportance
 from rftmega.core.errors import ConfigError
-from rftmega.device import CPU, CUDA, hardware
-from rftmega.device.hardware import Hardware
 from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
 from rftmega.model_providers.installed import Installed
+from rftmega.runtime import device
+from rftmega.runtime.device import CPU, CUDA, hardware
+from rftmega.runtime.device.hardware import Hardware
 from rftmega.strategy import engines
 from tests.block_scales import quantise_folder
 from tests.tiny_decoders import save_decoder

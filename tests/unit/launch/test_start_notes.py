@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rftmega.config import ModelConfig, RunConfig
-from rftmega.device import cpu_speed
 from rftmega.launch import start_notes
+from rftmega.runtime.device import cpu_speed
 
 
 def told(

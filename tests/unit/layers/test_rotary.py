@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import rftmega.device.before_megatron  # noqa: F401
+import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
 from megatron.core.models.common.embeddings import rope_utils

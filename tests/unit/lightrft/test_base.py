@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rftmega import device
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Sampling
 from rftmega.lightrft.strategy import EngineStatus, StrategyBase, is_actor
 from rftmega.rollout import ScriptedEngine
 from rftmega.rollout import base as rollout_base
+from rftmega.runtime import device
 
 
 class Plain(StrategyBase):

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega.device.held_weights import AveragedWeights, ReferenceWeights
-from rftmega.device.residency import (
+from rftmega.kernels.packed_weights import pack
+from rftmega.megatron.manager import MegatronModelManager
+from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.runtime.device.residency import (
     ADAM,
     GRADIENTS,
     MAIN_PARAMETERS,
@@ -21,8 +23,6 @@ from rftmega.device.residency import (
     Loan,
     Residency,
 )
-from rftmega.kernels.packed_weights import pack
-from rftmega.megatron.manager import MegatronModelManager
 from tests.imitation_cuda import ImitationCUDA, imitated
 
 SIZES = (5, 1000, 64)

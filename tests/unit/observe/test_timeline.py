@@ -1,9 +1,9 @@
 import json
 from pathlib import Path
 
-from rftmega.device.spans import Span
 from rftmega.observe.timeline import Told, write
-from rftmega.parallel.clocks import Offset
+from rftmega.runtime.device.spans import Span
+from rftmega.runtime.parallel.clocks import Offset
 
 
 def test_events_of_all_processes_are_on_the_first_ones_clock(tmp_path: Path) -> None:

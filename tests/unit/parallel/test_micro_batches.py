@@ -3,8 +3,11 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rftmega.parallel.micro_batches import fewest_micro_batches, karmarkar_karp, plan_micro_batches
+from rftmega.runtime.parallel.micro_batches import (
+    fewest_micro_batches,
+    karmarkar_karp,
+    plan_micro_batches,
+)
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
 

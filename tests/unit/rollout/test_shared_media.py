@@ -13,10 +13,10 @@ from PIL import Image
 from rftmega.core.errors import DataError, EngineError
 from rftmega.core.media_positions import PlacedPicture
 from rftmega.data.media.files import digest_of
-from rftmega.parallel import shared
 from rftmega.requests import Request
 from rftmega.rollout.media_connector import SharedMediaConnector
 from rftmega.rollout.shared_media import SharedMedia, SharedPixels
+from rftmega.runtime.parallel import shared
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
-from rftmega.parallel.process_group import World
 from rftmega.rollout.vllm_models import model_arguments
+from rftmega.runtime.parallel.process_group import World
 from tests.imitation_cuda import imitated
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rftmega import device
-from rftmega.device import CUDA
+from rftmega.runtime import device
+from rftmega.runtime.device import CUDA
 from rftmega.strategy.phase_memory import MIB, Memory
 
 

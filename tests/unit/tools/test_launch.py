@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.parallel.layout import nodes_of_engine
+from rftmega.runtime.parallel.layout import nodes_of_engine
 from rftmega.tools import launch
 from tests.tiny_models import save_tiny
 

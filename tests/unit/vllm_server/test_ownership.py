@@ -18,8 +18,8 @@ from rftmega.fleet import fleet as fleet_module
 from rftmega.fleet.server_client import ServerClient
 from rftmega.fleet.server_engine import ServerEngine
 from rftmega.fleet.stock_client import StockClient
-from rftmega.parallel.process_group import World
-from rftmega.parallel.run_identity import FILE, run_identity
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.run_identity import FILE, run_identity
 from rftmega.server_protocol.claims import ServerTaken
 from rftmega.server_protocol.weight_version import named, number_of
 from rftmega.vllm_server import door, ownership

@@ -1,0 +1,100 @@
+"""Further weights of a model, kept on the host and put into the one that is resident."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import ALIGNMENT, Residency
+
+Tensors = Callable[[], list[Tensor]]  # of a model, as they are now
+
+
+class ReferenceWeights:
+    """The weights that the model has when this is built."""
+
+    def __init__(self, residency: Residency, tensors: Tensors):
+        """`tensors` lists the model's weights, detached; `residency` moves them."""
+        self._residency, self._tensors = residency, tensors
+        weights = tensors()
+        self._held = _host_buffers(weights)
+        for held, weight in zip(self._held, weights, strict=True):
+            held.copy_(weight)
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Makes the model compute with the reference within a `with` block; afterwards with its own
+        weights, bit for bit.
+        """
+        return self._residency.replaced(zip(self._tensors(), self._held, strict=True))
+
+
+class AveragedWeights:
+    """The exponential moving average of the weights over optimizer steps, in float32 on the host."""
+
+    def __init__(self, residency: Residency, tensors: Tensors, beta: float):
+        """Starts from the present weights; each `update` keeps the share `beta` of the average.
+
+        `residency` and `tensors` as ReferenceWeights has them.
+        """
+        self._residency, self._tensors, self.beta = residency, tensors, beta
+        self._latest = _host_buffers(tensors())
+        self._thread = ThreadPoolExecutor(1, "average")
+        self._averaging: Future[None] | None = None
+        self.restart()
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Returns the average, in the order of the model's tensors.
+
+        Waits for the update that runs.
+        """
+        if self._averaging is not None:
+            self._averaging.result()
+            self._averaging = None
+        return self._held
+
+    def restart(self) -> None:
+        """Takes the present weights as the average."""
+        self._averaging = None
+        self._held = [tensor.to("cpu", torch.float32, copy=True) for tensor in self._tensors()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Follows an optimizer step: the weights are copied, and averaged in a thread, while the
+        device goes on.
+        """
+        held = self.held  # what the update before this one made
+        self._residency.finish()
+        wait = self._residency.copy_aside(zip(self._tensors(), self._latest, strict=True))
+
+        def average() -> None:
+            wait()
+            for mean, latest in zip(held, self._latest, strict=True):
+                mean.lerp_(latest.float(), 1 - self.beta)
+
+        self._averaging = self._thread.submit(average)
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Makes the model hold the average within a `with` block, in its own precision; afterwards
+        its own weights, bit for bit.
+        """
+        return self._residency.replaced(zip(self._tensors(), self.held, strict=True))
+
+
+def _host_buffers(tensors: list[Tensor]) -> list[Tensor]:
+    """Makes a tensor on the host for each of the model's, all in one buffer that the device copies
+    to and from quickly.
+    """
+    places = []
+    end = 0
+    for tensor in tensors:
+        places.append(slice(end, end + tensor.nbytes))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = device.current().host_buffer(end, torch.uint8)
+    return [
+        buffer[place].view(tensor.dtype).view(tensor.shape)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]

@@ -1,0 +1,133 @@
+"""Times each kind of work of this process and, while recording, keeps a span of every stretch of
+it.
+
+Nobody asks for it by default, and then nothing is timed (`SpanRecorder.measuring`).
+"""
+
+import functools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from rftmega.runtime.device import current
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+clock = time.perf_counter_ns
+# spans of a training pass, whatever backend records them
+FORWARD, BACKWARD, SCHEDULE, REDUCE = "forward", "backward", "schedule", "all-grads-sync"
+
+
+class Span(NamedTuple):
+    """Nanoseconds of this process's `clock`."""
+
+    name: str
+    thread: str
+    begin: int
+    end: int
+
+
+class SpanRecorder:
+    """Sums of seconds and counts by name; and spans, from `record` to `stop`."""
+
+    def __init__(self) -> None:
+        self.measuring = self.recording = False
+        self._sums: dict[str, float] = defaultdict(float)
+        # moments of a device that may not have come yet
+        self._pending: list[tuple[str, Any, Any]] = []
+        self._spans: list[Span] = []
+        self._open: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def take(self) -> dict[str, float]:
+        """Returns the counts, and the seconds of spans, by name, since the last call.
+
+        Waits for the device where it must.
+        """
+        for name, begin, end in self._pending:
+            self.count(name, current().seconds(begin, end))
+        self._pending.clear()
+        with self._lock:
+            sums, self._sums = self._sums, defaultdict(float)
+        return sums
+
+    def counted(self, name: str) -> float:
+        """Returns what was counted so far, since the last `take`."""
+        with self._lock:
+            return self._sums.get(name, 0.0)
+
+    def count(self, name: str, amount: float) -> None:
+        if self.measuring:
+            with self._lock:
+                self._sums[name] += amount
+
+    def record(self) -> None:
+        """Keeps every span from now on; the device's spans wait for it."""
+        self._spans, self.recording = [], True
+
+    def stop(self) -> list[Span]:
+        """Ends the recording and returns all spans since `record`."""
+        self.recording = False
+        return self._spans
+
+    def keep(self, name: str, begin: int, end: int, thread: str | None = None) -> None:
+        """Keeps one span, while recording."""
+        if self.recording:
+            self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
+
+    def start(self, name: str) -> None:
+        """Notes that work begins that the device may do later.
+
+        Ends with `finish`; spans of one name don't overlap.
+        """
+        if self.recording:
+            current().finish()
+            self._open[name] = clock()
+        elif self.measuring:
+            self._open[name] = current().moment()
+
+    def finish(self, name: str) -> None:
+        begin = self._open.pop(name, None)
+        if begin is None:
+            return
+        if self.recording and isinstance(begin, int):
+            current().finish()
+            end = clock()
+            self.keep(name, begin, end)
+            self.count(name, (end - begin) / 1e9)
+        elif not self.recording and not isinstance(begin, int):
+            self._pending.append((name, begin, current().moment()))
+
+
+recorder = SpanRecorder()
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Records that the host does `name` within a `with` block, in any thread."""
+    if not (recorder.measuring or recorder.recording):
+        yield
+        return
+    begin = clock()
+    try:
+        yield
+    finally:
+        end = clock()
+        recorder.keep(name, begin, end)
+        recorder.count(name, (end - begin) / 1e9)
+
+
+def spanned(name: str) -> Callable[[Function], Function]:
+    """Decorates a function so that every call is a span."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with span(name):
+                return function(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate

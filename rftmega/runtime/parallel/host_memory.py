@@ -1,0 +1,273 @@
+"""HostMemory keeps one copy a host of what all processes of a run need to see.
+
+Processes of one host map the same memory (`parallel.shared`); hosts exchange what each has.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.core.ragged import Ragged
+from rftmega.runtime import device
+from rftmega.runtime.parallel import shared
+from rftmega.runtime.parallel.collectives import gather_objects
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Spec = tuple[torch.dtype, int]  # of a tensor: its dtype, and how many elements it has
+SMALL = 1 << 16  # bytes of a tensor that is sent instead of shared
+BUCKET = 1 << 26  # bytes that go from host to host at a time
+
+
+class HostMemory:
+    """HostMemory is called by all processes alike. A process alone has nothing to share."""
+
+    def __init__(self, host: str | None = None):
+        """`host`: the name of this process's; None: found out. A collective."""
+        self._host_group: Any = None
+        self._hosts_group: Any = None  # of the first processes of all hosts
+        self.hosts, self.processes, self.first, self.alone = 1, 1, True, True
+        if not dist.is_initialized():
+            return
+        rank, self.processes = dist.get_rank(), dist.get_world_size()
+        names = _tried(gather_objects(host or this_host()))
+        ranks = [[i for i, name in enumerate(names) if name == own] for own in dict.fromkeys(names)]
+        mine = next(own for own in ranks if rank in own)
+        self.hosts, self.first, self.alone = len(ranks), rank == mine[0], len(mine) == 1
+        # every process takes part in the making of every group
+        groups = [dist.new_group(own) if len(own) > 1 else None for own in ranks]
+        self._host_group = groups[ranks.index(mine)]
+        self._leader = mine[0]
+        if self.hosts > 1:
+            self._hosts_group = dist.new_group([own[0] for own in ranks])
+
+    def once(self, make: Callable[[], Result]) -> Result:
+        """Returns what `make` gives in the host's first process, where alone it is called.
+
+        Its result is a tensor, a number, or dataclasses, dicts, lists and tuples of them; nobody
+        changes it. What it raises is raised in every process.
+        """
+        if self.alone:
+            return make()
+        tensors: list[Tensor] = []
+        told: list[Any] = [None]
+        made = error = None
+        if self.first:
+            try:
+                made = make()
+                told = [
+                    (_taken_apart(made, tensors), [(x.dtype, x.numel()) for x in tensors], None)
+                ]
+            except Exception as raised:
+                error = raised
+                told = [(None, [], f"{type(raised).__name__}: {raised}")]
+        dist.broadcast_object_list(told, self._leader, group=self._host_group)
+        skeleton, specs, failed = told[0]
+        if error is not None:
+            raise error
+        if failed is not None:
+            raise RuntimeError(f"The first process of this host failed: {failed}")
+
+        def write(memory: Sequence[Tensor]) -> None:
+            for target, tensor in zip(memory, tensors, strict=False):
+                target.copy_(tensor.reshape(-1))
+
+        found: Result = _put_together(skeleton, self._written(specs, write))
+        return found
+
+    def filled(
+        self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
+    ) -> list[Tensor]:
+        """Returns tensors of these `specs`, the same on every process, to which all have written.
+
+        `write` gets them full of zeros, and writes what this process has; no two processes write to
+        the same element, nor to the same byte of it. Small ones are not shared: that takes longer.
+        """
+        if sum(size * dtype.itemsize for dtype, size in specs) <= SMALL:
+            found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
+            write(found)
+            for tensor in found:
+                if self.processes > 1:
+                    _add_up(tensor.view(torch.uint8), None)
+            return found
+        found = self._written(specs, write)
+        if self.hosts > 1:
+            if self.first:
+                for tensor in found:
+                    _add_up(tensor.view(torch.uint8), self._hosts_group)
+            self._meet()
+        return found
+
+    def gathered(self, columns: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Gathers columns, [n] each with the same n in one process, of all processes: `sizes`, rank
+        by rank.
+
+        Returns [sum of n] of each, in the order of ranks.
+        """
+        if len(sizes) == 1 or not sum(sizes):
+            return list(columns)
+        rank = dist.get_rank()
+        start = sum(sizes[:rank])
+        own = slice(start, start + sizes[rank])
+
+        def write(memory: Sequence[Tensor]) -> None:
+            for target, column in zip(memory, columns, strict=True):
+                target[own] = column
+
+        return self.filled([(column.dtype, sum(sizes)) for column in columns], write)
+
+    def of_rows(
+        self, lengths: Tensor, columns: int, own: Iterable[tuple[Tensor, Sequence[Tensor]]]
+    ) -> list[Ragged]:
+        """Returns so many float32 columns of rows of `lengths` [B], of which each process has some.
+
+        `own`: rows ([b] int64), and what each column has there: [b, T] each, on any device.
+        """
+
+        def write(memory: Sequence[Tensor]) -> None:
+            for index, values in own:
+                for target, padded in zip(memory, values, strict=True):
+                    Ragged.packed(target, lengths).select(index).assign(padded.cpu())
+
+        found = self.filled([(torch.float32, int(lengths.sum()))] * columns, write)
+        return [Ragged.packed(values, lengths) for values in found]
+
+    def _written(
+        self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
+    ) -> list[Tensor]:
+        """Returns tensors to which all processes of this host have written."""
+        sizes = [size * dtype.itemsize for dtype, size in specs]
+        if not any(sizes):
+            return [torch.zeros(0, dtype=dtype) for dtype, _ in specs]
+        if self.alone:
+            found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
+            write(found)
+            return found
+        # each in memory of its own, which goes with the last of its tensors
+        made = [shared.create(size) if self.first and size else "" for size in sizes]
+        told = [made]
+        dist.broadcast_object_list(told, self._leader, group=self._host_group)
+        found = []
+        for name, size, (dtype, _) in zip(told[0], sizes, specs, strict=True):
+            memory = _mapped(name, size) if name else torch.zeros(0, dtype=torch.uint8)
+            found.append(memory.view(dtype))
+        write(found)
+        self._meet()
+        for name in filter(None, made):
+            shared.close(name)  # who has it mapped keeps it
+        return found
+
+    def _meet(self) -> None:
+        if not self.alone:
+            dist.barrier(self._host_group)
+
+
+def current() -> HostMemory:
+    """Returns the HostMemory of the processes that are joined now. A collective, the first time."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if not _current or _current[0][0] is not world:
+        _current[:] = [(world, HostMemory())]
+    return _current[0][1]
+
+
+_current: list[tuple[Any, HostMemory]] = []  # with the group that it was made for
+
+
+def this_host() -> str:
+    """Names the host, or the part of it whose processes can open each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _tried(names: Sequence[str]) -> list[str]:
+    """Returns the host of each process; one of its own for each where one of them can't open the
+    first's memory.
+    """
+    rank = dist.get_rank()
+    first = names.index(names[rank])
+    made = shared.create(1) if first == rank else ""
+    offered = gather_objects(made)
+    failed = ""
+    try:
+        os.close(shared.opened(offered[first], 1))
+    except ValueError as error:
+        failed = str(error)
+    told = gather_objects(failed)
+    if made:
+        shared.close(made)
+    broken = {name: why for name, why in zip(names, told, strict=True) if why}
+    if rank == 0:
+        for name, why in broken.items():
+            log.warning(
+                "Processes of %s can't share memory (%s): each keeps its own copy of a rollout.",
+                name.split()[0],
+                why,
+            )
+    return [f"{name} {i}" if name in broken else name for i, name in enumerate(names)]
+
+
+def _add_up(memory: Tensor, group: Any) -> None:
+    """Adds up bytes over the hosts: of each at most one host's is not 0."""
+    here = device.current().here()
+    for bucket in memory.split(BUCKET):
+        moved = bucket.to(here)
+        dist.all_reduce(moved, group=group)
+        if moved is not bucket:
+            bucket.copy_(moved)
+
+
+def _mapped(name: str, size: int) -> Tensor:
+    """Returns shared memory as bytes. Unlike a map of Python's it keeps no descriptor open."""
+    descriptor = shared.opened(name, size)
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """_Place stands for a tensor that is shared."""
+
+    number: int
+    shape: tuple[int, ...]
+
+
+def _taken_apart(thing: Any, tensors: list[Tensor]) -> Any:
+    """Returns `thing` with a _Place for each large tensor, which goes to `tensors`."""
+    if isinstance(thing, Tensor):
+        if thing.nbytes <= SMALL:
+            return thing.contiguous()
+        tensors.append(thing)
+        return _Place(len(tensors) - 1, tuple(thing.shape))
+    return _rebuilt(thing, lambda part: _taken_apart(part, tensors))
+
+
+def _put_together(thing: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(thing, _Place):
+        return tensors[thing.number].view(thing.shape)
+    return _rebuilt(thing, lambda part: _put_together(part, tensors))
+
+
+def _rebuilt(thing: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns `thing` with its parts changed."""
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return replace(
+            thing, **{own.name: change(getattr(thing, own.name)) for own in fields(thing)}
+        )
+    if isinstance(thing, dict):
+        return {name: change(part) for name, part in thing.items()}
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*map(change, thing))
+    if isinstance(thing, list | tuple):
+        return type(thing)(map(change, thing))
+    return thing

@@ -1,0 +1,168 @@
+"""Names, in the log, the rank that stands still while the others wait for it (`watchdog.watched`
+can end such a run).
+
+Each process writes down at the board where ranks meet when it was last seen doing something, and
+where its main thread is. The first process reads it. Ranks that wait for others stand still, too,
+so it speaks only when nobody gets on, and names those that do not wait in a collective.
+"""
+
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.process_group import World
+from rftmega.runtime.parallel.watchdog import seen
+
+LIMIT = 60.0  # seconds
+STARTING = 5  # times the limit while a run starts: on a GPU its engine compiles for minutes
+ROUND = 5.0
+NAMED = 4  # ranks at most
+WAITING = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Sign is one sign of life of one process."""
+
+    number: int
+    idle: float  # seconds since its last mark
+    phase: str
+    host: str
+    at: str  # the innermost line of its main thread
+    waits: bool  # for other processes
+
+    @classmethod
+    def present(cls, number: int) -> "Sign":
+        """Returns this process, now."""
+        frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+        at = (
+            f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})"
+            if frames
+            else "its end"
+        )
+        waits = any(part in frame.f_code.co_filename for frame in frames for part in WAITING)
+        return cls(number, time.monotonic() - seen.at, seen.phase, socket.gethostname(), at, waits)
+
+
+class Standing:
+    """Standing exchanges signs of life between the processes and finds who holds the others up."""
+
+    def __init__(self, rank: int, size: int, board: Any, *, limit: float = LIMIT):
+        """`board`: a store of torch.distributed; None where there is but this process."""
+        self.rank, self.size, self.board, self.limit = rank, size, board, limit
+        self.number = 0
+        self._heard: dict[int, tuple[Sign, float]] = {}  # the last sign of a rank, and when it came
+        self._next = limit  # idle seconds at which somebody is named
+
+    def tell(self) -> None:
+        """Writes this process's sign of life."""
+        self.number += 1
+        sign = Sign.present(self.number)
+        if self.board is None:
+            self._heard[self.rank] = sign, time.monotonic()
+        else:
+            self.board.set(_key(self.rank), json.dumps(asdict(sign)))
+
+    def look(self) -> str:
+        """Names the ranks that stand still, for the log.
+
+        Empty where none does, or it was said already.
+
+        On the first process.
+        """
+        now = time.monotonic()
+        if self.board is not None:
+            self._hear(now)
+        silent = {
+            rank: now - came for rank, (_, came) in self._heard.items() if now - came > self.limit
+        }
+        idle = {rank: sign.idle + now - came for rank, (sign, came) in self._heard.items()}
+        longest = max(silent.values(), default=0.0) or min(idle.values(), default=0.0)
+        starts = not silent and all(sign.phase == "start" for sign, _ in self._heard.values())
+        if starts and longest <= STARTING * self.limit:
+            return ""
+        if longest <= self.limit:
+            self._next = self.limit
+        if longest <= self._next:
+            return ""
+        self._next = 2 * longest
+        if silent:
+            return (
+                self._said(list(silent), "gave no sign of life", silent)
+                + ": its process or its host is stopped, or gone"
+            )
+        working = [rank for rank, (sign, _) in self._heard.items() if not sign.waits]
+        return self._said(working or list(idle), "stands still, no progress", idle)
+
+    def _hear(self, now: float) -> None:
+        for rank in range(self.size):
+            if not self.board.check([_key(rank)]):
+                continue
+            sign = Sign(**json.loads(self.board.get(_key(rank))))
+            if rank not in self._heard or self._heard[rank][0].number != sign.number:
+                self._heard[rank] = sign, now
+
+    def _said(self, ranks: Sequence[int], what: str, seconds: dict[int, float]) -> str:
+        parts = []
+        for rank in sorted(ranks, key=lambda rank: -seconds[rank])[:NAMED]:
+            sign = self._heard[rank][0]
+            parts.append(
+                f"rank {rank} on {sign.host} {what} for {seconds[rank]:.0f} s in the phase {sign.phase}, at {sign.at}"
+            )
+        more = f"; and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+        return "; ".join(parts) + more
+
+
+@contextmanager
+def named(
+    world: World, *, limit: float | None = None, pause: float | None = None
+) -> Iterator[None]:
+    """Has the first process log, within a `with` block, who stands still for longer than `limit`
+    seconds (LIMIT), and again when it is twice as long. Each tells of itself every `pause` seconds
+    (ROUND).
+    """
+    # A connection of its own: one that waits for a key, as for a process that joins a group, serves
+    # nobody else.
+    board = preemption.request.board.clone() if preemption.request.board is not None else None
+    over, standing = (
+        threading.Event(),
+        Standing(world.rank, world.size, board, limit=limit or LIMIT),
+    )
+
+    def watch() -> None:
+        while not over.wait(pause or ROUND):
+            try:
+                standing.tell()
+                said = standing.look() if world.is_main else ""
+            except RuntimeError:  # whoever serves the board has ended, and its launcher says why
+                return
+            if said:
+                log.warning("%s. docs/operations.md says what to do.", said)
+
+    thread = threading.Thread(target=watch, daemon=True, name="standing")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _key(rank: int) -> str:
+    return f"sign of life of rank {rank}"
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

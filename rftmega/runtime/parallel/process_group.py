@@ -1,0 +1,125 @@
+"""Joins the other processes, under torchrun or alone; and leaves them."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rftmega.core.errors import ConfigError
+from rftmega.runtime import device
+from rftmega.runtime.parallel import preemption
+from rftmega.runtime.parallel.environment import whole_number
+from rftmega.runtime.parallel.rendezvous import choose_interface, store
+
+log = logging.getLogger(__name__)
+# what vLLM's external launcher reads in a process that no launcher started
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The launched processes as this one sees them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launched_size() -> int:
+    """Returns how many processes the launcher started (1 without one).
+
+    Readable before anything is initialised.
+    """
+    return whole_number("WORLD_SIZE", 1)
+
+
+def check_launcher() -> None:
+    """Raises ConfigError where srun started tasks that would each take themselves for the whole
+    run.
+    """
+    if "WORLD_SIZE" not in os.environ and whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
+        raise ConfigError(
+            "srun started several tasks that know nothing of each other. Start one torchrun a node: srun torchrun ..."
+        )
+
+
+@contextmanager
+def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> Iterator[World]:
+    """Initialises torch.distributed (and takes it down again on a clean end). Its first line names
+    the device, and `beside`.
+
+    Reads torchrun's environment; without one, this process is a world of its own.
+    """
+    backend = device.current()
+    alone = "MASTER_ADDR" not in os.environ
+    rank, size = 0 if alone else whole_number("RANK", 0), launched_size()
+    local_rank = whole_number("LOCAL_RANK", 0)
+    local_size = whole_number("LOCAL_WORLD_SIZE", 1)
+    if size > 1 and alone:
+        raise ConfigError(
+            "WORLD_SIZE is set but MASTER_ADDR is not. Launch with torchrun, or unset WORLD_SIZE."
+        )
+    # Megatron overlaps TP communication by kernel order
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    where = backend.select(local_rank, local_size)
+    on_this_host = alone or size == local_size
+    choose_interface("" if alone else os.environ["MASTER_ADDR"], alone=on_this_host)
+    before = {name: os.environ.get(name) for name in ALONE}
+    if alone:
+        os.environ |= ALONE
+    meeting = dist.HashStore() if alone else store(rank, size, timeout)
+    dist.init_process_group(
+        backend.collectives, store=meeting, rank=rank, world_size=size, timeout=timeout
+    )
+    preemption.meet(None if alone else meeting)
+    if rank == 0:
+        told = "; ".join(filter(None, (backend.described(), beside)))
+        log.info("device: %s (%s): %s", backend.type, backend.reason, told)
+        log.info("collectives: %s, processes: %d", backend.collectives, size)
+    try:
+        yield World(rank, size, local_rank, local_size, where)
+        if dist.is_initialized():
+            dist.barrier()
+        _leave()
+    except BaseException:
+        # The others may never arrive, and waiting for them would hide the error. A world of one
+        # waits for nobody, and with NCCL's groups standing its process did not end.
+        if size == 1:
+            _leave()
+        raise
+    finally:
+        preemption.meet(None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+@contextmanager
+def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` where a `with` block fails in a world of one: its process may start another run.
+
+    Of several processes each is about to end, and `undo` might wait for the others.
+    """
+    try:
+        yield
+    except BaseException:
+        if world.size == 1:
+            undo()
+        raise
+
+
+def _leave() -> None:
+    """Takes the groups down, which vLLM's shutdown may have done already."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
