@@ -17,7 +17,7 @@ from benchmarks.timing import seconds
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
 from rftmega.converters import instances, table
-from rftmega.hf_folders.hf_folder import PlannedTensor, shards_of, write_index, write_shard
+from rftmega.models.hf.hf_folder import PlannedTensor, shards_of, write_index, write_shard
 from tests.ranks import run_ranks
 
 SHAPE = {

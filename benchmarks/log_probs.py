@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import seconds
-from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from tests.ranks import run_ranks
 
 TOKENS, VOCABULARY, HIDDEN = 4096, 32768, 512

@@ -18,9 +18,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from rftmega.config import ParallelConfig
 from rftmega.converters import padded_vocabulary
-from rftmega.layers.latent_attention import mend_latent_attention
-from rftmega.layers.padding_row import freeze_padding
-from rftmega.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.model_providers import spec
 from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription
 from rftmega.model_providers.hearing import AudioLanguageModel, Ear
@@ -28,6 +25,9 @@ from rftmega.model_providers.installed import fused_kernels, installed, uses_tra
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import AudioTower
 from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
+from rftmega.models.layers.latent_attention import mend_latent_attention
+from rftmega.models.layers.padding_row import freeze_padding
+from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
 
 
 def transformer_config(

@@ -10,7 +10,7 @@ from rftmega.converters import completed, flattened
 from rftmega.converters.dropout_fields import drops
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.known_fields import without_effect, without_strange_sections
+from rftmega.models.known_fields import without_effect, without_strange_sections
 
 # Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses
 # that we do not use.

@@ -16,12 +16,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from rftmega.layers.adapter import with_adapter, with_adapters
-from rftmega.layers.attention import PackedAttention
-from rftmega.layers.norm import LatentNorm, RMSNorm
-from rftmega.layers.post_norm import with_norm_behind
-from rftmega.layers.wide_norm import KeyNorm, QueryNorm
 from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.models.layers.adapter import with_adapter, with_adapters
+from rftmega.models.layers.attention import PackedAttention
+from rftmega.models.layers.fp32_norm import KeyNorm, QueryNorm
+from rftmega.models.layers.norm import LatentNorm, RMSNorm
+from rftmega.models.layers.post_norm import with_norm_behind
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:

@@ -240,7 +240,7 @@ def test_imports_follow_the_map() -> None:
             "torch.distributed belongs in",
         ),
         (
-            "rftmega/kernels/bad.py",
+            "rftmega/models/kernels/bad.py",
             "from rftmega.megatron import MegatronActor",
             "kernels may not import megatron",
         ),

@@ -114,7 +114,7 @@ def run(chosen: argparse.Namespace) -> int:
             f"{chosen.source} holds no config.json, so it is neither a Hugging Face folder nor a checkpoint of ours."
         )
     if chosen.command == "checksums":
-        from rftmega.hf_folders.checksums import write_sums
+        from rftmega.models.hf.checksums import write_sums
 
         write_sums(chosen.source)
         return 0

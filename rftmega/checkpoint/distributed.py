@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from rftmega.checkpoint.o_direct import DirectFile
 from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, Stored, seal
-from rftmega.hf_folders.hf_folder import checksum, draft_of, land, write_all, write_bytes
+from rftmega.models.hf.hf_folder import checksum, draft_of, land, write_all, write_bytes
 
 OBJECTS = "__objects.distcp"
 Boxed = tuple[str, tuple[int, ...], Tensor]  # key, offset, box

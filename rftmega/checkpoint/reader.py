@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.hf_folders.hf_folder import checksum, read_into
+from rftmega.models.hf.hf_folder import checksum, read_into
 
 MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
 MANIFEST = "manifest.json"  # ours: written last

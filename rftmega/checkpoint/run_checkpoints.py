@@ -23,7 +23,7 @@ from rftmega.checkpoint.training import StoredModel, TrainingReader, write_rank,
 from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox
-from rftmega.known_fields import without_strange_sections
+from rftmega.models.known_fields import without_strange_sections
 from rftmega.runtime.parallel import collectives, seeds
 from rftmega.runtime.parallel.watchdog import mark
 

@@ -23,9 +23,9 @@ from rftmega.conversion.target import (
 from rftmega.converters.adapters import EMBEDDING_DOWN, WEIGHT, pair_names
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
-from rftmega.hf_folders import export_folder
-from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
-from rftmega.hf_folders.hf_folder import (
+from rftmega.models.hf import export_folder
+from rftmega.models.hf.checksums import files_of, sum_of, write_sums
+from rftmega.models.hf.hf_folder import (
     HFFolder,
     PlannedTensor,
     copy_companions,
@@ -33,7 +33,7 @@ from rftmega.hf_folders.hf_folder import (
     write_index,
     write_shard,
 )
-from rftmega.hf_folders.peft_folder import PEFTFolder, write_config, write_pairs
+from rftmega.models.hf.peft_folder import PEFTFolder, write_config, write_pairs
 
 EXACT = 1024  # rows or columns up to which all singular values are computed
 SPARE, ROUNDS = 16, 6  # of the randomised method (Halko et al., arXiv:0909.4061) for larger ones

@@ -48,8 +48,15 @@ from rftmega.converters import (
 )
 from rftmega.converters.vision import embedding_name
 from rftmega.core.errors import CheckpointError, ConfigError
-from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
-from rftmega.hf_folders.hf_folder import (
+from rftmega.megatron.binding import Bound, bind
+from rftmega.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
+from rftmega.megatron.sharded import CheckpointBox, pieces_of
+from rftmega.model_providers.builder import build_chunk, transformer_config
+from rftmega.model_providers.description import describe, layout_violations
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.value_head import ValueHead
+from rftmega.models.hf.checksums import files_of, sum_of, write_sums
+from rftmega.models.hf.hf_folder import (
     HFFolder,
     PlannedTensor,
     checksum,
@@ -58,14 +65,7 @@ from rftmega.hf_folders.hf_folder import (
     write_index,
     write_shard,
 )
-from rftmega.hf_folders.stacked_files import Stacking, open_folder
-from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
-from rftmega.megatron.sharded import CheckpointBox, pieces_of
-from rftmega.model_providers.builder import build_chunk, transformer_config
-from rftmega.model_providers.description import describe, layout_violations
-from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.model_providers.value_head import ValueHead
+from rftmega.models.hf.stacked_files import Stacking, open_folder
 from rftmega.runtime.parallel.topology import Topology
 
 # tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rftmega.checkpoint.reader import PROGRESS
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.hf_folder import HFFolder
+from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.runtime.parallel.folder_lock import FILE as LOCK
 from rftmega.runtime.parallel.folder_lock import locked
 

@@ -17,10 +17,10 @@ from rftmega.conversion.convert import FolderTensors
 from rftmega.conversion.target import FILE_BYTES, Progress, begin, note, written_alone
 from rftmega.converters import FAMILIES, stacks_of
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders import export_folder, peft_folder
-from rftmega.hf_folders.checksums import files_of, sum_of, write_sums
-from rftmega.hf_folders.classifier import say_classifier
-from rftmega.hf_folders.hf_folder import (
+from rftmega.models.hf import export_folder, peft_folder
+from rftmega.models.hf.checksums import files_of, sum_of, write_sums
+from rftmega.models.hf.classifier import say_classifier
+from rftmega.models.hf.hf_folder import (
     HFFolder,
     PlannedTensor,
     copy_companions,
@@ -28,7 +28,7 @@ from rftmega.hf_folders.hf_folder import (
     write_index,
     write_shard,
 )
-from rftmega.hf_folders.stacked_files import Stacking
+from rftmega.models.hf.stacked_files import Stacking
 
 CRITIC, WEIGHTS, HEAD, SCORE = "critic", "weights", "lm_head.weight", "score.weight"
 WORDS = {2: torch.int16, 4: torch.int32}

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.fsdp.weight import Weight
-from rftmega.hf_folders.adapted_layers import module_name, pair_of
-from rftmega.hf_folders.parameter_places import Placed
-from rftmega.hf_folders.tensor_plan import Split
-from rftmega.low_rank.experts import PairsOfExperts, StackDelta, StackWithPairs
+from rftmega.models.hf.adapted_layers import module_name, pair_of
+from rftmega.models.hf.parameter_places import Placed
+from rftmega.models.hf.tensor_plan import Split
+from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs
 
 BESIDE = "lora"  # the name of the module of pairs within that of the experts
 

@@ -25,12 +25,12 @@ from rftmega.fsdp.adapted_experts import AdaptedStack
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import LogProbHead, Network
 from rftmega.fsdp.weight import Weight
-from rftmega.hf_folders.adapted_layers import WEIGHT, adapted_of, pair_of
-from rftmega.hf_folders.parameter_places import Placed
-from rftmega.hf_folders.peft_folder import PEFTFolder, Whole
-from rftmega.hf_folders.tensor_plan import Split
-from rftmega.low_rank.embedding import EmbeddingWithPair
-from rftmega.low_rank.linear import LinearWithPair, PairDelta
+from rftmega.models.hf.adapted_layers import WEIGHT, adapted_of, pair_of
+from rftmega.models.hf.parameter_places import Placed
+from rftmega.models.hf.peft_folder import PEFTFolder, Whole
+from rftmega.models.hf.tensor_plan import Split
+from rftmega.models.lora.embedding import EmbeddingWithPair
+from rftmega.models.lora.linear import LinearWithPair, PairDelta
 
 Places = dict[str, list[Placed]]
 

@@ -24,20 +24,14 @@ from rftmega.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.fsdp.tensor_parallel import share_layers
 from rftmega.fsdp.weight import Weight
-from rftmega.hf_folders.decoder import tower_of
-from rftmega.hf_folders.hf_folder import HFFolder, is_finite
-from rftmega.hf_folders.meta_decoder import describe
-from rftmega.hf_folders.parameter_places import (
-    Placed,
-    differs_from,
-    places_of,
-    plans_of,
-    read,
-)
-from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
-from rftmega.hf_folders.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
+from rftmega.models.hf.decoder import tower_of
+from rftmega.models.hf.hf_folder import HFFolder, is_finite
+from rftmega.models.hf.meta_decoder import describe
+from rftmega.models.hf.parameter_places import Placed, differs_from, places_of, plans_of, read
+from rftmega.models.hf.peft_folder import PEFTFolder, beginning
+from rftmega.models.hf.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.passes.learning_rate import learning_rate
 from rftmega.passes.reached_adapters import ReachedAdapters
 from rftmega.runtime import device

@@ -12,11 +12,11 @@ from rftmega.core.errors import CheckpointError
 from rftmega.fsdp.exchanges import copied
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.fsdp.support import refusal_to_pack
-from rftmega.hf_folders.decoder import SEEING, read_config
-from rftmega.hf_folders.meta_decoder import on_meta
-from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
-from rftmega.low_rank.linear import LinearWithPair
 from rftmega.model_providers.output_head import OutputHead, output_head
+from rftmega.models.hf.decoder import SEEING, read_config
+from rftmega.models.hf.meta_decoder import on_meta
+from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.lora.linear import LinearWithPair
 
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 

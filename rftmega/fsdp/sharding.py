@@ -19,7 +19,7 @@ from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.fsdp.mesh import ShardingMesh
 from rftmega.fsdp.module import Network
-from rftmega.hf_folders.meta_decoder import gathered_apart
+from rftmega.models.hf.meta_decoder import gathered_apart
 from rftmega.runtime import device
 
 

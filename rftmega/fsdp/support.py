@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rftmega.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
-from rftmega.hf_folders.meta_decoder import words_of
+from rftmega.models.hf.meta_decoder import words_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROBE = [0, 3, 5]  # edges of the rows that are tried

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rftmega.fsdp.exchanges import copied, joined, own_columns, summed
 from rftmega.fsdp.module import LogProbHead, Network
-from rftmega.hf_folders.tensor_plan import (
+from rftmega.models.hf.tensor_plan import (
     COLUMN,
     COLUMN_GATHERED,
     EXPERTS,
@@ -22,8 +22,8 @@ from rftmega.hf_folders.tensor_plan import (
     VOCABULARY,
     Split,
 )
-from rftmega.kernels.linear_log_probs import VocabularyShard
-from rftmega.low_rank.linear import LinearWithPair
+from rftmega.models.kernels.linear_log_probs import VocabularyShard
+from rftmega.models.lora.linear import LinearWithPair
 
 Forward = Callable[..., Tensor]
 

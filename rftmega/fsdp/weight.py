@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rftmega.core.shards import Shard
-from rftmega.hf_folders.parameter_places import ShardPlan
-from rftmega.hf_folders.tensor_plan import Split
+from rftmega.models.hf.parameter_places import ShardPlan
+from rftmega.models.hf.tensor_plan import Split
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rftmega.models.hf.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
 from torch import nn
 
 from rftmega.config.options.adapters import OF_ATTENTION, experts_targeted
@@ -17,7 +18,6 @@ from rftmega.converters.adapters import (
 )
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD, OF_WORDS
-from rftmega.hf_folders.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
 
 if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
     from transformers import PreTrainedModel

@@ -4,12 +4,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from rftmega.models.hf.adapted_layers import AdaptedLayers, adapted_of
+from rftmega.models.hf.decoder import TransformersModel, read_config, tower_of
+from rftmega.models.hf.meta_decoder import describe, gathered_apart, on_meta
+from rftmega.models.hf.tensor_plan import splits_of, styles_of
 from torch import nn
-
-from rftmega.hf_folders.adapted_layers import AdaptedLayers, adapted_of
-from rftmega.hf_folders.decoder import TransformersModel, read_config, tower_of
-from rftmega.hf_folders.meta_decoder import describe, gathered_apart, on_meta
-from rftmega.hf_folders.tensor_plan import splits_of, styles_of
 
 Shape = tuple[int, ...]
 

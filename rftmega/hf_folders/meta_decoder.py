@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rftmega.models.hf.decoder import SEEING, TransformersModel, describe_any
 from torch import nn
 
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.decoder import SEEING, TransformersModel, describe_any
 from rftmega.model_providers.tower import VisionTower
 
 if TYPE_CHECKING:  # its import takes seconds

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rftmega.models.hf.tensor_plan import Split
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -27,8 +28,7 @@ from transformers.core_model_loading import (
 from rftmega.converters import NOT_WEIGHTS
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
-from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.tensor_plan import Split
+from rftmega.models.hf.hf_folder import HFFolder
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 

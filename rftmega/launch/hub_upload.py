@@ -5,7 +5,7 @@ import sys
 
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError
-from rftmega.hf_folders.export_folder import MARK
+from rftmega.models.hf.export_folder import MARK
 
 log = logging.getLogger(__name__)
 

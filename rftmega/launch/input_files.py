@@ -11,7 +11,7 @@ from rftmega.config.options.agents import Agent
 from rftmega.config.options.environments import Tools
 from rftmega.config.user_code.functions import GIVEN
 from rftmega.data import PromptOrder
-from rftmega.hf_folders.checksums import files_of
+from rftmega.models.hf.checksums import files_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 TEXTS = (".txt", ".md")  # that reward.judge_template may name

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rftmega.checkpoint.reader import is_distributed
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
+from rftmega.models.hf.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.watchdog import mark

@@ -11,20 +11,6 @@ from rftmega.converters.block_scales import block_scales
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import LINEAR, OF_WORDS
-from rftmega.hf_folders.adapted_layers import adapted_of
-from rftmega.hf_folders.decoder import (
-    beyond_its_positions,
-    describe_any,
-    read_config,
-    tower_of,
-    unknown_to_transformers,
-)
-from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.meta_decoder import on_meta
-from rftmega.hf_folders.peft_folder import CONFIG as PEFT_CONFIG
-from rftmega.hf_folders.peft_folder import PEFTFolder
-from rftmega.hf_folders.tensor_plan import styles_of
-from rftmega.known_fields import ignore
 from rftmega.launch import run_end
 from rftmega.model_providers.description import (
     ModelDescription,
@@ -36,6 +22,20 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
+from rftmega.models.hf.adapted_layers import adapted_of
+from rftmega.models.hf.decoder import (
+    beyond_its_positions,
+    describe_any,
+    read_config,
+    tower_of,
+    unknown_to_transformers,
+)
+from rftmega.models.hf.hf_folder import HFFolder
+from rftmega.models.hf.meta_decoder import on_meta
+from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
+from rftmega.models.hf.peft_folder import PEFTFolder
+from rftmega.models.hf.tensor_plan import styles_of
+from rftmega.models.known_fields import ignore
 from rftmega.rollout.eight_bits import BLOCK
 from rftmega.runtime import device
 from rftmega.runtime.device import hardware

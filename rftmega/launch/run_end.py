@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rftmega.config import RunConfig
-from rftmega.hf_folders.export_folder import MARK, is_anothers
+from rftmega.models.hf.export_folder import MARK, is_anothers
 from rftmega.observe.model_card import model_card
 
 

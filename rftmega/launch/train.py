@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
-from rftmega.known_fields import ignore
+from rftmega.models.known_fields import ignore
 
 if TYPE_CHECKING:
     from rftmega.core.types import Prompt

@@ -6,12 +6,12 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.core.types import Column, LossFn, Metrics, Rows, TokenStats
-from rftmega.layers import router_replay
 from rftmega.megatron.adapters import Adapters
 from rftmega.megatron.forward import LogProbs
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.megatron.model_runner import MegatronRunner
 from rftmega.megatron.trainable import MegatronModel
+from rftmega.models.layers import router_replay
 from rftmega.passes.model_runner import MicroBatch
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.runtime.parallel.topology import Topology

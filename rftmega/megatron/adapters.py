@@ -17,21 +17,21 @@ from rftmega.converters import shard, shard_shape
 from rftmega.converters.adapters import UP, AdaptedLayer, target_of
 from rftmega.converters.rules import located
 from rftmega.core.shards import Box, Shard, is_linear
-from rftmega.hf_folders.peft_folder import PEFTFolder, Whole
-from rftmega.kernels.packed_weights import PackedWeight, pack
-from rftmega.layers.adapter import (
+from rftmega.megatron.binding import Bound
+from rftmega.models.hf.peft_folder import PEFTFolder, Whole
+from rftmega.models.kernels.packed_weights import PackedWeight, pack
+from rftmega.models.layers.adapter import (
     AdaptedExperts,
     AdaptedLinear,
     LowRankAdapter,
     let_gradients_begin,
 )
-from rftmega.layers.word_adapters import (
+from rftmega.models.layers.embedding_adapters import (
     EmbeddingAdapter,
     HeadAdapter,
     adapt_embedding,
     adapt_head,
 )
-from rftmega.megatron.binding import Bound
 from rftmega.runtime.parallel.topology import Topology
 
 log = logging.getLogger(__name__)

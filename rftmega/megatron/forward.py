@@ -24,10 +24,10 @@ from torch import Tensor
 
 from rftmega.data.media.model_inputs import FedPictures, fed_pictures
 from rftmega.data.media.waveform_inputs import FedWaveforms
-from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
-from rftmega.layers.rotary import MultimodalRotary, PackedRotary
-from rftmega.layers.router_replay import FedRoutes
-from rftmega.layers.word_adapters import pair_of_head
+from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.layers.embedding_adapters import pair_of_head
+from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
+from rftmega.models.layers.router_replay import FedRoutes
 from rftmega.runtime.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]

@@ -9,8 +9,8 @@ import torch
 
 from rftmega.converters import Rule, Vocabulary, completed, instances, left_out, located, shard
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.hf_folder import HFFolder, is_finite
 from rftmega.megatron.binding import Bound
+from rftmega.models.hf.hf_folder import HFFolder, is_finite
 from rftmega.runtime.parallel.collectives import gather_objects
 
 

@@ -39,11 +39,6 @@ from rftmega.core.shards import Shard
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.peft_folder import PEFTFolder, beginning
-from rftmega.hf_folders.stacked_files import open_folder
-from rftmega.kernels.packed_weights import PackedWeight
-from rftmega.layers.shared_base import share_base
 from rftmega.megatron import forward
 from rftmega.megatron.adapters import (
     Adapters,
@@ -67,6 +62,11 @@ from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.value_head import ValueHead
+from rftmega.models.hf.hf_folder import HFFolder
+from rftmega.models.hf.peft_folder import PEFTFolder, beginning
+from rftmega.models.hf.stacked_files import open_folder
+from rftmega.models.kernels.packed_weights import PackedWeight
+from rftmega.models.layers.shared_base import share_base
 from rftmega.optimizers import offload
 from rftmega.optimizers.build import build_optimizer
 from rftmega.passes.reached_adapters import ReachedAdapters

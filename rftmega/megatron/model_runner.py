@@ -16,7 +16,6 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import FedPictures, fed_pictures
 from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
-from rftmega.layers.router_replay import FedRoutes
 from rftmega.megatron.forward import (
     HiddenProcessor,
     custom_forward,
@@ -26,6 +25,7 @@ from rftmega.megatron.forward import (
 )
 from rftmega.megatron.manager import MegatronModelManager
 from rftmega.model_providers.tower import AudioTower
+from rftmega.models.layers.router_replay import FedRoutes
 from rftmega.passes.model_runner import MicroBatch, ModelRunner
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel.micro_batches import fewest_micro_batches

@@ -13,8 +13,8 @@ from rftmega.checkpoint.reader import is_distributed
 from rftmega.converters.shard_boxes import boxes_of
 from rftmega.converters.shards import shapes_of, shard_parts
 from rftmega.core.shards import ShardBox, ShardPart, narrowed, shape_of
-from rftmega.hf_folders.stacked_files import open_folder
 from rftmega.megatron.manager import MegatronModelManager
+from rftmega.models.hf.stacked_files import open_folder
 from rftmega.optimizers.moments import MomentValues
 from rftmega.optimizers.offload import inner_optimizers
 from rftmega.runtime.device.held_weights import AveragedWeights

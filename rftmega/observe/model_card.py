@@ -10,7 +10,7 @@ import yaml
 from rftmega import __version__
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.load import flatten
-from rftmega.hf_folders.export_folder import MARK
+from rftmega.models.hf.export_folder import MARK
 from rftmega.observe.history import Step, changes, read_history
 
 # a repository's folder in the hub's cache

@@ -15,7 +15,7 @@ from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning.models import PlannedModel
 
-CHUNK = 1024  # tokens whose logits exist at once (kernels/linear_log_probs.py)
+CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_probs.py)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.decoder import TransformersModel
-from rftmega.hf_folders.gathered_groups import Groups, read_groups
-from rftmega.known_fields import ignore
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.decoder import TransformersModel
+from rftmega.models.hf.gathered_groups import Groups, read_groups
+from rftmega.models.known_fields import ignore
 
 POLICY = "policy"
 BYTES = {"float32": 4, "bfloat16": 2}

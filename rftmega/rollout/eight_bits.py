@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.core.shards import SCALES, is_linear
-from rftmega.kernels.block_scaled import dequantised, quantise
+from rftmega.models.kernels.block_scaled import dequantised, quantise
 from rftmega.weights.lazy_tensors import elements_of
 
 BLOCK = 128  # rows and columns that share a scale

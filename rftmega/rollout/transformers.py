@@ -30,7 +30,7 @@ from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor, ear_of
 from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.data.media.model_inputs import picture_positions
-from rftmega.hf_folders.converted_names import ConvertedNames
+from rftmega.models.hf.converted_names import ConvertedNames
 from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine

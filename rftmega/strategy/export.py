@@ -11,7 +11,7 @@ from torch import Tensor
 from rftmega import weights
 from rftmega.config import RunConfig, TrainerConfig
 from rftmega.core.shards import TrainedAdapters, lost_share
-from rftmega.hf_folders import export_folder, peft_folder
+from rftmega.models.hf import export_folder, peft_folder
 from rftmega.runtime.parallel.collectives import all_reduce
 from rftmega.strategy.backend import Trainable
 

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rftmega.core.errors import EngineFault
 from rftmega.core.shards import Shard
-from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.models.hf.hf_folder import PlannedTensor
 from rftmega.runtime.parallel.watchdog import mark
 from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine, begun
 from rftmega.transport.transfer_group import Meeting

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from rftmega.core.shards import Box, LogicalTensor
-from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.models.hf.hf_folder import PlannedTensor
 from rftmega.weights.message import Layout
 from rftmega.weights.needs import Needs
 from rftmega.weights.slices import TensorSlice

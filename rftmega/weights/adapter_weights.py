@@ -18,7 +18,7 @@ from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.interfaces import WeightSync
 from rftmega.core.shards import AdapterSource
 from rftmega.core.types import Metrics, SliceChecksums
-from rftmega.hf_folders.peft_folder import PREFIX, described, names_of_pairs
+from rftmega.models.hf.peft_folder import PREFIX, described, names_of_pairs
 from rftmega.weights.gather import Exporter
 from rftmega.weights.push import is_of_a_connection
 from rftmega.weights.slice_sums import sum_of

@@ -11,18 +11,18 @@ from rftmega.converters import stacks_of
 from rftmega.converters.block_scales import block_scales
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.hf_folders import export_folder
-from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
-from rftmega.hf_folders.block_scaled_writing import Quantising
-from rftmega.hf_folders.classifier import say_classifier
-from rftmega.hf_folders.hf_folder import (
+from rftmega.models.hf import export_folder
+from rftmega.models.hf.block_scaled_files import BlockScaledFolder
+from rftmega.models.hf.block_scaled_writing import Quantising
+from rftmega.models.hf.classifier import say_classifier
+from rftmega.models.hf.hf_folder import (
     PlannedTensor,
     copy_companions,
     shards_of,
     write_index,
     write_shard,
 )
-from rftmega.hf_folders.stacked_files import Stacking
+from rftmega.models.hf.stacked_files import Stacking
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
 

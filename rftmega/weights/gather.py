@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega.core.shards import Holding, LogicalTensor, Shard, narrowed, shape_of, volume
-from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.models.hf.hf_folder import PlannedTensor
 from rftmega.weights.slices import (
     LocalShards,
     TensorSlice,

@@ -19,7 +19,7 @@ from rftmega.core.shards import (
     volume,
     within,
 )
-from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.models.hf.hf_folder import PlannedTensor
 from rftmega.runtime.parallel.collectives import gather_objects
 
 

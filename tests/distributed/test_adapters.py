@@ -26,7 +26,7 @@ from tests.block_engine import BlockEngine
 from tests.layouts import config_of, packed_logits, rows_of
 from tests.ranks import LOCAL, run_ranks
 from tests.tiny_models import save_tiny
-from tests.unit.kernels.test_packed_weights import rounded
+from tests.unit.models.kernels.test_packed_weights import rounded
 
 P = ParallelConfig
 RANK, ALPHA, STEPS = 4, 6.0, 3

@@ -28,8 +28,8 @@ from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoint.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders import hf_folder
 from rftmega.megatron import MegatronActor
+from rftmega.models.hf import hf_folder
 from rftmega.optimizers.offload import inner_optimizers
 from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.runtime.parallel import seeds

@@ -17,8 +17,8 @@ from rftmega.checkpoint.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.adapters import OF_ATTENTION
 from rftmega.core.errors import CheckpointError, NothingLearnt
-from rftmega.hf_folders.peft_folder import names_of_pairs
-from rftmega.low_rank import linear
+from rftmega.models.hf.peft_folder import names_of_pairs
+from rftmega.models.lora import linear
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rftmega.models.hf.parameter_places import places_of, plans_of, read
+from rftmega.models.hf.tensor_plan import partial_of, splits_of, styles_of
 
 from rftmega.fsdp.feed import feed
 from rftmega.fsdp.module import build
 from rftmega.fsdp.sharding import materialise
 from rftmega.fsdp.tensor_parallel import share_layers
-from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.parameter_places import places_of, plans_of, read
-from rftmega.hf_folders.tensor_plan import partial_of, splits_of, styles_of
+from rftmega.models.hf.hf_folder import HFFolder
 from tests.ranks import run_ranks
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
 from tests.unit.fsdp.test_families import LENGTHS, TEMPERATURE, of_transformers, rows, worst

@@ -14,7 +14,7 @@ from torch import Tensor
 from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
-from rftmega.low_rank import linear
+from rftmega.models.lora import linear
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.runtime.device.residency import ADAM, PARAMETERS, PARTS

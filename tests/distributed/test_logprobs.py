@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rftmega.kernels import linear_log_probs
-from rftmega.kernels.linear_log_probs import VocabularyShard as Shard
-from rftmega.kernels.linear_log_probs import linear_stats
+from rftmega.models.kernels import linear_log_probs
+from rftmega.models.kernels.linear_log_probs import VocabularyShard as Shard
+from rftmega.models.kernels.linear_log_probs import linear_stats
 from rftmega.runtime.device import CPU, CUDA
 from tests.imitation_cuda import ImitationCUDA
 from tests.ranks import run_ranks

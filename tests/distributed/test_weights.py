@@ -157,7 +157,7 @@ def test_layers_that_predict_a_second_token_may_be_in_the_folder(tmp_path: Path)
 
 def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     """Elements that this rank asks the files for."""
-    from rftmega.hf_folders.hf_folder import HFFolder
+    from rftmega.models.hf.hf_folder import HFFolder
 
     asked = []
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from rftmega.converters import table
 from rftmega.core.errors import RFTMegaError
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.hf_folders.hf_folder import INDEX, HFFolder
 from rftmega.megatron.load import refuse_strangers
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.hf_folder import INDEX, HFFolder
 from tests.tiny_models import save_tiny
 from tests.unit.core.test_json_files import VALUES
 from tests.unit.data.test_tokenizer import CHATML, tokenizer

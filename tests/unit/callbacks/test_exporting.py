@@ -10,7 +10,7 @@ from rftmega.callbacks.exporting import Exporting
 from rftmega.callbacks.observers import observers_of
 from rftmega.config import load
 from rftmega.config.validation import violations
-from rftmega.hf_folders import export_folder
+from rftmega.models.hf import export_folder
 
 
 def wrote(folder: Path) -> str:

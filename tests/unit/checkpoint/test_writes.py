@@ -28,7 +28,7 @@ from rftmega.checkpoint.reader import MANIFEST, read_manifest
 from rftmega.checkpoint.retention import LATEST, point_to
 from rftmega.checkpoint.snapshot import Snapshot
 from rftmega.checkpoint.training import write_rank, write_whole
-from rftmega.hf_folders.hf_folder import (
+from rftmega.models.hf.hf_folder import (
     PlannedTensor,
     _Summed,
     write_bytes,

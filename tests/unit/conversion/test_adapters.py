@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.conversion import adapters
 from rftmega.core.errors import CheckpointError, ConfigError
-from rftmega.hf_folders.peft_folder import PEFTFolder
+from rftmega.models.hf.peft_folder import PEFTFolder
 from tests import plain_adapters
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.hf_folders.export_folder import MARK, begin, is_anothers, settle
+from rftmega.models.hf.export_folder import MARK, begin, is_anothers, settle
 
 
 def exported(folder: Path, content: str) -> Path:

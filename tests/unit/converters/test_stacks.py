@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rftmega.converters import stacks_of, table
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum
-from rftmega.hf_folders.stacked_files import Stacking, open_folder
 from rftmega.megatron.load import refuse_strangers
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum
+from rftmega.models.hf.stacked_files import Stacking, open_folder
 from tests.tiny_vision import EXPERTS, by_matrix, publish_experts, save_tiny_vision
 
 LAYER = "model.language_model.layers.2.mlp.experts"

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rftmega.models.hf.adapted_layers import adapted_of
+from rftmega.models.hf.decoder import read_config
+from rftmega.models.hf.meta_decoder import on_meta
 from torch import nn
 from torch.nn import functional
 
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
-from rftmega.hf_folders.adapted_layers import adapted_of
-from rftmega.hf_folders.decoder import read_config
-from rftmega.hf_folders.meta_decoder import on_meta
-from rftmega.low_rank.embedding import EmbeddingWithPair
-from rftmega.low_rank.experts import PairsOfExperts, StackDelta, StackWithPairs
-from rftmega.low_rank.linear import LinearWithPair
+from rftmega.models.lora.embedding import EmbeddingWithPair
+from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs
+from rftmega.models.lora.linear import LinearWithPair
 from tests.plain_adapters import ALL
 from tests.tiny_decoders import save_decoder
 from tests.tiny_vision import save_tiny_vision

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rftmega.models.hf.parameter_places import Placed, places_of, plans_of, read
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,10 +17,9 @@ from rftmega.fsdp.feed import feed
 from rftmega.fsdp.module import Built, build
 from rftmega.fsdp.sharding import materialise
 from rftmega.fsdp.support import refusal_to_pack
-from rftmega.hf_folders import decoder, meta_decoder
-from rftmega.hf_folders.hf_folder import HFFolder
-from rftmega.hf_folders.parameter_places import Placed, places_of, plans_of, read
 from rftmega.model_providers.output_head import OutputHead
+from rftmega.models.hf import decoder, meta_decoder
+from rftmega.models.hf.hf_folder import HFFolder
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
 from tests.tiny_vision import save_tiny_vision
 

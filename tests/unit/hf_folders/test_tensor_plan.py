@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rftmega.models.hf.tensor_plan import partial_of, splits_of, styles_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.tensor_plan import partial_of, splits_of, styles_of
 from tests.tiny_decoders import DECODER, FAMILIES
 
 

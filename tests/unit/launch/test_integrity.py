@@ -14,10 +14,10 @@ import torch
 
 from rftmega.config import ModelConfig, RewardConfig, RunConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.checksums import CHECKSUMS, known_sums, sum_of
-from rftmega.hf_folders.hf_folder import copy_companions
 from rftmega.launch.integrity import ChecksumReport, complaints, verify_models
 from rftmega.launch.process import joined
+from rftmega.models.hf.checksums import CHECKSUMS, known_sums, sum_of
+from rftmega.models.hf.hf_folder import copy_companions
 from rftmega.runtime.parallel import process_group
 from rftmega.runtime.parallel.process_group import World
 from rftmega.tools.convert import main

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, TokenImportance
 from rftmega.core.errors import ConfigError
-from rftmega.hf_folders.export_folder import MARK
 from rftmega.launch import preflight as checks
 from rftmega.launch.preflight import preflight
 from rftmega.model_providers.installed import Installed
+from rftmega.models.hf.export_folder import MARK
 from rftmega.runtime import device
 from rftmega.runtime.device import CPU, CUDA, hardware
 from rftmega.runtime.device.hardware import Hardware

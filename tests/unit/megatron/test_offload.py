@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega.kernels.packed_weights import pack
 from rftmega.megatron.manager import MegatronModelManager
+from rftmega.models.kernels.packed_weights import pack
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.runtime.device.residency import (
     ADAM,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
-from rftmega.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.planning import activations, engine
 from rftmega.planning.activations import Load, chunks_in_flight, layer_bytes
 from rftmega.planning.memory import load_of

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rftmega.models.hf.gathered_groups import Groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega import config as configuration
 from rftmega.config import LoRA, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.gathered_groups import Groups
 from rftmega.launch import disk_space
 from rftmega.planning import backends, engine, memory, times
 from rftmega.planning.backends import Best, best_of, on_backend, recommended

@@ -7,7 +7,7 @@ import torch
 
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import LogicalTensor
-from rftmega.hf_folders.hf_folder import PlannedTensor
+from rftmega.models.hf.hf_folder import PlannedTensor
 from rftmega.transport.adapter_parcel import opened, packed
 from rftmega.transport.transfer_plan import (
     packed_needs,

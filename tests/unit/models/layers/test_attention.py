@@ -20,8 +20,8 @@ from rftmega.megatron.forward import pack
 
 from megatron.core.transformer.enums import AttnMaskType
 
-from rftmega.kernels import prefix_attention
-from rftmega.layers.attention import LONGEST, PackedAttention, parts_of
+from rftmega.models.kernels import prefix_attention
+from rftmega.models.layers.attention import LONGEST, PackedAttention, parts_of
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor
 
-from rftmega.layers.norm import RMSNorm
+from rftmega.models.layers.norm import RMSNorm
 
 
 class WideNorm(RMSNorm):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rftmega.layers.word_adapters import EmbeddingAdapter
+from rftmega.models.layers.embedding_adapters import EmbeddingAdapter
 
 
 def test_an_embeddings_adapter_learns_nothing_from_the_padding_token_as_pefts() -> None:

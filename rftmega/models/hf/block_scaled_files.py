@@ -15,7 +15,7 @@ from torch import Tensor
 from rftmega.converters.block_scales import BlockScales
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import SCALES
-from rftmega.hf_folders.hf_folder import HFFolder, bytes_of
+from rftmega.models.hf.hf_folder import HFFolder, bytes_of
 
 STORED = "F8_E4M3"
 

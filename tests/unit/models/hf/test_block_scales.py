@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from rftmega.converters.block_scales import BlockScales, block_scales
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
-from rftmega.hf_folders.block_scaled_writing import Quantising
-from rftmega.hf_folders.hf_folder import PlannedTensor, copy_companions
-from rftmega.hf_folders.stacked_files import open_folder
-from rftmega.kernels.block_scaled import quantise
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.block_scaled_files import BlockScaledFolder
+from rftmega.models.hf.block_scaled_writing import Quantising
+from rftmega.models.hf.hf_folder import PlannedTensor, copy_companions
+from rftmega.models.hf.stacked_files import open_folder
+from rftmega.models.kernels.block_scaled import quantise
 from tests.block_scales import meant, quantise_folder, quantised
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import save_tiny_vision

@@ -15,8 +15,8 @@ from rftmega.converters import stacks_of
 from rftmega.converters.block_scales import block_scales
 from rftmega.converters.stacks import Place, Stack
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.block_scaled_files import BlockScaledFolder
-from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, checksum, read_into
+from rftmega.models.hf.block_scaled_files import BlockScaledFolder
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum, read_into
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:

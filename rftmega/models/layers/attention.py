@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rftmega.core.errors import ConfigError
-from rftmega.kernels.prefix_attention import attend_to_prefix, has_kernel
+from rftmega.models.kernels.prefix_attention import attend_to_prefix, has_kernel
 
 BLOCK = 128  # queries at least that share a mask of their window
 LONGEST = 8192  # tokens of a row whose chunks may have a mask each

@@ -10,8 +10,8 @@ from torch import Tensor
 from rftmega.converters.block_scales import BlockScales
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import SCALES
-from rftmega.hf_folders.hf_folder import PlannedTensor
-from rftmega.kernels.block_scaled import NUMBERS, quantise
+from rftmega.models.hf.hf_folder import PlannedTensor
+from rftmega.models.kernels.block_scaled import NUMBERS, quantise
 
 
 class Quantising:

@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
-from rftmega.layers.norm import LATENT_EPSILON
+from rftmega.models.layers.norm import LATENT_EPSILON
 
 
 def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rftmega.config import LoRA
 from rftmega.core.errors import CheckpointError
-from rftmega.hf_folders.peft_folder import PEFTFolder, write_config
+from rftmega.models.hf.peft_folder import PEFTFolder, write_config
 from tests.plain_adapters import write_pairs
 
 NAME = "model.layers.0.self_attn.q_proj"

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rftmega.config import LoRA
 from rftmega.core.shards import Box, shape_of
-from rftmega.low_rank.dropped import dropped
+from rftmega.models.lora.dropped import dropped
 
 
 class PairsOfExperts(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rftmega.layers.norm import RMSNorm
+from rftmega.models.layers.norm import RMSNorm
 
 
 class NormBehind:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftmega.kernels.block_scaled import dequantised, quantise
+from rftmega.models.kernels.block_scaled import dequantised, quantise
 from rftmega.runtime import device
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.hf_folders.hf_folder import CHECKSUMS, OF_WEIGHTS, draft_of, land
+from rftmega.models.hf.hf_folder import CHECKSUMS, OF_WEIGHTS, draft_of, land
 
 FORMAT = 1
 AT_ONCE = 16 * 2**20  # bytes

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rftmega.kernels.packed_weights import pack
+from rftmega.models.kernels.packed_weights import pack
 
 
 def rounded(row: list[float]) -> list[float]:

@@ -13,8 +13,8 @@ import rftmega.runtime.device.before_megatron  # noqa: F401
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from rftmega.layers.rotary import PackedRotary
 from rftmega.megatron.forward import pack
+from rftmega.models.layers.rotary import PackedRotary
 
 HEADS, WIDTH, BASE = 3, 8, 10_000.0
 LENGTHS = [5, 1, 9, 4, 4]

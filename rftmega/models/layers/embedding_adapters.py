@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rftmega.layers.adapter import LowRankAdapter
+from rftmega.models.layers.adapter import LowRankAdapter
 
 
 class EmbeddingAdapter(LowRankAdapter):

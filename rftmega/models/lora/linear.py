@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rftmega.config import LoRA
 from rftmega.core.shards import Box
-from rftmega.low_rank.dropped import dropped
+from rftmega.models.lora.dropped import dropped
 
 
 class LinearWithPair(nn.Linear):

@@ -26,8 +26,8 @@ from rftmega.converters.adapters import (
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import OF_WORDS
-from rftmega.hf_folders.adapter_card import write_card
-from rftmega.hf_folders.hf_folder import HFFolder, PlannedTensor, write_shard
+from rftmega.models.hf.adapter_card import write_card
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, write_shard
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
