@@ -10,8 +10,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rftmega.agents.session import Session
-from rftmega.agents.wire import Asked
 from rftmega.core.errors import DataError
 from rftmega.core.types import Completion, Sampling
 from rftmega.data.chat.conversation import Conversation
@@ -19,6 +17,8 @@ from rftmega.data.chat.renderer import ConversationRenderer
 from rftmega.data.chat.replies import text_of
 from rftmega.data.tokenizer import Chat
 from rftmega.data.tokenizer import Tokenizer as Ours
+from rftmega.environments.agents.protocol import Asked
+from rftmega.environments.agents.session import Session
 from tests.chat_formats import FORMATS, IM, PLAIN, TOOL, Format, folder, template, tokenizer
 
 EVERY = {**FORMATS, **PLAIN}

@@ -1,0 +1,44 @@
+"""Requests in token ids, as vLLM's /inference/v1/generate takes them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rftmega.core.types import Sampling
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.environments.agents.protocol import NEUTRAL, RequestRefused, Tokens
+from rftmega.environments.agents.request_shapes import (
+    HARMLESS,
+    NOT_OFFERED,
+    TokenRequest,
+    checked,
+    quoted,
+    refuse_unread,
+)
+
+READ = ("max_tokens", *Sampling._fields, *NEUTRAL)
+
+
+def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> Tokens:
+    """Reads a request. Raises RequestRefused for ids that the model does not know, and for a
+    parameter that is not offered.
+    """
+    request = checked(TokenRequest, body)
+    known = renderer.tokenizer.size
+    for number in request.token_ids:
+        if number >= known:
+            raise RequestRefused(f"token_ids: {quoted(number)} is none of the {known} tokens.")
+    params = body.get("sampling_params") or {}
+    refuse_unread(body)
+    refuse_unread(params, allowed={"stop_token_ids": _ends(params, renderer)})
+    if strangers := [each for each in params if each not in (*READ, *HARMLESS, *NOT_OFFERED)]:
+        raise RequestRefused(f"sampling_params.{quoted(strangers[0])} is not known: leave it out.")
+    most = request.sampling_params.max_tokens if request.sampling_params else None
+    return Tokens(tuple(request.token_ids), most)
+
+
+def _ends(params: Mapping[str, Any], renderer: ConversationRenderer) -> Any:
+    """Returns stop_token_ids where an answer ends at all of them anyway."""
+    given = params.get("stop_token_ids")
+    ends = {*renderer.ends, *renderer.tokenizer.stop_ids}
+    own = isinstance(given, list) and all(type(each) is int and each in ends for each in given)
+    return given if own else None

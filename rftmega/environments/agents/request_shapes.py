@@ -1,0 +1,249 @@
+"""Checks requests of agents before anything reads them: what a program sends may be anything."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rftmega.environments.agents.protocol import RequestRefused
+
+DEEPEST = 64  # lists and objects within each other
+WINDOWS = {"gzip": 31, "deflate": 15}  # of zlib
+SHOWN = 80  # characters of a value that an error quotes
+Most = Annotated[int, Field(ge=1)] | None
+Text = str | list[str | dict[str, Any]] | None  # of a message: a text, or parts
+# parameters that would change what is sampled or said, and that nothing here reads
+NOT_OFFERED = (
+    *("seed", "stop", "logit_bias", "top_logprobs", "best_of", "use_beam_search", "length_penalty"),
+    *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+    *("structured_outputs", "logits_processors", "prompt_logprobs", "truncate_prompt_tokens"),
+    *("echo", "suffix", "prediction", "audio", "functions", "function_call", "extra_args"),
+    *("chat_template", "chat_template_kwargs", "documents", "continue_final_message"),
+    *("vllm_xargs", "kv_transfer_params", "thinking_token_budget", "repetition_detection"),
+)
+# what each says that it does not say anything
+NEUTRAL = {"best_of": 1, "length_penalty": 1}
+# of a request in tokens: what has no effect on tokens, beside what is read
+HARMLESS = (
+    *("logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "flat_logprobs", "tool_choice"),
+)
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Function(_Shape):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _Call(_Shape):
+    id: str
+    function: _Function
+
+
+class _Spec(_Shape):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(_Shape):
+    type: Literal["function"] = "function"
+    function: _Spec
+
+
+class ChatMessage(_Shape):
+    """ChatMessage is one of a request of chat completions."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Format(_Shape):
+    type: str = "text"
+
+
+class _Head(_Shape):
+    model: str | None = None
+    stream: bool | None = None
+
+
+class ChatRequest(_Head):
+    """ChatRequest is the body of a request of chat completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[_Tool] | None = None
+    max_tokens: Most = None
+    max_completion_tokens: Most = None
+    response_format: _Format | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+
+
+class _TextOptions(_Shape):
+    format: _Format | None = None
+
+
+class ResponsesRequest(_Head):
+    """ResponsesRequest is the body of a request of responses; its items are checked by their kind."""
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: Most = None
+    text: _TextOptions | None = None
+
+
+class MessageItem(_Shape):
+    """MessageItem is what somebody said, among the items of a request of responses."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+
+
+class CallItem(_Shape):
+    """CallItem is a call of a function, among the items of a request of responses."""
+
+    call_id: str
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class OutputItem(_Shape):
+    """OutputItem is what a call gave, among the items of a request of responses."""
+
+    call_id: str
+    output: Text
+
+
+class FunctionTool(_Spec):
+    """FunctionTool is a function that a request of responses may call."""
+
+    type: Literal["function"]
+
+
+class _TokenSampling(_Shape):
+    max_tokens: Most = None
+
+
+class TokenRequest(_Head):
+    """TokenRequest is the body of a request in tokens, as vLLM's /inference/v1/generate takes it."""
+
+    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    sampling_params: _TokenSampling | None = None
+    stream: Literal[False] | None = None
+    features: None = None  # of pictures
+
+
+Shape = TypeVar("Shape", bound=BaseModel)
+
+
+def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
+    """Returns what a request, or the part of it at `where`, holds.
+
+    Raises RequestRefused that names the first field that is not as it must be.
+    """
+    try:
+        return shape.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, ([where] if where else []) + list(first["loc"]))) or "the request"
+        value = "" if first["type"] == "missing" else f", not {quoted(first['input'])}"
+        raise RequestRefused(f"{name}: {first['msg']}{value}.") from None
+
+
+def quoted(value: Any) -> str:
+    """Returns the beginning of a value, for an error."""
+    text = ascii(value)
+    return text[:SHOWN] + ("..." if len(text) > SHOWN else "")
+
+
+def unpacked(content: bytes, encoding: str, most: int) -> bytes:
+    """Returns a request's bytes as they were before `encoding` (Content-Encoding), `most` of them.
+
+    Raises RequestRefused for what can't be unpacked.
+    """
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return content
+    if encoding not in WINDOWS:
+        raise RequestRefused(f"Content-Encoding {quoted(encoding)} is not gzip or deflate.")
+    inner = zlib.decompressobj(WINDOWS[encoding])
+    try:
+        found = inner.decompress(content, most)
+    except zlib.error as error:
+        raise RequestRefused(f"the request is no {encoding}: {error}") from error
+    if not inner.eof:
+        raise RequestRefused(f"the request is cut off, or has more than {most} bytes unpacked.")
+    return found
+
+
+def body_of(content: bytes, charset: str | None) -> dict[str, Any]:
+    """Returns the object that a request's bytes hold; none of no bytes.
+
+    Raises RequestRefused for bytes that are no text, text that is no JSON, and JSON that nobody
+    could answer: no object, numbers that are not finite, characters that are none, too deep.
+    """
+    if not content.strip():
+        return {}
+    try:
+        text = content.decode(charset or "utf-8")
+        found = json.loads(text, parse_constant=_refused)
+        if deeper(found, DEEPEST):
+            raise RequestRefused(f"the request has more than {DEEPEST} levels.")
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    # no such charset; no text; no JSON, or a number of 5,000 digits; too deep for the reader
+    except (LookupError, ValueError, RecursionError) as error:
+        raise RequestRefused(
+            f"the request can't be read: {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(found, dict):
+        raise RequestRefused(f"the request is no JSON object: {quoted(found)}.")
+    return found
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def deeper(value: Any, most: int) -> bool:
+    """Returns whether lists and objects stand deeper than `most` within each other."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = [each for each in level if isinstance(each, list | dict)]
+        level = [
+            item
+            for each in nested
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, list | dict)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def refuse_unread(given: Mapping[str, Any], *, allowed: Mapping[str, Any] | None = None) -> None:
+    """Raises RequestRefused for a parameter that is not offered, by its name.
+
+    `allowed`: name -> value that is taken all the same, as it changes nothing.
+    """
+    for name in NOT_OFFERED:
+        value = given.get(name)
+        silent = value is None or value == NEUTRAL.get(name)
+        if name != "seed":  # of which 0 is one
+            silent = silent or not value
+        if not silent and (allowed or {}).get(name, object()) != value:
+            raise RequestRefused(
+                f"{name}={quoted(value)} is not offered by an endpoint of a training run: leave {name} out."
+            )

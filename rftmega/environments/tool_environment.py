@@ -1,0 +1,154 @@
+"""ToolsEnvironment lets the model call tools, turn by turn."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rftmega.config.options.environments import Tools
+from rftmega.config.options.parts import implements
+from rftmega.core.errors import ContextTooLong, DataError
+from rftmega.core.interfaces import Model
+from rftmega.core.types import Prompt, Rollout
+from rftmega.data.chat.conversation import Conversation
+from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.data.chat.replies import Reply, Specs, ToolCall
+from rftmega.environments.tools.create import toolsets_of
+from rftmega.environments.tools.tool_runner import OpenTools, ToolRunner
+
+LIMITS = ("turns", "tokens", "tool_seconds")  # that a rollout may run over
+
+
+@implements(Tools)
+class ToolsEnvironment:
+    """ToolsEnvironment asks the model, runs the tools that its answer calls, and asks again with their
+    replies, until an answer calls none or a limit is reached.
+    """
+
+    def __init__(self, options: Tools, tokenizer: Any):
+        """`tokenizer`: data.Tokenizer, whose chat template has the tools (`specs`)."""
+        self.options = options
+        self.tools = OpenTools(toolsets_of(options), options.limits)
+        self.renderer = ConversationRenderer.of(
+            tokenizer, options.renderer, tool_parser=options.tool_parser
+        )
+        self.stop_ids: Sequence[int] = self.renderer.stop_ids
+        # the task whose tokens were last found to be what the chat template makes of it: the samples
+        # of one prompt come together
+        self._known: tuple[str, tuple[int, ...]] | None = None
+
+    @staticmethod
+    def specs(options: Tools) -> list[dict[str, Any]]:
+        """Returns the tools as OpenAI's API has them.
+
+        Raises ConfigError for options that name none, InfrastructureFault where a server can't be
+        reached.
+        """
+        return asyncio.run(_listed(options))
+
+    def check(self, task: Prompt) -> None:
+        """Raises DataError for a task that is not what the chat template makes of it and the tools."""
+        Conversation.of(task, self.renderer, self.renderer.tokenizer.chat.tools)
+
+    async def run(self, task: Prompt, model: Model) -> Rollout:
+        specs = [spec.openai() for spec in await self.tools.open()]
+        conversation = self._begun(task, specs)
+        async with self.tools.runner(task) as runner:
+            over = await self._converse(conversation, runner, model)
+            rewards = await runner.rewards()
+        measures = runner.measures | {"turns": float(conversation.turns)}
+        measures |= {f"over_{limit}": float(limit == over) for limit in LIMITS}
+        measures["control_tokens"] = float(conversation.control_tokens)
+        trajectories = conversation.trajectories()
+        if len(trajectories) > 1:
+            measures["rewritten"] = len(trajectories) - 1.0
+        if over:
+            trajectories[-1] = replace(trajectories[-1], truncated=True)
+        return self._limited(Rollout(tuple(trajectories), rewards=rewards, measures=measures), over)
+
+    def _begun(self, task: Prompt, specs: Specs) -> Conversation:
+        """Begins the conversation of a task. Raises DataError for one as `check` does."""
+        known = task.record, task.token_ids
+        checked, self._known = known == self._known, None
+        found = Conversation.of(task, self.renderer, specs, checked=checked)
+        self._known = known
+        return found
+
+    async def close(self) -> None:
+        """Ends what tools began: servers, processes and threads."""
+        await self.tools.close()
+
+    async def _converse(self, conversation: Conversation, runner: ToolRunner, model: Model) -> str:
+        """Runs turns. Returns which of LIMITS ended them; "" where the model did."""
+        said = 0  # tokens of answers
+        while True:
+            most = self._most_tokens(said)
+            try:
+                completion = await model.generate(conversation.context, max_tokens=most)
+            except ContextTooLong:
+                if not conversation.turns:
+                    raise
+                return "tokens"
+            said += len(completion.token_ids)
+            reply = conversation.answered(completion)
+            if not reply.complete:
+                return "tokens"
+            if not reply.calls:
+                return ""
+            if conversation.turns == self.options.max_turns:
+                return "turns"
+            if runner.measures["tool_seconds"] >= self.options.limits.rollout_seconds:
+                return "tool_seconds"
+            replies = await asyncio.gather(*(_called(runner, call, reply) for call in reply.calls))
+            _say(conversation, list(replies), reply)
+            if (given := await runner.turn_reward()) is not None:
+                conversation.reward(given)
+            if self.options.max_tokens and said >= self.options.max_tokens:
+                return "tokens"
+
+    def _most_tokens(self, said: int) -> int | None:
+        """Returns how many tokens the next answer may have; None: as many as there is room for."""
+        bounds = [bound for bound in (self.options.max_turn_tokens,) if bound]
+        if self.options.max_tokens:
+            bounds.append(self.options.max_tokens - said)
+        return min(bounds) if bounds else None
+
+    def _limited(self, rollout: Rollout, over: str) -> Rollout:
+        """Returns the rollout as options say of one that ran over a limit."""
+        if not over or self.options.over_limit == "learn":
+            return rollout
+        if self.options.over_limit == "zero":
+            return replace(rollout, score_zero=True)
+        return replace(rollout, lost=f"it ran over its limit of {over}")
+
+
+def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply) -> None:
+    """Says what the tools replied. Where a call could not be read, and a template takes a tool's
+    words behind a readable call alone, the user says them.
+
+    Raises DataError for a template that takes neither.
+    """
+    try:
+        conversation.reply(replies)
+    except DataError:
+        if not reply.problem:
+            raise
+        conversation.reply([{"role": "user", "content": each["content"]} for each in replies])
+
+
+async def _called(runner: ToolRunner, call: ToolCall, reply: Reply) -> dict[str, Any]:
+    """Returns the message that replies to a call."""
+    message = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+    if call.arguments is None:
+        runner.refuse()
+        return message | {"content": reply.problem}
+    said = await runner.call(call.name, call.arguments)
+    return message | {"content": said.text}
+
+
+async def _listed(options: Tools) -> list[dict[str, Any]]:
+    tools = OpenTools(toolsets_of(options), options.limits)
+    try:
+        return [spec.openai() for spec in await tools.open()]
+    finally:
+        await tools.close()

@@ -1,0 +1,292 @@
+"""Tools of servers that speak the Model Context Protocol, over the official client."""
+
+import asyncio
+import logging
+import os
+import shlex
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from rftmega.config.options.tools import MCPServer
+from rftmega.core.errors import ConfigError, InfrastructureFault, described
+from rftmega.core.types import Prompt
+from rftmega.environments.tools.tool import PlainSession, ToolError, ToolSpec
+from rftmega.environments.tools.web_address import bearer, checked_address
+
+if TYPE_CHECKING:  # takes half a second, which runs without such tools need not spend
+    from mcp import Client
+
+log = logging.getLogger(__name__)
+ENDING = 15.0  # seconds that a connection may take to end; its client kills the server after 4
+PAGES = 100  # of tools that are asked for
+
+
+class MCPTools:
+    """MCPTools is the toolset of one server."""
+
+    def __init__(self, options: MCPServer):
+        """Raises ConfigError for options that do not fit each other. Connects to nothing yet."""
+        option = f"environment.mcp ({options.name or 'without a name'})"
+        if not options.name or bool(options.command) == bool(options.url):
+            raise ConfigError(f"{option}: give a name, and a command or a url.")
+        if options.url and options.env:
+            raise ConfigError(f"{option}: env is for a command, and there is a url.")
+        if options.command and options.key_env:
+            raise ConfigError(f"{option}: key_env is for a url, and there is a command.")
+        if options.per_rollout and options.idempotent:
+            raise ConfigError(
+                f"{option}: idempotent is not for per_rollout=true, whose state is gone."
+            )
+        if options.url:
+            checked_address(options.url, option)
+        self.headers = bearer(options.key_env, option)
+        self.options, self.option = options, option
+        self.names: list[str] = []  # known when it is open
+        self.stateful = options.per_rollout
+        self._shared: Connection | None = None
+        self._specs: list[ToolSpec] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def open(self) -> list[ToolSpec]:
+        """Connects, and asks for the tools.
+
+        Raises InfrastructureFault where there is no server, ConfigError for a tool that it has not.
+        """
+        if self._specs is None:
+            connection = await self.connection()
+            try:
+                listed = await connection.tools()
+            finally:
+                if self.options.per_rollout:
+                    await self.close()
+            self._specs = self._chosen(listed)
+        return self._specs
+
+    def session(self, task: Prompt | None = None) -> "MCPSession":
+        return MCPSession(self)
+
+    async def close(self) -> None:
+        """Ends the connection that rollouts share."""
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            await shared.close()
+
+    async def connection(self) -> "Connection":
+        """Returns the connection that rollouts share; a new one where the last has ended."""
+        async with self._connecting:
+            if self._shared is None or self._shared.ended:
+                await self.close()
+                self._shared = await self.connected()
+            return self._shared
+
+    async def connected(self) -> "Connection":
+        """Returns a new connection. Raises InfrastructureFault where there is none in time."""
+        connection = Connection(self)
+        try:
+            async with asyncio.timeout(self.options.start_seconds):
+                await connection.ready()
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, TimeoutError):
+                raise InfrastructureFault(
+                    f"{self.option}: the server did not start within {self.options.start_seconds:g} s."
+                ) from error
+            raise
+        return connection
+
+    def _chosen(self, listed: list[Any]) -> list[ToolSpec]:
+        """Returns the tools that the options name. Raises ConfigError for one that is not there."""
+        known = [tool.name for tool in listed]
+        wanted = {*self.options.tools, *self.options.idempotent}
+        if missing := sorted(wanted.difference(known)):
+            raise ConfigError(
+                f"{self.option}: the server has no tool {', '.join(missing)}. It has: {', '.join(known)}."
+            )
+        return [
+            ToolSpec(
+                tool.name,
+                tool.description or "",
+                tool.input_schema,
+                late_is_fault=True,
+                idempotent=not self.options.per_rollout and self._repeatable(tool),
+            )
+            for tool in listed
+            if tool.name in (self.options.tools or known)
+        ]
+
+    def _repeatable(self, tool: Any) -> bool:
+        hints = tool.annotations
+        marked = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+        return marked or tool.name in self.options.idempotent
+
+
+class MCPSession(PlainSession):
+    """MCPSession is what one rollout calls: the connection that all share, or one of its own."""
+
+    def __init__(self, tools: MCPTools):
+        """Connects to nothing yet."""
+        self._tools = tools
+        self._held: Connection | None = None
+
+    async def ready(self) -> None:
+        """Connects, or takes the connection that rollouts share.
+
+        One of the rollout's own is not made anew when it has ended: its state is lost.
+        """
+        if not self._tools.options.per_rollout:
+            self._held = await self._tools.connection()
+        elif self._held is None:
+            self._held = await self._tools.connected()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Returns the text of the result.
+
+        Raises ToolError where the server says that the call failed, InfrastructureFault where the
+        server is gone.
+        """
+        assert self._held is not None
+        return await self._held.call(name, arguments)
+
+    async def close(self) -> None:
+        """Ends a connection of the rollout's own."""
+        held, self._held = self._held, None
+        if held is not None and self._tools.options.per_rollout:
+            await held.close()
+
+
+class Connection:
+    """Connection keeps a client of a server in a task of its own: the client must be closed by
+    the task that opened it.
+    """
+
+    def __init__(self, tools: MCPTools):
+        """Begins to connect."""
+        self._tools, self.option = tools, tools.option
+        self._closing = asyncio.Event()
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+        self._lost = False
+
+    @property
+    def ended(self) -> bool:
+        """Says that the connection can't be used any more."""
+        return self._lost or self._task.done()
+
+    async def ready(self) -> None:
+        """Waits for the connection. Raises InfrastructureFault where there is none."""
+        await asyncio.shield(self._client)
+
+    async def tools(self) -> list[Any]:
+        """Returns the server's tools."""
+        found: list[Any] = []
+        cursor = None
+        for _ in range(PAGES):
+            page = await self._asked(self._client.result().list_tools(cursor=cursor))
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return found
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Returns the text of a call's result. Raises ToolError or InfrastructureFault."""
+        result = await self._asked(self._client.result().call_tool(name, arguments))
+        text = "\n".join(map(_text, result.content))
+        if result.is_error:
+            raise ToolError(text or f"{name} failed")
+        return text
+
+    async def close(self) -> None:
+        """Ends the connection, and the server where a command started it."""
+        self._closing.set()
+        if not self._client.done():  # it does not look at that yet
+            self._task.cancel()
+        _, waiting = await asyncio.wait([self._task], timeout=ENDING)
+        for task in waiting:
+            task.cancel()
+
+    async def _asked(self, work: Any) -> Any:
+        """Waits for a reply.
+
+        Raises ToolError for an error that the server answers with, InfrastructureFault where it
+        answers nothing.
+        """
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS
+
+        asked = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([asked, self._task], return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise InfrastructureFault(f"{self.option}: the connection has ended.")
+            return asked.result()
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                raise ToolError(error.message) from error
+            self._lost = True  # also where the server has forgotten the session
+            raise InfrastructureFault(f"{self.option}: {error.message}.") from error
+        except InfrastructureFault:
+            raise
+        except Exception as error:  # a result that breaks the protocol, a stream that is closed
+            raise InfrastructureFault(f"{self.option}: {described(_innermost(error))}.") from error
+        finally:
+            asked.cancel()
+
+    async def _keep(self) -> None:
+        """Connects, and keeps the connection until it is to be closed or the server is gone."""
+        try:
+            async with opened(self._tools) as client:
+                self._client.set_result(client)
+                await self._closing.wait()
+        except Exception as error:  # whatever the client, anyio's groups and the system raise
+            if not self._client.done():
+                command = self._tools.options.command
+                advice = f" Try `{shlex.join(command)}` by hand." if command else ""
+                fault = (
+                    f"{self.option}: no connection to the server: {_innermost(error)!r}.{advice}"
+                )
+                self._client.set_exception(InfrastructureFault(fault))
+                self._client.exception()  # told to whoever waits, if anybody does
+            elif not self._closing.is_set():
+                log.warning("%s: the connection has ended: %r.", self.option, _innermost(error))
+
+
+@asynccontextmanager
+async def opened(tools: MCPTools) -> "AsyncIterator[Client]":
+    """Opens a client of the server, over its standard streams or HTTP."""
+    from mcp import Client, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+
+    options = tools.options
+    async with AsyncExitStack() as stack:
+        if options.url:
+            client = await stack.enter_async_context(_http_client(tools.headers))
+            transport: Any = streamable_http_client(options.url, http_client=client)
+        else:
+            first, *rest = options.command
+            started = StdioServerParameters(command=first, args=rest, env=options.env)
+            nowhere = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+            transport = stdio_client(started, errlog=nowhere)
+        yield await stack.enter_async_context(Client(transport, cache=None))
+
+
+def _http_client(headers: dict[str, str]) -> Any:
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    return create_mcp_http_client(headers=headers)
+
+
+def _text(block: Any) -> str:
+    """Returns what a model is told of a part of a result: only text can be told."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and getattr(block.resource, "text", None) is not None:
+        return str(block.resource.text)
+    return f"[{block.type}]"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
