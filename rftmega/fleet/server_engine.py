@@ -42,15 +42,15 @@ from rftmega.runtime.parallel.process_group import World
 from rftmega.server_protocol import generated, weight_version
 from rftmega.server_protocol.completion_checks import LARGEST_ID, AnswerLimits
 from rftmega.server_protocol.server_answers import StaleAnswer, answered
-from rftmega.transport.adapter_parcel import NONE, POLICY
-from rftmega.transport.broadcast_weights import BroadcastWeights
-from rftmega.transport.checkpoint_weights import CheckpointWeights
-from rftmega.transport.disk_weights import DiskWeights
-from rftmega.transport.network_weights import NetworkWeights
-from rftmega.transport.remote_weights import RemoteWeights, WaitingEngine
-from rftmega.transport.served_adapters import ServedAdapters
-from rftmega.transport.shared_weights import SharedWeights
 from rftmega.vllm_server import door
+from rftmega.weights.transports.adapter_message import NONE, POLICY
+from rftmega.weights.transports.broadcast_weights import BroadcastWeights
+from rftmega.weights.transports.checkpoint_weights import CheckpointWeights
+from rftmega.weights.transports.disk_weights import DiskWeights
+from rftmega.weights.transports.network_weights import NetworkWeights
+from rftmega.weights.transports.remote_weights import RemoteWeights, WaitingEngine
+from rftmega.weights.transports.served_adapters import ServedAdapters
+from rftmega.weights.transports.shared_weights import SharedWeights
 
 MESSAGE_SECONDS = 120.0  # that one message of a push may take
 

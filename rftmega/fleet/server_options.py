@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RolloutConfig, RunConfig, served_rank
-from rftmega.rollout.eight_bits import described
 from rftmega.rollout.vllm_models import limits_of, model_arguments, prefill_arguments, sees
 from rftmega.runtime import device
 from rftmega.vllm_server import door
+from rftmega.weights.receivers.fp8 import described
 
 RANKS_OWN = {  # what tells a process that it is a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 }
 
-ADAPTER_WORKER = "rftmega.rollout.adapter.AdapterWorker"
+ADAPTER_WORKER = "rftmega.weights.receivers.adapter.AdapterWorker"
 
 
 def arguments_of(

@@ -36,11 +36,11 @@ from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
 from rftmega.models.hf.tensor_plan import styles_of
 from rftmega.models.known_fields import ignore
-from rftmega.rollout.eight_bits import BLOCK
 from rftmega.runtime import device
 from rftmega.runtime.device import hardware
 from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.vllm_server import door
+from rftmega.weights.receivers.fp8 import BLOCK
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
 HEAD = "score.weight"  # of a value model

@@ -16,11 +16,11 @@ from rftmega.planning.engine import weight_bytes
 from rftmega.planning.models import PlannedModel
 from rftmega.planning.push_plan import Engines, Placement, placements
 from rftmega.planning.states import BUFFERS
-from rftmega.transport.shared_weights import SEGMENTS, segment_bytes
 from rftmega.weights.engine_needs import needed_boxes
 from rftmega.weights.message import message_bytes
 from rftmega.weights.needs import Needs, planned_moves
 from rftmega.weights.slices import TensorSlice, buckets_of, in_order
+from rftmega.weights.transports.shared_weights import SEGMENTS, segment_bytes
 
 DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes a weight
 

@@ -34,7 +34,7 @@ from rftmega.models.hf.converted_names import ConvertedNames
 from rftmega.requests import Request, Requests
 from rftmega.requests.distribution import log_probs_of
 from rftmega.rollout.base import Engine
-from rftmega.rollout.eight_bits import rounded
+from rftmega.weights.receivers.fp8 import rounded
 
 # How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
 # down_proj; and the layer's block.

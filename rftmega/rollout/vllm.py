@@ -48,9 +48,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  #
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
-from rftmega.rollout.adapter import adapters_of, set_adapter  # noqa: E402
 from rftmega.rollout.captured_routes import CapturedRoutes  # noqa: E402
-from rftmega.rollout.eight_bits import described, quantised  # noqa: E402
 from rftmega.rollout.pictures import (  # noqa: E402
     check_expanded,
     check_samples,
@@ -58,7 +56,6 @@ from rftmega.rollout.pictures import (  # noqa: E402
     prompt_of,
     samples_of_vllm,
 )
-from rftmega.rollout.reload import FreshParameters, forget_expert_kernels, pack_output_heads  # noqa: E402
 from rftmega.rollout.vllm_models import (  # noqa: E402
     limits_of,
     model_arguments,
@@ -67,6 +64,13 @@ from rftmega.rollout.vllm_models import (  # noqa: E402
     stop_strings,
 )
 from rftmega.rollout.waveforms import WaveformPrompts  # noqa: E402
+from rftmega.weights.receivers.adapter import adapters_of, set_adapter  # noqa: E402
+from rftmega.weights.receivers.fp8 import described, quantised  # noqa: E402
+from rftmega.weights.receivers.reload import (  # noqa: E402
+    FreshParameters,
+    forget_expert_kernels,
+    pack_output_heads,
+)
 
 
 def _share_cores(world: World) -> None:

@@ -15,8 +15,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from rftmega.rollout.adapter import asked_for
 from rftmega.vllm_server import wire
+from rftmega.weights.receivers.adapter import asked_for
 
 Message = MutableMapping[str, Any]
 MESSAGE = 1 << 26  # bytes

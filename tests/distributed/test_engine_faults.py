@@ -24,7 +24,7 @@ from rftmega.fleet.server_engine import ServerEngine
 from rftmega.rollout import ScriptedEngine
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
-from rftmega.transport.shared_weights import SharedWeights
+from rftmega.weights.transports.shared_weights import SharedWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.rollouts import NEVER, Wrapped, pool_of, response_of, save_scripted

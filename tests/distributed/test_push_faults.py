@@ -18,11 +18,11 @@ from torch import Tensor
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.runtime.parallel.process_group import World
-from rftmega.transport import disk_weights
-from rftmega.transport.disk_weights import DiskWeights
-from rftmega.transport.network_weights import NetworkWeights
-from rftmega.transport.remote_weights import WaitingEngine
 from rftmega.weights import Exporter
+from rftmega.weights.transports import disk_weights
+from rftmega.weights.transports.disk_weights import DiskWeights
+from rftmega.weights.transports.network_weights import NetworkWeights
+from rftmega.weights.transports.remote_weights import WaitingEngine
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -46,8 +46,8 @@ class Model:
 
 
 def worker_of(transport: str) -> Any:
-    from rftmega.rollout.disk_transfer import DiskWeightTransferEngine
-    from rftmega.rollout.network_transfer import NetworkWeightTransferEngine
+    from rftmega.weights.receivers.disk_transfer import DiskWeightTransferEngine
+    from rftmega.weights.receivers.network_transfer import NetworkWeightTransferEngine
 
     kind = {"network": NetworkWeightTransferEngine, "disk": DiskWeightTransferEngine}[transport]
 

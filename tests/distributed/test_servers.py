@@ -16,8 +16,8 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Prompt, Sampling
-from rftmega.transport.shared_weights import SharedWeights
 from rftmega.vllm_server import door
+from rftmega.weights.transports.shared_weights import SharedWeights
 from tests.layouts import build_actor, rows_of
 from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny

@@ -27,8 +27,8 @@ from rftmega.rollout import ScriptedEngine
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.watchdog import HUNG, watched
 from rftmega.strategy.phases import DevicePhases
-from rftmega.transport.shared_weights import SharedWeights
 from rftmega.weights import EngineWeights
+from rftmega.weights.transports.shared_weights import SharedWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least
 from tests.layouts import build_manager
 from tests.ranks import run_ranks

@@ -465,8 +465,8 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     modules = (
         *("vllm", "vllm.sampling_params", "vllm.v1", "vllm.v1.engine", "vllm.model_executor"),
         *("vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload"),
-        "rftmega.rollout.reload",
-        "rftmega.rollout.adapter",
+        "rftmega.weights.receivers.reload",
+        "rftmega.weights.receivers.adapter",
         "rftmega.rollout.captured_routes",
     )
     fake = {name: ModuleType(name) for name in modules}
@@ -476,13 +476,13 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     fake["vllm"].SamplingParams = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
     fake["vllm.sampling_params"].RequestOutputKind = fake["vllm.v1.engine"].FinishReason = None
-    fake["rftmega.rollout.reload"].pack_output_heads = fake[
-        "rftmega.rollout.reload"
+    fake["rftmega.weights.receivers.reload"].pack_output_heads = fake[
+        "rftmega.weights.receivers.reload"
     ].forget_expert_kernels = None
-    fake["rftmega.rollout.adapter"].adapters_of = lambda evaluated: {"": None}
-    fake["rftmega.rollout.adapter"].set_adapter = None
+    fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
+    fake["rftmega.weights.receivers.adapter"].set_adapter = None
     fake["rftmega.rollout.captured_routes"].CapturedRoutes = None
-    fake["rftmega.rollout.reload"].FreshParameters = lambda *_, **__: None
+    fake["rftmega.weights.receivers.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:
         def __init__(self, arguments: Sequence[str], environment: Any, log: Path):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import AdapterSource
 from rftmega.core.types import Metrics, SliceChecksums
-from rftmega.transport.adapter_parcel import packed
-from rftmega.transport.remote_weights import RemoteWeights
-from rftmega.transport.shared_weights import SharedWeights
 from rftmega.weights import AdapterPairs
+from rftmega.weights.transports.adapter_message import packed
+from rftmega.weights.transports.remote_weights import RemoteWeights
+from rftmega.weights.transports.shared_weights import SharedWeights
 
 
 class AdapterReceivers(Protocol):

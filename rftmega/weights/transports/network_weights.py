@@ -22,20 +22,31 @@ from rftmega.core.shards import Shard, volume
 from rftmega.core.types import SliceChecksums
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.watchdog import mark
-from rftmega.transport.remote_weights import (
+from rftmega.weights.message import Layout, message_for, sums_of, written
+from rftmega.weights.needs import Needs, planned_moves, refuse_unread
+from rftmega.weights.replay import message_order
+from rftmega.weights.slice_sums import sum_of
+from rftmega.weights.slices import TensorSlice, planned
+from rftmega.weights.transports.remote_weights import (
     Asked,
     RemoteReceivers,
     RemoteWeights,
     WaitingEngine,
     begun,
 )
-from rftmega.transport.transfer_group import InFlight, Meeting, TransferGroup, visited, wait_all
-from rftmega.transport.transfer_plan import packed_needs, packed_plan, told_tensors, unpacked_needs
-from rftmega.weights.message import Layout, message_for, sums_of, written
-from rftmega.weights.needs import Needs, planned_moves, refuse_unread
-from rftmega.weights.replay import message_order
-from rftmega.weights.slice_sums import sum_of
-from rftmega.weights.slices import TensorSlice, planned
+from rftmega.weights.transports.transfer_group import (
+    InFlight,
+    Meeting,
+    TransferGroup,
+    visited,
+    wait_all,
+)
+from rftmega.weights.transports.transfer_plan import (
+    packed_needs,
+    packed_plan,
+    told_tensors,
+    unpacked_needs,
+)
 
 PATIENCE = 10  # times as long as the trainer a worker waits: others may hold the trainer up
 IN_FLIGHT = 2  # buckets: one travels while the next is written

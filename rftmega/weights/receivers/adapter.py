@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import OF_WORDS
-from rftmega.transport.adapter_parcel import POLICY, opened
+from rftmega.weights.transports.adapter_message import POLICY, opened
 
 
 def asked_for(number: int) -> LoRARequest | None:

@@ -18,12 +18,17 @@ from rftmega.core.shards import Shard, whole
 from rftmega.core.types import SliceChecksums
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.watchdog import mark
-from rftmega.transport import pushed_folders
-from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights, WaitingEngine
-from rftmega.transport.transfer_plan import told_tensors
 from rftmega.weights.plan import Balance
 from rftmega.weights.slice_sums import sum_of
 from rftmega.weights.slices import TensorSlice, planned
+from rftmega.weights.transports import pushed_folders
+from rftmega.weights.transports.remote_weights import (
+    Asked,
+    RemoteReceivers,
+    RemoteWeights,
+    WaitingEngine,
+)
+from rftmega.weights.transports.transfer_plan import told_tensors
 
 MANIFEST = "manifest.json"
 KEPT = 2  # versions: a slow reader may still read the one before

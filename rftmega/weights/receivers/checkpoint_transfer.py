@@ -18,9 +18,9 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rftmega.core.errors import EngineError
-from rftmega.rollout.eight_bits import quantised
-from rftmega.rollout.reload import forget_expert_kernels, pack_output_heads
 from rftmega.runtime import device
+from rftmega.weights.receivers.fp8 import quantised
+from rftmega.weights.receivers.reload import forget_expert_kernels, pack_output_heads
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)

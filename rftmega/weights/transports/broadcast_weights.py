@@ -17,10 +17,10 @@ from rftmega.core.errors import EngineFault
 from rftmega.core.shards import Shard
 from rftmega.models.hf.hf_folder import PlannedTensor
 from rftmega.runtime.parallel.watchdog import mark
-from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine, begun
-from rftmega.transport.transfer_group import Meeting
-from rftmega.transport.whole_weights import WholeWeights
 from rftmega.weights.slices import planned
+from rftmega.weights.transports.remote_weights import Asked, RemoteReceivers, WaitingEngine, begun
+from rftmega.weights.transports.transfer_group import Meeting
+from rftmega.weights.transports.whole_weights import WholeWeights
 
 WORKS = "The engines' group"
 

@@ -17,10 +17,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import Box
-from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
 from rftmega.runtime.parallel.checksum import checksums
-from rftmega.transport.disk_weights import MANIFEST
 from rftmega.weights.lazy_tensors import LazyTensor, reader
+from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngine
+from rftmega.weights.transports.disk_weights import MANIFEST
 
 
 @dataclass

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rftmega.core.errors import CheckpointError, EngineFault
 from rftmega.core.shards import Shard
-from rftmega.transport import pushed_folders
-from rftmega.transport.disk_weights import KEPT
-from rftmega.transport.remote_weights import Asked, RemoteReceivers, WaitingEngine
-from rftmega.transport.whole_weights import WholeWeights
 from rftmega.weights import export_hf_folder
+from rftmega.weights.transports import pushed_folders
+from rftmega.weights.transports.disk_weights import KEPT
+from rftmega.weights.transports.remote_weights import Asked, RemoteReceivers, WaitingEngine
+from rftmega.weights.transports.whole_weights import WholeWeights
 
 
 class CheckpointWeights(WholeWeights):

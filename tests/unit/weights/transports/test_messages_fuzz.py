@@ -8,15 +8,15 @@ import torch
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import LogicalTensor
 from rftmega.models.hf.hf_folder import PlannedTensor
-from rftmega.transport.adapter_parcel import opened, packed
-from rftmega.transport.transfer_plan import (
+from rftmega.weights.slice_sums import sum_of
+from rftmega.weights.slices import TensorSlice
+from rftmega.weights.transports.adapter_message import opened, packed
+from rftmega.weights.transports.transfer_plan import (
     packed_needs,
     packed_plan,
     unpacked_needs,
     unpacked_plan,
 )
-from rftmega.weights.slice_sums import sum_of
-from rftmega.weights.slices import TensorSlice
 from tests.unit.fleet.test_unreadable_answers import spoilt
 
 SHAPES = {"a.weight": (4, 6), "b": (3,)}

@@ -17,17 +17,17 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rftmega.core.shards import Box
-from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
-from rftmega.transport.transfer_group import InFlight, TransferGroup, visited, wait_all
-from rftmega.transport.transfer_plan import (
+from rftmega.weights.lazy_tensors import Fetch, LazyTensor, reader
+from rftmega.weights.message import message_for, opened, refuse_damaged
+from rftmega.weights.needs import needs_of
+from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngine
+from rftmega.weights.transports.transfer_group import InFlight, TransferGroup, visited, wait_all
+from rftmega.weights.transports.transfer_plan import (
     ReceivedBucket,
     ToldBucket,
     packed_needs,
     unpacked_plan,
 )
-from rftmega.weights.lazy_tensors import Fetch, LazyTensor, reader
-from rftmega.weights.message import message_for, opened, refuse_damaged
-from rftmega.weights.needs import needs_of
 
 
 @dataclass

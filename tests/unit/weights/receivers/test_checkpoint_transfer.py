@@ -10,10 +10,10 @@ from torch import Tensor
 from rftmega.config import RolloutConfig
 from rftmega.core.shards import Box
 from rftmega.fleet.server_options import arguments_of
-from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
-from rftmega.rollout.eight_bits import described
 from rftmega.runtime.device import CPU
 from rftmega.weights.lazy_tensors import LazyTensor
+from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngine
+from rftmega.weights.receivers.fp8 import described
 from tests.block_scales import quantised
 from tests.tiny_models import save_tiny
 

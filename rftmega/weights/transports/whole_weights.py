@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from rftmega.core.shards import Shard
 from rftmega.core.types import SliceChecksums
 from rftmega.runtime.parallel.collectives import gather_objects
-from rftmega.transport.disk_weights import READER, own_writes
-from rftmega.transport.remote_weights import Asked, RemoteReceivers, RemoteWeights
 from rftmega.weights import Exporter
 from rftmega.weights.slice_sums import sum_of
+from rftmega.weights.transports.disk_weights import READER, own_writes
+from rftmega.weights.transports.remote_weights import Asked, RemoteReceivers, RemoteWeights
 
 
 class WholeWeights(RemoteWeights):

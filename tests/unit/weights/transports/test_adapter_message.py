@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rftmega.core.errors import EngineError
-from rftmega.transport.adapter_parcel import opened, packed
 from rftmega.weights.slice_sums import sum_of
+from rftmega.weights.transports.adapter_message import opened, packed
 
 PAIRS = {
     "a.lora_A.weight": torch.arange(6.0).view(2, 3),

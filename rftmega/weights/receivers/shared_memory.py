@@ -17,9 +17,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rftmega.core.errors import EngineError
-from rftmega.rollout.checkpoint_transfer import CheckpointTransferEngine
 from rftmega.runtime.parallel import shared
 from rftmega.runtime.parallel.checksum import blocks, checksum
+from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngine
 
 
 @dataclass

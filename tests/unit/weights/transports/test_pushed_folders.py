@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rftmega.transport import pushed_folders
-from rftmega.transport.checkpoint_weights import CheckpointWeights
-from rftmega.transport.disk_weights import DiskWeights
+from rftmega.weights.transports import pushed_folders
+from rftmega.weights.transports.checkpoint_weights import CheckpointWeights
+from rftmega.weights.transports.disk_weights import DiskWeights
 
 
 @pytest.fixture
