@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.models import save_model
 from benchmarks.timing import seconds
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.megatron.training_state import set_adam_steps
 from rftmega.trainer.experience import given

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from rftmega import config as configuration
 from rftmega.callbacks.checkpointing import WITHIN
-from rftmega.checkpoint import retention
-from rftmega.checkpoint.reader import read_manifest
+from rftmega.checkpoints import retention
+from rftmega.checkpoints.reader import read_manifest
 from rftmega.config import RunConfig
 from rftmega.launch import api, preflight
 from rftmega.launch.local_launcher import launch

@@ -204,7 +204,7 @@ def test_imports_follow_the_map() -> None:
             "strategy may not import megatron",
         ),
         (
-            "rftmega/checkpoint/bad.py",
+            "rftmega/checkpoints/bad.py",
             "from rftmega.megatron import MegatronActor",
             "checkpoint may not import megatron",
         ),
@@ -288,7 +288,7 @@ def test_imports_follow_the_map() -> None:
             "observe may not import launch",
         ),
         (
-            "rftmega/checkpoint/bad.py",
+            "rftmega/checkpoints/bad.py",
             "from rftmega.strategy.phases import DevicePhases",
             "checkpoint may not import strategy",
         ),

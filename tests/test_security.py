@@ -179,8 +179,8 @@ def test_pickles_in_a_checkpoint_are_not_run(tmp_path: Path) -> None:
     import rftmega.runtime.device.before_megatron  # noqa: F401
 
     # isort: split
-    from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
-    from rftmega.checkpoint.reader import Reader, read_manifest
+    from rftmega.checkpoints.distributed import finish, write_manifest, write_pieces
+    from rftmega.checkpoints.reader import Reader, read_manifest
 
     folder, sprung = tmp_path / "checkpoint", tmp_path / "sprung"
     folder.mkdir()

@@ -24,7 +24,7 @@ def main(given: list[str] | None = None) -> int:
 def show(chosen: argparse.Namespace) -> int:
     import math
 
-    from rftmega.checkpoint.reader import is_distributed
+    from rftmega.checkpoints.reader import is_distributed
     from rftmega.conversion.run_checkpoint import checkpoint_in, listed, shown
     from rftmega.model_providers.description import describe
     from rftmega.model_providers.hf_config import read_hf_config

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint.reader import PROGRESS
+from rftmega.checkpoints.reader import PROGRESS
 from rftmega.config.options.adapters import EMBEDDING, HEAD, HF_TARGETS
 from rftmega.conversion.target import (
     FILE_BYTES,

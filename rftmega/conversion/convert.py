@@ -15,14 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint.distributed import finish, write_manifest, write_pieces
-from rftmega.checkpoint.reader import (
-    MANIFEST,
-    PROGRESS,
-    Reader,
-    Stored,
-    is_distributed,
-)
+from rftmega.checkpoints.distributed import finish, write_manifest, write_pieces
+from rftmega.checkpoints.reader import MANIFEST, PROGRESS, Reader, Stored, is_distributed
 from rftmega.config import ParallelConfig
 from rftmega.conversion.at_a_time import SPARE, Room, side_by_side
 from rftmega.conversion.target import (

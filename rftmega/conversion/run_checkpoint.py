@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from rftmega.checkpoint import retention
-from rftmega.checkpoint.reader import MANIFEST, Reader, read_manifest
-from rftmega.checkpoint.training import KIND, TrainingReader
+from rftmega.checkpoints import retention
+from rftmega.checkpoints.reader import MANIFEST, Reader, read_manifest
+from rftmega.checkpoints.training import KIND, TrainingReader
 from rftmega.core.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rftmega.checkpoint.reader import PROGRESS
+from rftmega.checkpoints.reader import PROGRESS
 from rftmega.core.errors import CheckpointError
 from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.runtime.parallel.folder_lock import FILE as LOCK

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint.reader import PROGRESS
-from rftmega.checkpoint.training import StoredModel, TrainingReader
+from rftmega.checkpoints.reader import PROGRESS
+from rftmega.checkpoints.training import StoredModel, TrainingReader
 from rftmega.conversion import adapters
 from rftmega.conversion.convert import FolderTensors
 from rftmega.conversion.target import FILE_BYTES, Progress, begin, note, written_alone

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rftmega.checkpoint import frozen_weights
-from rftmega.checkpoint.reader import is_distributed
+from rftmega.checkpoints import frozen_weights
+from rftmega.checkpoints.reader import is_distributed
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object

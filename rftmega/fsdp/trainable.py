@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoint.training import StoredModel
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.training import StoredModel
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.core.types import Metrics

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rftmega.checkpoint.reader import is_distributed
+from rftmega.checkpoints.reader import is_distributed
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.models.hf.checksums import CHECKSUMS, files_of, known_sums, sum_of, write_sums

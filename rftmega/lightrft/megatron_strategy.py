@@ -6,8 +6,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rftmega.checkpoint import retention
-from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints
+from rftmega.checkpoints import retention
+from rftmega.checkpoints.run_checkpoints import TrainedModel, TrainingCheckpoints
 from rftmega.core.errors import ConfigError
 from rftmega.core.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.core.types import Completion, Prompt, Sampling

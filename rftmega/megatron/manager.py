@@ -27,8 +27,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from rftmega.checkpoint import frozen_weights
-from rftmega.checkpoint.reader import is_distributed, read_manifest
+from rftmega.checkpoints import frozen_weights
+from rftmega.checkpoints.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
 
-from rftmega.checkpoint.reader import Reader
+from rftmega.checkpoints.reader import Reader
 from rftmega.megatron.binding import Bound
 
 

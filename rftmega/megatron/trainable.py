@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rftmega.checkpoint.training import StoredModel
+from rftmega.checkpoints.training import StoredModel
 from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.core.types import Metrics
 from rftmega.megatron.manager import MegatronModelManager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint.reader import is_distributed
+from rftmega.checkpoints.reader import is_distributed
 from rftmega.converters.shard_boxes import boxes_of
 from rftmega.converters.shards import shapes_of, shard_parts
 from rftmega.core.shards import ShardBox, ShardPart, narrowed, shape_of

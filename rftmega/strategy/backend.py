@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rftmega.checkpoint.run_checkpoints import TrainedModel
+from rftmega.checkpoints.run_checkpoints import TrainedModel
 from rftmega.config import RunConfig
 from rftmega.core.interfaces import Policy, ValueModel
 from rftmega.core.shards import Shard, TrainedAdapters

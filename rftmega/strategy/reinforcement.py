@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rftmega.checkpoint.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
+from rftmega.checkpoints.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
 from rftmega.config import LoRA, RunConfig, served_rank, why_merged
 from rftmega.core.errors import ConfigError
 from rftmega.core.interfaces import (

@@ -3,7 +3,7 @@
 from functools import cached_property
 from pathlib import Path
 
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints, of_run
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
 from rftmega.core.types import Experience, LossFn, Metrics
 from rftmega.planning.models import POLICY

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoint.training import TrainingReader
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.megatron import MegatronActor, adapters

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.launch.train import backend_of
 from rftmega.strategy.export import export

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.checkpoint import retention, training
-from rftmega.checkpoint import run_checkpoints as saving
-from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, seal
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoint.states import KEY
+from rftmega.checkpoints import retention, training
+from rftmega.checkpoints import run_checkpoints as saving
+from rftmega.checkpoints.reader import FORMAT, MANIFEST, MARK, seal
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.megatron import MegatronActor

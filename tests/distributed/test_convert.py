@@ -16,8 +16,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from rftmega.checkpoint.distributed import write_manifest
-from rftmega.checkpoint.reader import FORMAT, MANIFEST, PROGRESS
+from rftmega.checkpoints.distributed import write_manifest
+from rftmega.checkpoints.reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
 from rftmega.conversion.target import begin, written_alone
@@ -69,7 +69,7 @@ def megatrons_own_body(world: Any, folder: Path, parallel: ParallelConfig) -> An
 
 def read_body(world: Any, folder: Path, parallel: ParallelConfig) -> int:
     """Bytes of tensors that this rank read."""
-    from rftmega.checkpoint.reader import Reader
+    from rftmega.checkpoints.reader import Reader
 
     read = []
     real = Reader._read

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.supervised import cross_entropy_loss
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoint.training import TrainingReader
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.adapters import OF_ATTENTION
 from rftmega.core.errors import CheckpointError, NothingLearnt

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.models.lora import linear

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rftmega.checkpoint.run_checkpoints import TrainingCheckpoints
+from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.launch.train import backend_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rftmega.checkpoint.reader import NORMS
+from rftmega.checkpoints.reader import NORMS
 from rftmega.config import ParallelConfig
 from rftmega.conversion import convert
 from rftmega.models.layers import latent_attention

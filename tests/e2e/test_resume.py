@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rftmega.checkpoint.code_versions import code_versions
+from rftmega.checkpoints.code_versions import code_versions
 from tests.e2e.conftest import numbers_of, several_runs
 
 OPTIONS = [

@@ -13,7 +13,7 @@ import torch
 from rftmega.callbacks.checkpointing import Checkpointing, restore
 from rftmega.callbacks.metric_writers import JSONLines, TensorBoard
 from rftmega.callbacks.observer import AtEnd, Observer
-from rftmega.checkpoint.states import KEY, joined, put_together, taken_apart
+from rftmega.checkpoints.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.core.errors import OutputError
 from rftmega.core.types import Prompt

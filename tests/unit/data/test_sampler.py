@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftmega.checkpoint.states import joined, put_together, taken_apart
+from rftmega.checkpoints.states import joined, put_together, taken_apart
 from rftmega.config import DataConfig
 from rftmega.data import MixedOrder, PromptOrder, order_of
 from rftmega.data.examples import load_examples

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rftmega.checkpoint.inputs import changed_inputs
+from rftmega.checkpoints.inputs import changed_inputs
 from rftmega.config import RunConfig, load
 from rftmega.data import PromptOrder
 from rftmega.data.sampler import order_of

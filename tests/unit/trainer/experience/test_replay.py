@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.checkpoint.states import joined, put_together, taken_apart
+from rftmega.checkpoints.states import joined, put_together, taken_apart
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Completion, Experience, Prompt, Rows, Samples
 from rftmega.lightrft.strategy import StrategyBase

@@ -5,8 +5,8 @@ from threading import Event
 
 import pytest
 
-from rftmega.checkpoint import background_writer
-from rftmega.checkpoint.background_writer import BackgroundWriter
+from rftmega.checkpoints import background_writer
+from rftmega.checkpoints.background_writer import BackgroundWriter
 from rftmega.runtime.parallel.watchdog import watched
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_json, write_pieces
-from rftmega.checkpoint.reader import Reader, Stored, read_checked
-from rftmega.checkpoint.snapshot import Snapshot
-from rftmega.checkpoint.states import Tensors, joined
+from rftmega.checkpoints.distributed import Boxed, file_bytes, finish, write_json, write_pieces
+from rftmega.checkpoints.reader import Reader, Stored, read_checked
+from rftmega.checkpoints.snapshot import Snapshot
+from rftmega.checkpoints.states import Tensors, joined
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from rftmega.checkpoint.o_direct import DirectFile
-from rftmega.checkpoint.reader import FORMAT, MANIFEST, MARK, Stored, seal
+from rftmega.checkpoints.o_direct import DirectFile
+from rftmega.checkpoints.reader import FORMAT, MANIFEST, MARK, Stored, seal
 from rftmega.models.hf.hf_folder import checksum, draft_of, land, write_all, write_bytes
 
 OBJECTS = "__objects.distcp"

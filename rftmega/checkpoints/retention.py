@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rftmega.checkpoint.reader import MANIFEST
-from rftmega.checkpoint.training import note_of
+from rftmega.checkpoints.reader import MANIFEST
+from rftmega.checkpoints.training import note_of
 from rftmega.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)

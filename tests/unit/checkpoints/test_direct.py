@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.checkpoint.o_direct import BLOCK, DirectFile
+from rftmega.checkpoints.o_direct import BLOCK, DirectFile
 
 CHUNK = 4 * BLOCK
 

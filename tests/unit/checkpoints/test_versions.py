@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.checkpoint.code_versions import commit
+from rftmega.checkpoints.code_versions import commit
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -17,17 +17,17 @@ import xxhash
 
 from rftmega.callbacks.metric_writers import JSONLines
 from rftmega.callbacks.trajectories import write as write_trajectories
-from rftmega.checkpoint.distributed import (
+from rftmega.checkpoints.distributed import (
     file_bytes,
     finish,
     write_json,
     write_manifest,
     write_pieces,
 )
-from rftmega.checkpoint.reader import MANIFEST, read_manifest
-from rftmega.checkpoint.retention import LATEST, point_to
-from rftmega.checkpoint.snapshot import Snapshot
-from rftmega.checkpoint.training import write_rank, write_whole
+from rftmega.checkpoints.reader import MANIFEST, read_manifest
+from rftmega.checkpoints.retention import LATEST, point_to
+from rftmega.checkpoints.snapshot import Snapshot
+from rftmega.checkpoints.training import write_rank, write_whole
 from rftmega.models.hf.hf_folder import (
     PlannedTensor,
     _Summed,

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from rftmega.checkpoint import retention
-from rftmega.checkpoint.background_writer import BackgroundWriter
-from rftmega.checkpoint.code_versions import code_versions
-from rftmega.checkpoint.inputs import changed_inputs
-from rftmega.checkpoint.reader import read_manifest
-from rftmega.checkpoint.snapshot import HostCopies
-from rftmega.checkpoint.states import put_together, taken_apart
-from rftmega.checkpoint.training import StoredModel, TrainingReader, write_rank, write_whole
+from rftmega.checkpoints import retention
+from rftmega.checkpoints.background_writer import BackgroundWriter
+from rftmega.checkpoints.code_versions import code_versions
+from rftmega.checkpoints.inputs import changed_inputs
+from rftmega.checkpoints.reader import read_manifest
+from rftmega.checkpoints.snapshot import HostCopies
+from rftmega.checkpoints.states import put_together, taken_apart
+from rftmega.checkpoints.training import StoredModel, TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rftmega.checkpoint import distributed
-from rftmega.checkpoint.distributed import Boxed, file_bytes, finish, write_pieces
-from rftmega.checkpoint.o_direct import DirectFile
-from rftmega.checkpoint.reader import MARK, Reader
+from rftmega.checkpoints import distributed
+from rftmega.checkpoints.distributed import Boxed, file_bytes, finish, write_pieces
+from rftmega.checkpoints.o_direct import DirectFile
+from rftmega.checkpoints.reader import MARK, Reader
 from rftmega.core.errors import CheckpointError
 
 PIECES: list[Boxed] = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftmega.checkpoint.retention import (
+from rftmega.checkpoints.retention import (
     LATEST,
     MARK,
     Saved,
@@ -127,7 +127,7 @@ def test_what_cannot_be_deleted_is_told_and_costs_nothing_else(
             raise PermissionError("not yours")
         delete(path)
 
-    monkeypatch.setattr("rftmega.checkpoint.retention.shutil.rmtree", rmtree)
+    monkeypatch.setattr("rftmega.checkpoints.retention.shutil.rmtree", rmtree)
     assert rotate(tmp_path, max_num=1, max_mem=1) == ["second"]
     assert "first can't be deleted, and stays: not yours" in caplog.text
 
