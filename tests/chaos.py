@@ -26,12 +26,12 @@ from typing import Any
 from tqdm import tqdm
 
 from rftmega import config as configuration
-from rftmega.callbacks.checkpointing import WITHIN
 from rftmega.checkpoints import retention
 from rftmega.checkpoints.reader import read_manifest
 from rftmega.config import RunConfig
 from rftmega.launch import api, preflight
 from rftmega.launch.local_launcher import launch
+from rftmega.monitoring.observers.checkpointing import WITHIN
 from rftmega.runtime.parallel import watchdog
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 

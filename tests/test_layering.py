@@ -170,11 +170,11 @@ def test_imports_follow_the_map() -> None:
         ),
         (
             "rftmega/trainer/bad.py",
-            "from rftmega.callbacks.observer import Observer",
+            "from rftmega.monitoring.observers.observer import Observer",
             "trainer may not import callbacks",
         ),
         (
-            "rftmega/callbacks/bad.py",
+            "rftmega/monitoring/observers/bad.py",
             "from rftmega.trainer import PPOTrainer",
             "callbacks may not import trainer",
         ),
@@ -279,11 +279,11 @@ def test_imports_follow_the_map() -> None:
         ),
         (
             "rftmega/strategy/bad.py",
-            "from rftmega.observe.throughput import Throughput",
+            "from rftmega.monitoring.performance.throughput import Throughput",
             "strategy may not import observe",
         ),
         (
-            "rftmega/observe/bad.py",
+            "rftmega/monitoring/bad.py",
             "from rftmega.launch.process import joined",
             "observe may not import launch",
         ),

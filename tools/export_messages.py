@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rftmega.callbacks.run_chat import RunChat
-from rftmega.callbacks.trajectories import name_of
 from rftmega.core.errors import DataError, exit_code_of
+from rftmega.monitoring.observers.run_chat import RunChat
+from rftmega.monitoring.observers.trajectories import name_of
 from rftmega.runtime.parallel.private import keep_private
 from rftmega.tools.view import files_of, samples_of
 

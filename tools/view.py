@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.core.errors import DataError, exit_code_of
-from rftmega.observe.history import curves_of
+from rftmega.monitoring.history import curves_of
 from rftmega.runtime.parallel.private import keep_private
 
 TEMPLATE = Path(__file__).with_name("view.html")

@@ -338,7 +338,7 @@ class Checkpoints(Protocol):
 
 
 class Callback(Protocol):
-    """Told what the trainer does (a base with empty methods: `callbacks/observer.py`).
+    """Told what the trainer does (a base with empty methods: `monitoring/observers/observer.py`).
 
     Callbacks see `metrics` in their order and may add to it; evaluation comes before those that
     write it down.

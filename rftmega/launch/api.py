@@ -29,7 +29,7 @@ from rftmega.launch.hub_upload import claim, upload
 from rftmega.launch.notebook import progress
 from rftmega.launch.run_result import RunResult
 from rftmega.launch.train import task_of
-from rftmega.observe.history import read_history
+from rftmega.monitoring.history import read_history
 from rftmega.runtime.parallel.folder_lock import locked
 from rftmega.runtime.parallel.orphans import end_with_parent
 from rftmega.runtime.parallel.private import private_files

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from rftmega.observe.history import Step
+from rftmega.monitoring.history import Step
 
 COLUMNS = 3
 SIZE = 4.0, 2.5  # of a curve, in inches

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig
-from rftmega.observe.history import Step, read_history
+from rftmega.monitoring.history import Step, read_history
 
 LOOK_SECONDS = 0.5
 
@@ -63,7 +63,7 @@ def progress(config: RunConfig) -> Iterator[None]:
 
 def line_of(history: list[Step], steps: int) -> str:
     """Returns the last step of `history` in a line: its number of `steps`, the time left, and figures."""
-    from rftmega.callbacks.metric_writers import status
+    from rftmega.monitoring.observers.metric_writers import status
 
     last: Any = history[-1]
     begun: Any = history[0]

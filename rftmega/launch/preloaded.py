@@ -5,11 +5,11 @@ import warnings
 warnings.filterwarnings("ignore")  # Megatron names every accelerator that is not installed
 
 # isort: split
-import rftmega.callbacks.checkpointing
-import rftmega.callbacks.evaluate
-import rftmega.callbacks.metric_writers
 import rftmega.data
-import rftmega.observe.callbacks
+import rftmega.monitoring.callbacks
+import rftmega.monitoring.observers.checkpointing
+import rftmega.monitoring.observers.evaluate
+import rftmega.monitoring.observers.metric_writers
 import rftmega.rewards
 import rftmega.strategy.reinforcement
 import rftmega.strategy.supervised

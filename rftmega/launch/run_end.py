@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rftmega.config import RunConfig
 from rftmega.models.hf.export_folder import MARK, is_anothers
-from rftmega.observe.model_card import model_card
+from rftmega.monitoring.model_card import model_card
 
 
 def refusals(config: RunConfig) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rftmega.observe.history import Step, changes, read_history
+from rftmega.monitoring.history import Step, changes, read_history
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,12 @@ def reinforce(config: RunConfig) -> int:
     reasoning = Reasoning.of(config.reward.reasoning_markers, tokenizer)
     reward = create(config.reward, tokenizer.decode, reasoning)
 
-    from rftmega.callbacks.checkpointing import resume
-    from rftmega.callbacks.control_tokens import ControlTokensInData
-    from rftmega.callbacks.observers import evaluation_of_prompts
     from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
-    from rftmega.observe.callbacks import callbacks_of
+    from rftmega.monitoring.callbacks import callbacks_of
+    from rftmega.monitoring.observers.assemble import evaluation_of_prompts
+    from rftmega.monitoring.observers.checkpointing import resume
+    from rftmega.monitoring.observers.control_tokens import ControlTokensInData
     from rftmega.runtime.parallel.process_group import undone
     from rftmega.strategy.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
@@ -152,12 +152,12 @@ def supervise(config: RunConfig) -> int:
     tokenizer = _tokenizer(config)
     rows, held_out = given_of(config, tokenizer)
 
-    from rftmega.callbacks.checkpointing import resume
-    from rftmega.callbacks.control_tokens import ControlTokensInData
-    from rftmega.callbacks.observers import evaluation_of_rows
     from rftmega.launch.input_files import inputs_of
     from rftmega.launch.process import joined
-    from rftmega.observe.callbacks import callbacks_of
+    from rftmega.monitoring.callbacks import callbacks_of
+    from rftmega.monitoring.observers.assemble import evaluation_of_rows
+    from rftmega.monitoring.observers.checkpointing import resume
+    from rftmega.monitoring.observers.control_tokens import ControlTokensInData
     from rftmega.strategy.supervised import SupervisedStrategy
     from rftmega.trainer import Algorithm
 

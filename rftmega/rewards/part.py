@@ -28,7 +28,7 @@ class Undecided(float):
     """Undecided is a score of 0 that says nothing about the answer: whether it is right could not
     be found out.
 
-    Its share is a metric of its own, and a run ends where it is large (callbacks/health.py).
+    Its share is a metric of its own, and a run ends where it is large (monitoring/observers/health.py).
     """
 
 

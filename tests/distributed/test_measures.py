@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.observe.throughput import Throughput, compared
+from rftmega.monitoring.performance.throughput import Throughput, compared
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel.clocks import clock_offsets
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rftmega.callbacks.trajectories import write
+from rftmega.monitoring.observers.trajectories import write
 from rftmega.tools import view
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -15,8 +15,6 @@ import pytest
 import torch
 import xxhash
 
-from rftmega.callbacks.metric_writers import JSONLines
-from rftmega.callbacks.trajectories import write as write_trajectories
 from rftmega.checkpoints.distributed import (
     file_bytes,
     finish,
@@ -35,7 +33,9 @@ from rftmega.models.hf.hf_folder import (
     write_index,
     write_shard,
 )
-from rftmega.observe.timeline import write as write_timeline
+from rftmega.monitoring.observers.metric_writers import JSONLines
+from rftmega.monitoring.observers.trajectories import write as write_trajectories
+from rftmega.monitoring.performance.timeline import write as write_timeline
 
 Write = Callable[[Path, int], object]
 LONG = 5000

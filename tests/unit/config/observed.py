@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 from rftmega import data, rollout
-from rftmega.callbacks import observers
-from rftmega.callbacks.observer import Observer
-from rftmega.callbacks.trajectories import Trajectories
 from rftmega.config import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.interfaces import OneProcess
@@ -35,7 +32,10 @@ from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.observe import callbacks
+from rftmega.monitoring import callbacks
+from rftmega.monitoring.observers import assemble
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.trajectories import Trajectories
 from rftmega.optimizers import build
 from rftmega.runtime import device
 from rftmega.runtime.parallel import nodes, process_group
@@ -299,9 +299,9 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(reinforcement, "ReinforcementStrategy", strategy)
         patch.setattr(supervised, "SupervisedStrategy", strategy)
         patch.setattr(model_runner, "custom_forward", bigrams)
-        patch.setattr(observers, "TensorBoard", lambda *_, **__: Observer())
-        patch.setattr(observers, "Progress", lambda *_: Observer())
-        patch.setattr(observers, "Trajectories", Written)
+        patch.setattr(assemble, "TensorBoard", lambda *_, **__: Observer())
+        patch.setattr(assemble, "Progress", lambda *_: Observer())
+        patch.setattr(assemble, "Trajectories", Written)
         for name in ("MathPart", "CodePart", "RemotePart", "JudgePart"):
             patch.setattr(
                 importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)

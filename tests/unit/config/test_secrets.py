@@ -13,7 +13,7 @@ from rftmega.config import RunConfig, changes, load, without_secrets
 from rftmega.config.secrets import holds_secrets, resolved
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
-from rftmega.observe.model_card import chosen_options
+from rftmega.monitoring.model_card import chosen_options
 
 MCP = "environment: {type: tools, mcp: [{name: x, %s}]}\n"
 JUDGE = "reward: {judge: 1.0, judge_model: m, judge_url: '%s'}\n"

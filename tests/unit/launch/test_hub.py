@@ -144,7 +144,7 @@ def test_the_program_takes_names_of_the_hub(repositories: dict[str, Path], tmp_p
 UPLOADING = """
 import json, logging, sys
 from rftmega.config import ModelConfig, RunConfig, TrainerConfig
-from rftmega.observe.model_card import write_model_card
+from rftmega.monitoring.model_card import write_model_card
 from rftmega.core.errors import ConfigError
 from rftmega.launch.hub_upload import claim, upload
 from pathlib import Path

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rftmega.launch.run_result import RunResult
-from rftmega.observe.history import Change, changes
+from rftmega.monitoring.history import Change, changes
 
 STEPS: list[dict[str, Any]] = [
     {"step": 0, "time": 1.0, "eval_exact_match": 0.25, "eval_seconds": 3.0},

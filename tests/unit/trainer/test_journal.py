@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.callbacks.checkpointing import Checkpointing, restore
-from rftmega.callbacks.evaluate import Evaluate
-from rftmega.callbacks.metric_writers import JSONLines
-from rftmega.callbacks.observer import Observer
 from rftmega.config import RolloutConfig, RunConfig, load
 from rftmega.core.errors import CheckpointError, Preempted
 from rftmega.core.interfaces import OneProcess
@@ -28,14 +24,18 @@ from rftmega.core.types import (
 )
 from rftmega.data import PromptOrder
 from rftmega.megatron import model_runner
+from rftmega.monitoring.observers.checkpointing import Checkpointing, restore
+from rftmega.monitoring.observers.evaluate import Evaluate
+from rftmega.monitoring.observers.metric_writers import JSONLines
+from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer import Algorithm
 from rftmega.trainer.experience import given
 from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
 from rftmega.trainer.optimizer_steps import take_steps
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
-from tests.unit.callbacks.test_checkpointing import lines, read, written
 from tests.unit.config.observed import STOP, WORDS, Model, bigrams
+from tests.unit.monitoring.observers.test_checkpointing import lines, read, written
 
 STEPS = 2
 PLAIN = (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.callbacks.learnt_order import LearntOrder
 from rftmega.core.errors import ConfigError
 from rftmega.core.types import Prompt
+from rftmega.monitoring.observers.learnt_order import LearntOrder
 from rftmega.trainer import DynamicSampler
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learnt_order import read_order

@@ -10,7 +10,7 @@ from rftmega.data import Example, PromptOrder, rows_of
 from rftmega.trainer import Learner
 from rftmega.trainer.experience import given
 from rftmega.trainer.ptx import PTX
-from tests.unit.callbacks.test_checkpointing import read, written
+from tests.unit.monitoring.observers.test_checkpointing import read, written
 
 EXAMPLES = [Example((1, 2), (first, 3)) for first in range(10, 17)]
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.core.types import Experience, TokenStats
+from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer import Algorithm, PPOTrainer
 from rftmega.trainer.ppo import StepParts, StepSampling
-from tests.unit.callbacks.test_checkpointing import read, written
+from tests.unit.monitoring.observers.test_checkpointing import read, written
 from tests.unit.trainer.test_step import ROOT, Bigrams, Diary, Prompt, likes_seven
 
 MILD = ["algorithm.importance_sampling=token", "algorithm.importance_sampling.cap=3"]

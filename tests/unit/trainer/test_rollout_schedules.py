@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.callbacks.observer import Observer
 from rftmega.core.errors import Preempted
 from rftmega.core.interfaces import RolloutGroup, TakenGroups
 from rftmega.core.types import Prompt, Rollout, Sampling
+from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer import DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.journal import Journal

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
-from rftmega.callbacks.evaluate import Evaluate
-from rftmega.callbacks.observer import Observer
 from rftmega.config import load
 from rftmega.core.types import (
     COUNT,
@@ -28,6 +26,8 @@ from rftmega.core.types import (
     TokenStats,
     TokenValues,
 )
+from rftmega.monitoring.observers.evaluate import Evaluate
+from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer import Algorithm, DynamicSampler, Learner, PPOTrainer
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.ppo import StepParts, StepSampling

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.callbacks.run_chat import RunChat
-from rftmega.callbacks.trajectories import Trajectories
 from rftmega.core.types import Completion, Prompt, Rollout, TokenStats, Trajectory
 from rftmega.data.chat.conversation import Conversation
 from rftmega.data.chat.exported import MessageExporter, in_openais_fields
 from rftmega.data.chat.read_back import read_back
 from rftmega.data.chat.renderer import ConversationRenderer
+from rftmega.monitoring.observers.run_chat import RunChat
+from rftmega.monitoring.observers.trajectories import Trajectories
 from rftmega.tools import export_messages
 from rftmega.trainer.experience import ExperienceMaker, collect
 from tests.chat_formats import FORMATS, PLAIN, TOOL, Format, folder, tokenizer

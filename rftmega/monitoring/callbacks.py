@@ -1,0 +1,75 @@
+"""`callbacks_of` builds the callbacks of a run: the trainer's own, and those that compare all
+processes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rftmega.config import RunConfig
+from rftmega.core.interfaces import Callback, Resumable
+from rftmega.monitoring.model_card import write_model_card
+from rftmega.monitoring.observers.assemble import Text, observers_of
+from rftmega.monitoring.observers.checkpointing import Checkpointing
+from rftmega.monitoring.observers.evaluate import Evaluation
+from rftmega.monitoring.observers.observer import AtEnd, Observer
+from rftmega.monitoring.observers.trajectories import Grading
+from rftmega.monitoring.performance.stragglers import Stragglers
+from rftmega.monitoring.performance.throughput import Throughput
+from rftmega.monitoring.performance.timeline import Timeline
+from rftmega.runtime import device
+
+
+def callbacks_of(
+    config: RunConfig,
+    strategy: Any,
+    parts: Mapping[str, Resumable],
+    evaluation: Evaluation,
+    text: Text,
+    *,
+    is_main: bool,
+    grading: Grading | None = None,
+) -> list[Callback]:
+    """Builds the callbacks of a run in the order in which they are told.
+
+    A checkpoint holds the state of `parts`; `grading` says what of a response is graded.
+    """
+    found: list[Callback] = [
+        *observers_of(
+            config,
+            evaluation,
+            text,
+            strategy.export,
+            is_main=is_main,
+            measures=measures_of(config),
+            grading=grading,
+        )
+    ]
+    if is_main and config.trainer.export:  # after the export, into whose folder it goes
+        metrics = Path(config.trainer.output) / "metrics.jsonl"
+        found.append(AtEnd(lambda: write_model_card(config, metrics)))
+    if config.checkpoint.every:  # after what watches a step, which is saved with it
+        found.append(
+            Checkpointing(
+                strategy.checkpoints,
+                parts,
+                every=config.checkpoint.every,
+                last=config.trainer.steps,
+            )
+        )
+    return [*found, *timeline_of(config, strategy.label)]  # after all that it records
+
+
+def measures_of(config: RunConfig) -> list[Observer]:
+    """Returns the observers that add metrics, and warn of what they say."""
+    given = config.logging.peak_tflops
+    known = device.current().peak_tflops() if config.model.dtype != "float32" else None
+    return [Throughput(peak_tflops=given or known), Stragglers()]
+
+
+def timeline_of(config: RunConfig, label: str) -> list[Timeline]:
+    """Returns the observers that record steps, where any are chosen."""
+    if not config.logging.timeline:
+        return []
+    first, last = config.logging.timeline
+    return [Timeline(f"{config.trainer.output}/timeline", first, last, label=label)]

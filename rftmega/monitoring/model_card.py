@@ -1,0 +1,93 @@
+"""Writes a model card: what a model was made of, with which options, and what was measured."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rftmega import __version__
+from rftmega.config import RunConfig, without_secrets
+from rftmega.config.load import flatten
+from rftmega.models.hf.export_folder import MARK
+from rftmega.monitoring.history import Step, changes, read_history
+
+# a repository's folder in the hub's cache
+CACHED = re.compile(r"models--(.+?)--(.+)/snapshots/(\w+)")
+TASKS = {
+    "rl": "reinforcement learning",
+    "sft": "learning given answers",
+    "reward_model": "learning preferences: it gives a reward",
+}
+
+
+def write_model_card(config: RunConfig, metrics: Path) -> None:
+    """Writes README.md into the exported folder, from the run's options and its metrics.jsonl; not where
+    another folder kept the name, and the export went beside it.
+    """
+    folder = Path(config.exported)
+    if not (folder / MARK).is_file():
+        return
+    (folder / "README.md").write_text(model_card(config, read_history(metrics)))
+
+
+def model_card(config: RunConfig, history: Sequence[Step]) -> str:
+    """Returns the card as Markdown, with the head that the hub reads. `history`: metrics of all
+    steps, the first of which are those before training.
+    """
+    name = config.trainer.push_to_hub or Path(config.trainer.output).name
+    base, revision = base_of(config.model.path)
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["rftmega"]}
+    if revision:
+        head["base_model"] = base
+    if config.algorithm.task == "rl":
+        head["tags"].append("reinforcement-learning")
+    if config.algorithm.task != "reward_model":
+        head["pipeline_tag"] = "text-generation"
+    at = f" (revision {revision})" if revision else ""
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
+        f"# {name}",
+        f"Trained from `{base}`{at} by {TASKS[config.algorithm.task]}, {config.trainer.steps} steps, with rftmega "
+        f"{__version__}.",
+    ]
+    if table := _table(history):
+        parts += ["## Figures", table]
+    options = yaml.safe_dump(chosen_options(config), sort_keys=False, allow_unicode=True)
+    parts += [
+        "## Options",
+        "Those that are not the defaults:",
+        f"```yaml\n{options}```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def base_of(path: str) -> tuple[str, str]:
+    """Returns name and revision of a repository whose folder in the hub's cache this is; of another
+    folder its name and "".
+    """
+    if cached := CACHED.search(path):
+        organisation, name, revision = cached.groups()
+        return f"{organisation}/{name}", revision
+    return Path(path).name, ""
+
+
+def chosen_options(config: RunConfig) -> dict[str, Any]:
+    """Returns dotted name -> value of the options that are not the defaults, secrets left out."""
+    defaults = flatten(without_secrets(RunConfig()))
+    now = flatten(without_secrets(config))
+    return {name: value for name, value in now.items() if value != defaults.get(name)}
+
+
+def _table(history: Sequence[Step]) -> str:
+    """Returns first and last value of each metric that is shown, as a Markdown table."""
+    found = changes(history)
+    if not found:
+        return ""
+    rows = ["| metric | first | last |", "|---|---|---|"]
+    for name, change in found.items():
+        first = f"{change.first:.4g} (step {change.first_step})"
+        last = f"{change.last:.4g} (step {change.last_step})"
+        rows.append(f"| {name} | {first} | {last} |")
+    return "\n".join(rows)

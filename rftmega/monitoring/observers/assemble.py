@@ -1,0 +1,153 @@
+"""`observers_of` builds a run's observers in the order in which they are told: writers of metrics
+come last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rftmega.config import RunConfig
+from rftmega.core.interfaces import Reward
+from rftmega.core.types import Prompt, Rows, Sampling
+from rftmega.monitoring.observers.alerts import Alerts
+from rftmega.monitoring.observers.evaluate import (
+    ACCURACY,
+    Answering,
+    Evaluate,
+    Evaluation,
+    metric_of,
+)
+from rftmega.monitoring.observers.evaluate_rows import HeldOut, cross_entropy_of, preference_of
+from rftmega.monitoring.observers.exporting import Exporting
+from rftmega.monitoring.observers.health import Divergence, Spread, UndecidedLimit
+from rftmega.monitoring.observers.learnt_order import LearntOrder
+from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.publish import MLflow, Prometheus, Trackio, WandB
+from rftmega.monitoring.observers.run_chat import RunChat
+from rftmega.monitoring.observers.run_reports import RunReports
+from rftmega.monitoring.observers.trajectories import Grading, Trajectories
+
+
+class Text(Protocol):
+    """Text turns token ids into text; a tokenizer does."""
+
+    @property
+    def chat(self) -> Any: ...  # data.Chat: how messages become text
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]: ...
+
+
+def evaluation_of_prompts(
+    config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
+) -> Evaluation:
+    """Builds the evaluation that trainer.eval_* describe."""
+    chosen = config.trainer
+    answering = Answering(
+        chosen.eval_samples,
+        Sampling(chosen.eval_temperature, chosen.eval_top_p, chosen.eval_top_k, chosen.eval_min_p),
+        tuple(chosen.eval_pass_at),
+        chosen.eval_accuracy,
+    )
+    return Evaluate(
+        held_out,
+        reward,
+        answering,
+        every=chosen.eval_every,
+        last=chosen.steps,
+        adapters=tuple(config.model.lora.evaluated),
+    )
+
+
+def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
+    """Builds the evaluation by the policy (algorithm.task=sft) or by the reward model that learns."""
+    judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
+    return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
+
+
+def observers_of(
+    config: RunConfig,
+    evaluation: Evaluation,
+    text: Text,
+    export: Callable[[str], None],
+    *,
+    is_main: bool,
+    measures: Sequence[Observer] = (),
+    grading: Grading | None = None,
+) -> list[Observer]:
+    """Builds the observers in their order.
+
+    Only the main process writes; `export` is called on all, with a folder, after the last step;
+    `measures` add metrics after the evaluation; `grading` says what of a response is graded.
+    """
+    chosen, task = config.trainer, config.algorithm.task
+    found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
+    if is_main:
+        judged = evaluation.held_out if task in ("rl", "reward_model") else ()
+        found += writers(
+            config,
+            {name: metric_of(name, ACCURACY) for name in judged},
+            {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
+        )
+    if is_main and task == "rl" and chosen.trajectories:
+        folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
+        found.append(
+            Trajectories(
+                folder,
+                text.decode,
+                text.pieces,
+                every=chosen.trajectories,
+                most_bytes=most_bytes,
+                chat=RunChat.of(config, text.chat),
+                warn=_warns(config),
+                grading=grading,
+            )
+        )
+    if is_main and chosen.max_staleness and not config.rollout.ahead:
+        found.append(
+            LearntOrder(
+                f"{chosen.output}/learnt_order.jsonl",
+                prompts_per_step=chosen.prompts_per_step,
+                max_staleness=chosen.max_staleness,
+                warn=_warns(config),
+            )
+        )
+    found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
+    if is_main and task == "rl":
+        found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
+    if chosen.export:
+        found.append(Exporting(lambda: export(config.exported), config.exports(), is_main=is_main))
+    return found
+
+
+def writers(
+    config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
+) -> list[Observer]:
+    """Builds what writes metrics, and the progress, which shows of each held-out set the metrics
+    that `accuracy` and `means` name.
+    """
+    output, chosen = config.trainer.output, config.logging
+    found: list[Observer] = [
+        JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
+        TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
+        Progress(config.trainer.steps, accuracy, means),
+        Alerts(Path(output) / "metrics.jsonl"),
+        RunReports(config),
+    ]
+    if chosen.wandb:
+        found.append(WandB(chosen.wandb, config))
+    if chosen.mlflow:
+        found.append(MLflow(chosen.mlflow, config))
+    if chosen.trackio:
+        found.append(Trackio(chosen.trackio, config))
+    if chosen.prometheus_port:
+        found.append(Prometheus(chosen.prometheus_host, chosen.prometheus_port))
+    return found
+
+
+def _warns(config: RunConfig) -> bool:
+    """Returns whether what can't be written is a warning, and does not end the run."""
+    return config.checkpoint.on_failure == "warn"

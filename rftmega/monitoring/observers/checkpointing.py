@@ -1,0 +1,104 @@
+"""Checkpointing saves a run at its times; `resume` and `restore` take it up again."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rftmega.config import CheckpointConfig
+from rftmega.core.errors import CheckpointError
+from rftmega.core.interfaces import Checkpoints, Resumable
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import Observer
+
+WITHIN = "within"  # the name of the journal of a step
+
+
+class Checkpointing(Observer):
+    """Saves after every `every`-th step, after step `last`, and where the run is stopped.
+
+    Within a step it saves what the step began with, and what was done of it since: the trainer's
+    journal. The last of the callbacks: what the others wrote of a step must be there when the step
+    is saved.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int
+    ):
+        """`parts` are saved under their names; see `restore`."""
+        self.checkpoints, self.parts = checkpoints, parts
+        self.every, self.last = every, last
+        self._state: dict[str, Any] = {}  # after `_step` steps, the present one's beginning
+        self._step = self._saved = 0
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        self._remember(trainer)
+        # by the run that is gone on with; or there is nothing to save yet
+        self._saved = trainer.step
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self._remember(trainer)
+        if trainer.stopped or trainer.step == self.last or trainer.step % self.every == 0:
+            begin = time.perf_counter()
+            self._save(trainer, self._state)
+            if trainer.stopped:
+                self.checkpoints.wait()
+            for callback in trainer.callbacks:
+                callback.on_phase(trainer, "checkpoint", time.perf_counter() - begin)
+
+    def on_given_up(self, trainer: Any) -> None:
+        if self._saved != self._step or trainer.journal:
+            self._save(
+                trainer,
+                self._state | ({WITHIN: trainer.journal.state()} if trainer.journal else {}),
+            )
+            self.checkpoints.wait()
+
+    def on_end(self, trainer: Any) -> None:
+        self.checkpoints.wait()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.checkpoints.leave()
+
+    def _save(self, trainer: Any, state: dict[str, Any]) -> None:
+        for callback in trainer.callbacks:
+            callback.on_save(trainer)
+        self.checkpoints.save(state, step=self._step)
+        self._saved = self._step
+
+    def _remember(self, trainer: Any) -> None:
+        self._state, self._step = (
+            {name: part.state() for name, part in self.parts.items()},
+            trainer.step,
+        )
+
+
+def resume(
+    trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig
+) -> None:
+    """Loads the checkpoint that `checkpoint.resume` names, where there is one: models, then `parts`
+    (see `restore`).
+
+    Every process calls it.
+    """
+    if not chosen.every and chosen.resume in ("auto", "none"):
+        return
+    state = checkpoints.resume()
+    if state is not None:
+        restore(trainer, parts, state)
+
+
+def restore(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
+    """Takes back what `Checkpointing` saved of the same parts, and the journal of a step that was
+    begun.
+
+    Raises CheckpointError where the run was stopped within a step, whose weights no other step
+    begins with, and this one keeps no journal.
+    """
+    if state.get(WITHIN) and trainer.journal is None:
+        raise CheckpointError(
+            "The run was stopped within a step, and one that saves nothing can't go on within it: set checkpoint.every."
+        )
+    for name, part in parts.items():
+        part.load_state(state[name])
+    if trainer.journal is not None:
+        trainer.journal.load_state(state.get(WITHIN, []))

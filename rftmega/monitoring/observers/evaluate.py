@@ -1,0 +1,180 @@
+"""Held-out prompts, answered greedily or by sampling, beside the training and without a trace in
+it.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from rftmega.algorithms.pass_at_k import pass_at_k
+from rftmega.core.interfaces import Reward
+from rftmega.core.sampling_seeds import evaluation_seed
+from rftmega.core.types import Metrics, Prompt, Rollout, Sampling
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.trainer.experience import complete, scores_of
+
+ACCURACY = "accuracy"  # share of the answers that are right
+
+
+class Answering(NamedTuple):
+    """Answering says how held-out prompts are answered and judged."""
+
+    samples: int = 1  # answers a prompt
+    sampling: Sampling = Sampling(temperature=0.0)  # noqa: RUF009
+    pass_at: tuple[int, ...] = ()  # each k at most `samples`
+    # the part of the reward that is 1 or more where an answer is right
+    accuracy: str = "exact_match"
+
+
+class Evaluation(Observer):
+    """At the start, every `every` steps (0: never between) and after step `last`."""
+
+    def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
+        """`held_out`: sets by name; one may have the name "", see `metric_of`."""
+        self.held_out = held_out
+        self.every, self.last = every, last
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if not trainer.resumed:  # it was evaluated before
+            metrics |= self.evaluate(trainer)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if trainer.step == self.last or (self.every and trainer.step % self.every == 0):
+            metrics |= self.evaluate(trainer)
+
+    def evaluate(self, trainer: Any) -> Metrics:
+        raise NotImplementedError
+
+
+class Evaluate(Evaluation):
+    """Evaluate asks the engine held-out prompts, and scores the answers."""
+
+    def __init__(
+        self,
+        held_out: Mapping[str, Sequence[Prompt]],
+        reward: Reward,
+        answering: Answering = Answering(),  # noqa: B008  it can't be changed
+        *,
+        every: int,
+        last: int,
+        adapters: Sequence[str] = (),
+    ):
+        """`adapters`: names of those that answer beside the policy's."""
+        super().__init__(held_out, every=every, last=last)
+        self.reward, self.answering, self.adapters = reward, answering, adapters
+
+    def evaluate(self, trainer: Any) -> Metrics:
+        """Returns for each set the mean of every reward part over all answers, the share of answers
+        that are right ("accuracy") and pass@k; of other adapters too, under their names.
+
+        "eval_seconds" for all together.
+        """
+        begin = time.perf_counter()
+        metrics = self._answered(trainer)
+        for adapter in self.adapters:
+            # again at each evaluation, so that a resumed run finds in its journal what it asks
+            with trainer.engine.answering_with(adapter):
+                metrics |= self._answered(trainer, adapter)
+        return metrics | {"eval_seconds": time.perf_counter() - begin}
+
+    def _answered(self, trainer: Any, adapter: str = "") -> Metrics:
+        """Returns what becomes of the prompts; `adapter`: whose name the metrics have."""
+        samples = self.answering.samples
+        requests = [
+            (prompt, i)
+            for prompts in self.held_out.values()
+            for prompt in prompts
+            for i in range(samples)
+        ]
+        asked, seeds = (
+            [prompt for prompt, _ in requests],
+            [evaluation_seed(prompt.index, sample) for prompt, sample in requests],
+        )
+        with undisturbed():
+            answered = trainer.engine.generate(
+                asked,
+                seeds=seeds,
+                sampling=self.answering.sampling,
+                reward=self.reward,
+            )
+            rollouts = complete(answered)
+            scores = scores_of(asked, rollouts, self.reward)
+        metrics: Metrics = {}
+        for name, prompts in self.held_out.items():
+            count = len(prompts) * samples
+            own, scores = scores[:count], scores[count:]
+            ran, rollouts = rollouts[:count], rollouts[count:]
+            found = judged(own, self.answering) | counted(ran)
+            known = "_".join(filter(None, (adapter, name)))
+            metrics |= {metric_of(known, part): value for part, value in found.items()}
+        return metrics
+
+
+def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
+    """Returns the mean of every part, the share that is right, and pass@k.
+
+    `scores` are those of all answers, a prompt's side by side.
+    """
+    n = answering.samples
+    parts = dict.fromkeys(part for score in scores for part in score)
+    found = {part: _mean([score[part] for score in scores if part in score]) for part in parts}
+    judging = [score for score in scores if answering.accuracy in score]
+    if judging:
+        found[ACCURACY] = _right(judging, answering.accuracy) / len(judging)
+    groups = [scores[i : i + n] for i in range(0, len(scores), n)]
+    for k in answering.pass_at:
+        # a rollout that was lost has no score
+        scored = [[score for score in group if score] for group in groups]
+        chances = [
+            pass_at_k(len(group), _right(group, answering.accuracy), k)
+            for group in scored
+            if len(group) >= k
+        ]
+        if chances:
+            found[f"pass_at_{k}"] = _mean(chances)
+    return found
+
+
+def counted(rollouts: Sequence[Rollout]) -> Metrics:
+    """Returns the mean of what the environment counted, and the share of rollouts that were lost."""
+    kept = [rollout for rollout in rollouts if not rollout.lost]
+    names = dict.fromkeys(name for rollout in kept for name in rollout.measures)
+    found = {}
+    for name in names:
+        numbers = [rollout.measures[name] for rollout in kept if name in rollout.measures]
+        found[f"environment_{name}"] = _mean(numbers)
+    if len(kept) < len(rollouts):
+        found["lost"] = 1 - len(kept) / len(rollouts)
+    return found
+
+
+def _right(scores: Sequence[Mapping[str, float]], part: str) -> int:
+    return sum(score.get(part, 0) >= 1 for score in scores)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def metric_of(name: str, part: str) -> str:
+    """Returns the name of the metric for `part` of the held-out set `name` ("": the only one)."""
+    return f"eval_{name}_{part}" if name else f"eval_{part}"
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts the global random states of Python, NumPy and torch (the host's) back to where they
+    were.
+    """
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

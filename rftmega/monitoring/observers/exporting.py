@@ -1,0 +1,24 @@
+"""Exporting writes the trained model after the last step, beside that of an earlier run."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import AtEnd
+from rftmega.monitoring.observers.output_files import set_aside
+
+
+class Exporting(AtEnd):
+    """Calls `work` at the end; a run that begins anew gives the models that it finds in `folders`
+    other names before its first step, policy.1 for policy.
+    """
+
+    def __init__(self, work: Callable[[], None], folders: Sequence[str], *, is_main: bool):
+        super().__init__(work)
+        self.folders, self.is_main = folders, is_main
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if self.is_main and not trainer.resumed:
+            for folder in self.folders:
+                set_aside(Path(folder))

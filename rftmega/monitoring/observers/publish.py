@@ -1,0 +1,219 @@
+"""Metrics for programs that watch many runs: Weights & Biases, MLflow, trackio, and Prometheus, which
+comes and asks.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+from rftmega.config import RunConfig, without_secrets
+from rftmega.config.load import flatten
+from rftmega.core.errors import ConfigError
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.output_files import set_aside
+
+PARAMETERS = 100  # that MLflow takes at once
+LONGEST_PARAMETER = 6000
+
+
+class WandB(Observer):
+    """Metrics and config. Where to, and under which key, is wandb's own business
+    (WANDB_MODE=offline: a folder). A run that is resumed goes on as the one that it was, by its id
+    in output/wandb.id.
+    """
+
+    def __init__(self, project: str, config: RunConfig):
+        self.project, self.config = project, config
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        output = Path(self.config.trainer.output)
+        with temporary_files_in(output / "wandb" / "temporary", of="wandb"):
+            import wandb  # optional, and slow to import
+
+        self.run = wandb.init(
+            project=self.project,
+            id=remembered(output / "wandb.id", trainer, lambda: uuid.uuid4().hex),
+            resume="allow",
+            name=output.name,
+            dir=output,
+            config=without_secrets(self.config),
+            # Its metadata holds the command line, and with it what an option there keeps secret.
+            settings=wandb.Settings(
+                console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True
+            ),
+        )
+        self.on_step(trainer, metrics)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self.run.log(dict(metrics), step=trainer.step)
+
+    def on_end(self, trainer: Any) -> None:
+        self.run.finish()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.run.finish(exit_code=1)
+
+
+@contextmanager
+def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
+    """Makes the temporary folders of a package that is imported within a `with` block in the run's
+    own, where the next start removes what a killed run has left.
+    """
+    if of in sys.modules:  # which has them
+        yield
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder.resolve())
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+class MLflow(Observer):
+    """Metrics, and the options as parameters. Where to, and under which key, is MLflow's own business
+    (MLFLOW_TRACKING_URI; without one it is the folder output/mlruns). A run that is resumed goes on as
+    the one that it was, by its id in output/mlflow.id.
+    """
+
+    def __init__(self, experiment: str, config: RunConfig):
+        self.experiment, self.config = experiment, config
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        output = Path(self.config.trainer.output)
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # else it asks for a database
+            os.environ["MLFLOW_TRACKING_URI"] = f"file://{(output / 'mlruns').resolve()}"
+        from mlflow import MlflowClient  # optional, and slow to import
+
+        self.client: Any = MlflowClient()
+        self.run = remembered(output / "mlflow.id", trainer, lambda: self._begun(output.name))
+        self.client.update_run(self.run, status="RUNNING")
+        self.on_step(trainer, metrics)
+
+    def _begun(self, name: str) -> str:
+        from mlflow.entities import Param
+
+        known = self.client.get_experiment_by_name(self.experiment)
+        where = known.experiment_id if known else self.client.create_experiment(self.experiment)
+        run: str = self.client.create_run(where, run_name=name).info.run_id
+        options = flatten(without_secrets(self.config))
+        given = [
+            Param(name, json.dumps(value)[:LONGEST_PARAMETER]) for name, value in options.items()
+        ]
+        for first in range(0, len(given), PARAMETERS):
+            self.client.log_batch(run, params=given[first : first + PARAMETERS])
+        return run
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        told = [Metric(name, value, now, trainer.step) for name, value in metrics.items()]
+        self.client.log_batch(self.run, metrics=told)
+
+    def on_end(self, trainer: Any) -> None:
+        self.client.set_terminated(self.run, "KILLED" if trainer.stopped else "FINISHED")
+
+    def on_failed(self, trainer: Any) -> None:
+        self.client.set_terminated(self.run, "FAILED")
+
+
+class Trackio(Observer):
+    """Metrics and config, into a file that `trackio show` reads; where it is, is trackio's own business
+    (TRACKIO_DIR). A run that is resumed goes on as the one that it was, by its name in output/trackio.id.
+    """
+
+    def __init__(self, project: str, config: RunConfig):
+        self.project, self.config = project, config
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        import trackio  # optional
+
+        output = Path(self.config.trainer.output)
+        self.run = trackio.init(
+            project=self.project,
+            name=remembered(
+                output / "trackio.id", trainer, lambda: f"{output.name}-{uuid.uuid4().hex[:8]}"
+            ),
+            resume="allow",
+            config=without_secrets(self.config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.on_step(trainer, metrics)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self.run.log(dict(metrics), step=trainer.step)
+
+    def on_end(self, trainer: Any) -> None:
+        self.run.finish()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.run.finish()
+
+
+def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
+    """Returns what the file says: the identity of the run elsewhere. A run that starts anew makes one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not trainer.resumed:
+        set_aside(path)
+    if not path.is_file():
+        path.write_text(made())
+    return path.read_text()
+
+
+class Prometheus(Observer):
+    """The last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and
+    rftmega_step.
+
+    Raises ConfigError at the start where something else listens there.
+    """
+
+    def __init__(self, host: str, port: int):
+        self.host, self.port = host, port
+        self.registry = CollectorRegistry()
+        self.gauges: dict[str, Gauge] = {}
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        try:
+            self.server, self.thread = start_http_server(
+                self.port, addr=self.host, registry=self.registry
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"logging.prometheus_port={self.port} can't be opened on {self.host} ({error.strerror}). Choose another."
+            ) from error
+        self.port = self.server.server_port
+        self.on_step(trainer, metrics)
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        for name, value in {**metrics, "step": trainer.step}.items():
+            named = f"rftmega_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
+            if named not in self.gauges:
+                self.gauges[named] = Gauge(
+                    named, f"{name} of the last step; docs/watching.md", registry=self.registry
+                )
+            self.gauges[named].set(value)
+
+    def on_end(self, trainer: Any) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.on_end(trainer)

@@ -1,0 +1,59 @@
+"""RunReports says on the console what a user would otherwise have to look up: a step that learnt
+nothing, and how to go on after the run's end.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rftmega.config import RunConfig
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import Observer
+
+log = logging.getLogger(__name__)
+MODELS = {"": "model", "critic_": "critic"}  # what begins the names of its metrics -> its name
+
+
+class RunReports(Observer):
+    """Speaks for the main process. `config` is the run's."""
+
+    def __init__(self, config: RunConfig):
+        self.steps, self.code = config.trainer.steps, config.faults.requeue_code
+        output = Path(config.trainer.output)
+        self.saved = Path(config.checkpoint.folder or output / "checkpoints")
+        self.model = Path(config.exported)
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        if trainer.resumed and trainer.step >= self.steps:
+            log.info(
+                "This run is complete: it has taken %d steps, and trainer.steps=%d. Raise trainer.steps to go on; "
+                "checkpoint.resume=none begins anew.%s",
+                trainer.step,
+                self.steps,
+                f" The model is in {self.model}." if self.model.is_dir() else "",
+            )
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        for prefix, name in MODELS.items():
+            if skipped := int(metrics.get(f"{prefix}skipped_steps", 0)):
+                of = skipped + int(metrics.get(f"{prefix}optimizer_steps", 0))
+                log.warning(
+                    "step %d: %d of %d optimizer steps of the %s were skipped, since a gradient was NaN or infinite; its weights "
+                    "stay as they were. The run ends after faults.max_skipped_steps such steps in a row.",
+                    trainer.step,
+                    skipped,
+                    of,
+                    name,
+                )
+
+    def on_end(self, trainer: Any) -> None:
+        if trainer.stopped:
+            log.info(
+                "Stopped by a signal after step %d of %d, and saved in %s (exit code %d). The same command goes on from there; "
+                "`rftmega convert to-hf %s OUT` makes a Hugging Face folder of the model.",
+                trainer.step,
+                self.steps,
+                self.saved,
+                self.code,
+                self.saved,
+            )

@@ -1,0 +1,121 @@
+"""StepLines is a file with one JSON object a step, which a resumed run cuts to the steps before."""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.output_files import set_aside, synchronise, writing
+
+log = logging.getLogger(__name__)
+
+
+class StepLines(Observer):
+    """Lines are flushed at once, and on the disk when a checkpoint is; a subclass writes them.
+
+    A resumed run keeps the lines of the steps before. Lines that it does not keep, and what is no
+    line of a step, go to a file beside, metrics.left_out.jsonl.
+    """
+
+    what = "a step"  # that lines are of, in a warning
+
+    def __init__(self, path: str | Path, *, warn: bool = False):
+        """With `warn` a line that can't be written is left out, with a warning; see `writing`."""
+        self.path, self.warn = Path(path), warn
+        self.left_out = self.path.with_name(f"{self.path.stem}.left_out{self.path.suffix}")
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not trainer.resumed:
+                set_aside(self.path)
+            elif self.path.is_file():
+                self._keep_until(trainer.step)
+            self.file = self.path.open("ab", buffering=0)
+
+    def _keep_until(self, step: int) -> None:
+        """Keeps the lines up to a step.
+
+        Those that are left out are written down first: whatever happens, no line is lost.
+        """
+        kept, later, bad = sorted_out(self.path.read_bytes(), step)
+        for number in bad:
+            log.warning(
+                "%s:%d: is no line of %s, and is left out; it is in %s.",
+                self.path,
+                number,
+                self.what,
+                self.left_out.name,
+            )
+        if later:
+            again = f"{len(later)} step(s) after {step} are done again"
+            log.info("%s: %s; the lines are in %s.", self.path, again, self.left_out.name)
+        if others := [*later, *bad.values()]:
+            with self.left_out.open("ab") as file:
+                _write_down(file, others)
+        draft = self.path.with_name(f".{self.path.name}.draft")
+        with draft.open("wb") as file:
+            _write_down(file, kept)
+        draft.rename(self.path)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes the line of a step, which has its number under "step"."""
+        with writing(self.path, warn=self.warn):
+            append(self.file.fileno(), f"{json.dumps(line)}\n".encode())
+
+    def on_save(self, trainer: Any) -> None:
+        with writing(self.path, warn=self.warn):
+            os.fsync(self.file.fileno())
+            synchronise(self.path.parent)
+
+    def on_end(self, trainer: Any) -> None:
+        self.file.close()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.file.close()
+
+
+def append(descriptor: int, line: bytes) -> None:
+    """Writes a line behind a file's end; of one that can't be written nothing stays, so that the
+    next one is not joined to a part of it. Raises OSError.
+    """
+    end = os.fstat(descriptor).st_size
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, end)
+        raise
+
+
+def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
+    """Returns the lines of a file up to that step, those after it, and by its number what
+    is none: a process that was killed leaves half a line, a machine that lost its power zeros.
+    """
+    kept, later, bad = [], [], {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = None
+        if not isinstance(said, dict) or not isinstance(said.get("step"), int):
+            bad[number] = line
+        elif said["step"] <= step:
+            kept.append(line)
+        else:
+            later.append(line)
+    return kept, later, bad
+
+
+def _write_down(file: BinaryIO, lines: Iterable[bytes]) -> None:
+    file.writelines(line + b"\n" for line in lines)
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,303 @@
+"""Trajectories writes what steps have learnt from, token by token, as files that `zcat` and
+`tools/view.py` read.
+"""
+
+import gzip
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rftmega.core.media_positions import Placed, PlacedPicture, unexpanded
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Experience, Metrics, Samples, Turn
+from rftmega.data.media.thumbnails import thumbnail_of
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.output_files import set_aside, synchronise, writing
+from rftmega.monitoring.observers.run_chat import RunChat
+
+log = logging.getLogger(__name__)
+LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
+# (context, response) in token ids -> the text that rewards grade; None: unfinished reasoning
+Grading = Callable[[Sequence[int], Sequence[int]], str | None]
+
+
+class Trajectories(Observer):
+    """Writes folder/step_000123.jsonl.gz, one JSON object a sample (see `records`), after the first
+    and every `every`-th step.
+
+    A file gets its name when it is complete. The oldest go when all of them take more than
+    `most_bytes`; the newest stays.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        decode: Callable[[Sequence[int]], str],
+        pieces: Callable[[Sequence[int]], list[str]],
+        *,
+        every: int,
+        most_bytes: int,
+        chat: RunChat | None = None,
+        grading: Grading | None = None,
+        warn: bool = False,
+    ):
+        """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: how messages
+        become tokens, which is written beside; `grading`: what of a response is graded. With `warn`
+        a file that can't be written is left out, with a warning; see `writing`.
+        """
+        self.warn = warn
+        self.folder = Path(folder)
+        self.chat, self.grading = chat, grading
+        self.decode, self.pieces = decode, pieces
+        self.every, self.most_bytes = every, most_bytes
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        """Removes files of steps to come, which would be taken for this run's."""
+        with writing(self.folder):
+            self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
+        if not trainer.resumed:
+            set_aside(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if later := [path for path in self._written() if path.name >= name_of(trainer.step + 1)]:
+            log.info(
+                "%s: files of %d step(s) after %d go: these are done again.",
+                self.folder,
+                len(later),
+                trainer.step,
+            )
+        for path in later:
+            path.unlink()
+        if self.chat:
+            self.chat.write(self.folder)
+
+    def on_save(self, trainer: Any) -> None:
+        with writing(self.folder, warn=self.warn):
+            synchronise(self.folder)
+
+    def on_experience(
+        self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
+    ) -> None:
+        if trainer.step == 1 or trainer.step % self.every == 0:
+            lines = records(
+                trainer.step, samples, experience, self.decode, self.pieces, self.grading
+            )
+            path = self.folder / name_of(trainer.step)
+            with writing(path, warn=self.warn):
+                write(path, lines)
+                self._trim()
+
+    def _trim(self) -> None:
+        sizes = {path: path.stat().st_size for path in self._written()}
+        for path in list(sizes)[:-1]:
+            if sum(sizes.values()) <= self.most_bytes:
+                return
+            path.unlink()
+            del sizes[path]
+
+    def _written(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*.jsonl.gz"))
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}.jsonl.gz"
+
+
+def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    """Writes gzip of one JSON object a line; equal lines give equal bytes.
+
+    Raises OSError, and leaves nothing half-written.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        _write(draft, lines)
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _write(draft: Path, lines: Iterator[dict[str, Any]]) -> None:
+    with draft.open("wb") as raw:
+        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=6, mtime=0) as packed:
+            for line in lines:
+                packed.write(
+                    (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode(
+                        "utf-8", "backslashreplace"
+                    )
+                )
+        raw.flush()
+        os.fsync(raw.fileno())
+
+
+def records(
+    step: int,
+    samples: Samples[Ragged],
+    experience: Experience[Ragged],
+    decode: Callable[[Sequence[int]], str],
+    pieces: Callable[[Sequence[int]], list[str]],
+    grading: Grading | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yields one JSON-ready object a row.
+
+    Under "tokens" a list for each quantity, a value for each token of the response.
+
+    "chosen" is false where the environment put the token there, and not the policy. Log-probs are
+    in nats; "gap" is the engine's minus the trainer's; null stands for what is
+    unknown or not finite.
+
+    "pictures" lists those of the prompt, in which each has one placeholder: digest, path (none for
+    bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are there, too,
+    with their frames.
+
+    "graded" is what rewards graded of the response, null where its reasoning is not finished; a
+    rollout's last trajectory has it.
+
+    "rollout" is the rollout's number; where it has several rows, "trajectory" says which of them
+    this is, from 0, of how many "trajectories". "turns" have their places among the tokens of the
+    response, "messages" are the prompt's, "measures" what the environment counted: each is there
+    where it is known.
+    """
+    assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
+    shown: set[str] = set()
+    places = places_of(samples)
+    for row in range(len(samples)):
+        first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
+        ids = samples.rows.tokens[row].tolist()
+        targets = slice(first - 1, end - 1)  # places that speak about the response
+        chosen = samples.rows.mask[row][targets]
+        engine, trainer = samples.behaviour_logp[row], experience.old_logp[row]
+
+        def of(
+            values: Tensor,
+            digits: int = DIGITS,
+            targets: slice = targets,
+            chosen: Tensor = chosen,
+        ) -> list[float | None]:
+            known = values[targets].double().masked_fill(~chosen, math.nan)
+            return [rounded(value, digits) for value in known.tolist()]
+
+        pictures = samples.prompts[row].pictures
+        yield {
+            "step": step,
+            "group": int(samples.group[row]),
+            **places[row],
+            "index": samples.prompts[row].index,
+            "prompt": "".join(pieces(unexpanded(ids[:first], pictures))),
+            "response": decode(ids[first:]),
+            **graded(samples, row, places[row], grading),
+            "label": samples.prompts[row].label,
+            "reward": rounded(samples.reward[row].item(), LOGP_DIGITS),
+            "reward_parts": {
+                k: rounded(part[row].item(), LOGP_DIGITS)
+                for k, part in samples.reward_parts.items()
+            },
+            "truncated": bool(samples.truncated[row]),
+            **told(samples, row, first),
+            **({"pictures": [described(each, shown) for each in pictures]} if pictures else {}),
+            "tokens": {
+                "id": ids[first:],
+                "text": pieces(ids[first:]),
+                "engine_logp": of(engine, LOGP_DIGITS),
+                "trainer_logp": of(trainer, LOGP_DIGITS),
+                "gap": of(engine - trainer),
+                "advantage": of(experience.advantage[row]),
+                "entropy": None if experience.entropy is None else of(experience.entropy[row]),
+                "chosen": chosen.tolist(),
+            },
+        }
+
+
+def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
+    """Returns for each row the number of its rollout, and where that has several which of them it
+    is, and of how many.
+    """
+    if samples.rollout is None:
+        return [{} for _ in range(len(samples))]
+    rows = samples.rollouts
+    found = []
+    for row, number in enumerate(samples.rollout.tolist()):
+        own = rows.of_row[row]
+        place = {"rollout": number}
+        if rows.sizes[own] > 1:
+            place["trajectory"] = row - int(rows.first[own])
+            place["trajectories"] = int(rows.sizes[own])
+        found.append(place)
+    return found
+
+
+def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
+    """Returns the turns of a row, the messages of its prompt and what its environment counted.
+
+    `first`: place of the response's first token. What is not known has no key.
+    """
+    turns: Sequence[Turn] = samples.turns[row] if samples.turns else ()
+    counted = {name: rounded(each[row].item(), DIGITS) for name, each in samples.measures.items()}
+    found = {
+        "turns": [described_turn(turn, first) for turn in turns if turn.start >= first],
+        "measures": {name: value for name, value in counted.items() if value is not None},
+        "messages": messages_in(samples.prompts[row].record),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def graded(
+    samples: Samples[Ragged], row: int, place: dict[str, int], grading: Grading | None
+) -> dict[str, Any]:
+    """Returns what was graded of a row: of its last answer, or of all behind the prompt."""
+    if grading is None or place.get("trajectory", 0) + 1 != place.get("trajectories", 1):
+        return {}
+    ids = samples.rows.tokens[row].tolist()
+    turns = samples.turns[row] if samples.turns else ()
+    begin, end = int(samples.rows.prompt_lengths[row]), len(ids)
+    for turn in turns:
+        if turn.role == "assistant":
+            begin, end = turn.start, turn.stop
+    return {"graded": grading(ids[:begin], ids[begin:end])}
+
+
+def described_turn(turn: Turn, first: int) -> dict[str, Any]:
+    """Returns what is written of a turn; places count from token `first` of the row."""
+    return {
+        "role": turn.role,
+        "name": turn.name,
+        "start": turn.start - first,
+        "stop": turn.stop - first,
+        "reward": rounded(turn.reward, LOGP_DIGITS),
+    }
+
+
+def messages_in(record: str) -> list[dict[str, Any]]:
+    """Returns the messages of a prompt's record, see Prompt; none where it has no record."""
+    prompt = json.loads(record).get("prompt") if record else None
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt if isinstance(prompt, list) else []
+
+
+def described(picture: Placed, shown: set[str]) -> dict[str, Any]:
+    """Returns what is written of a picture, with a thumbnail unless it is `shown` already, or of a
+    waveform.
+    """
+    found: dict[str, Any] = {
+        "digest": picture.digest,
+        "path": picture.source if isinstance(picture.source, str) else None,
+    }
+    if not isinstance(picture, PlacedPicture):
+        return found | {"frames": picture.frames}
+    found["grid"] = list(picture.grid)
+    if picture.digest not in shown:
+        shown.add(picture.digest)
+        found["thumbnail"] = thumbnail_of(picture)
+    return found
+
+
+def rounded(value: float, digits: int) -> float | None:
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

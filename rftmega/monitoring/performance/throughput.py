@@ -1,0 +1,105 @@
+"""Measures the cost of a step over all processes: throughput, operations, padding, memory, and who
+was slowest.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import Observer
+from rftmega.runtime import device
+from rftmega.runtime.device.spans import BACKWARD, FORWARD, REDUCE, SCHEDULE, recorder
+from rftmega.runtime.parallel.collectives import gathered
+
+# spans in which a process is busy itself
+WORK = ("generate", FORWARD, BACKWARD, "offload", "onload", "load weights")
+WAITS = ("receive weights",)  # within these
+MEASURED = ("work", "mib", "idle")  # of each phase, by every process
+
+
+class Throughput(Observer):
+    """Adds to each step's metrics; on every process, before what writes them.
+
+    One small collective a step.
+    """
+
+    def __init__(self, *, peak_tflops: float | None):
+        """`peak_tflops` of one device; None where nobody knows it."""
+        self.peak_tflops = peak_tflops
+        self.phases: dict[str, dict[str, float]] = {}  # of the present step
+        recorder.measuring = True
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        recorder.take()  # what came before the first step belongs to none
+
+    def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
+        sums = recorder.take()
+        work = sum(sums.get(part, 0.0) for part in WORK) - sum(
+            sums.get(part, 0.0) for part in WAITS
+        )
+        scheduled = sums.get(SCHEDULE, 0.0) - sums.get(REDUCE, 0.0)
+        busy = sums.get(FORWARD, 0.0) + sums.get(BACKWARD, 0.0)
+        self.phases[name] = sums | {
+            "seconds": seconds,
+            "work": work or seconds,  # what knows no better is all work
+            "mib": device.current().peak_bytes() / 2**20,
+            "idle": 1 - busy / scheduled if scheduled else 0.0,
+        }
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        if "update" in self.phases:
+            self.phases["update"] |= trainer.counts  # of steps that were taken before a resume, too
+        metrics |= self._everybodys() | self._efficiency(metrics)
+        self.phases = {}
+        recorder.take()  # an evaluation's belongs to no phase
+
+    def on_end(self, trainer: Any) -> None:
+        recorder.measuring = False
+
+    def on_failed(self, trainer: Any) -> None:
+        recorder.measuring = False
+
+    def _everybodys(self) -> Metrics:
+        mine = torch.tensor(
+            [[phase[part] for part in MEASURED] for phase in self.phases.values()],
+            dtype=torch.float64,
+        )
+        return compared(list(self.phases), gathered(mine.to(device.current().here())).cpu())
+
+    def _efficiency(self, metrics: Metrics) -> Metrics:
+        devices = dist.get_world_size()
+        found: Metrics = {}
+        for name, phase in self.phases.items():
+            if flops := phase.get("flops"):
+                found[f"tflops_{name}"] = flops / phase["seconds"] / devices / 1e12
+                if self.peak_tflops:
+                    found[f"mfu_{name}"] = found[f"tflops_{name}"] / self.peak_tflops
+        if (update := self.phases.get("update")) and update.get("slots"):
+            found["tokens_per_second_update"] = update["tokens"] / update["seconds"] / devices
+            found["padding"] = 1 - update["tokens"] / update["slots"]
+            found["pipeline_bubble"] = update["bubble"] / update["ideal"]
+        if "generated_tokens" in metrics:
+            found["tokens_per_second_rollout"] = (
+                metrics["generated_tokens"] / self.phases["rollout"]["seconds"] / devices
+            )
+        return found
+
+
+def compared(phases: list[str], everybodys: Tensor) -> Metrics:
+    """Reduces [ranks, phases, measured] to each phase's mean, median (the lower one) and largest
+    work and whose that is, the most memory, and what was idle.
+    """
+    found: Metrics = {}
+    for name, (work, mib, idle) in zip(phases, everybodys.permute(1, 2, 0), strict=True):
+        found[f"work_{name}"], found[f"work_{name}_max"] = work.mean().item(), work.max().item()
+        found[f"work_{name}_median"], found[f"work_{name}_slowest"] = (
+            work.median().item(),
+            float(work.argmax()),
+        )
+        found[f"memory_mib_{name}"] = mib.max().item()
+        if name == "update":
+            found["pipeline_idle"] = idle.mean().item()
+    return found
