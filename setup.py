@@ -59,7 +59,7 @@ setup(
     install_requires=light(),
     entry_points={
         "console_scripts": ["rftmega = rftmega.__main__:main"],
-        "vllm.general_plugins": ["rftmega = rftmega.rollout.plugin:register"],
+        "vllm.general_plugins": ["rftmega = rftmega.rollout.engines.plugin:register"],
     },
     extras_require={name: pins(name) for name in ("dev", "docs", "wandb", "mlflow", "trackio")},
 )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rftmega.algorithms.mismatch import Gap
 from rftmega.config import AlgorithmConfig, KLConfig
 from rftmega.core.types import Completion, Prompt, Rollout, TokenStats, Trajectory
-from rftmega.dispatch.gathered_rollouts import gathered, in_order
+from rftmega.rollout.pool.gathered_rollouts import gathered, in_order
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.host_memory import HostMemory
 from rftmega.runtime.parallel.process_group import World

@@ -135,7 +135,7 @@ def measured(world: Any, held: Sequence[Bound], engine: Any) -> dict[str, float]
 
 
 def in_vllm(world: Any, folder: Path) -> dict[str, float]:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     config = RolloutConfig(
         max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8

@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
 
 
 def gap_body(world: Any, folder: Path, dtype: str) -> dict[str, float]:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     actor = build_actor(
         folder, ParallelConfig(), dtype=dtype, token_cap=4096, router_replay="trainer"

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from benchmarks.timing import compare
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
-from rftmega.dispatch.engine_pool import EnginePool
-from rftmega.dispatch.pending_requests import PendingRequests, Stop, Tasks
-from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.requests.order import ordered
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool
+from rftmega.rollout.pool.pending_requests import PendingRequests, Stop, Tasks
+from rftmega.rollout.pool.request_queues import Counted
+from rftmega.rollout.requests.order import ordered
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.layouts import build_manager
@@ -182,7 +182,7 @@ def through_an_environment(folder: Path) -> dict[str, float]:
 
 
 def environment_body(world: World, folder: Path, longest: int) -> dict[str, float]:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     model = save_tiny(folder, "qwen2", hidden_size=128, vocab_size=64)

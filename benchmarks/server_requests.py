@@ -26,8 +26,8 @@ def against_in_process(folder: Path) -> dict[str, float]:
 
 
 def both_body(world: World, folder: Path) -> dict[str, float]:
-    from rftmega.fleet.server_engine import ServerEngine
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
+    from rftmega.rollout.servers.server_engine import ServerEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     model = save_tiny(folder, "qwen2", hidden_size=128, vocab_size=64)

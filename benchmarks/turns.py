@@ -20,14 +20,14 @@ from rftmega.config.options.environments import Tools
 from rftmega.core.sampling_seeds import turn_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
-from rftmega.dispatch.engine_pool import EnginePool
-from rftmega.dispatch.pending_requests import PendingRequests, Tasks
-from rftmega.dispatch.request_queues import Counted
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.requests import Request, Requests
-from rftmega.requests.order import ordered
-from rftmega.requests.partial_completion import PartialCompletion
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool
+from rftmega.rollout.pool.pending_requests import PendingRequests, Tasks
+from rftmega.rollout.pool.request_queues import Counted
+from rftmega.rollout.requests import Request, Requests
+from rftmega.rollout.requests.order import ordered
+from rftmega.rollout.requests.partial_completion import PartialCompletion
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.calling_model import END, HEAD, TAIL, save_calling, talkative
@@ -176,7 +176,7 @@ def tools_against_a_plain_loop(folder: Path) -> dict[str, float]:
 
 
 def turns_body(world: World, folder: Path, words: int) -> dict[str, float]:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     table, said = talkative(words)

@@ -28,13 +28,13 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError, EngineFault, RFTMegaError
 from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Sampling
-from rftmega.dispatch.rollout_runner import Begun, RolloutRunner
 from rftmega.environments import single_turn
-from rftmega.fleet import fleet_client, health, server_client
-from rftmega.fleet.fleet_client import FleetClient
-from rftmega.fleet.server_engine import ServerEngine
+from rftmega.rollout.pool.rollout_runner import Begun, RolloutRunner
+from rftmega.rollout.servers import fleet_client, health, server_client
+from rftmega.rollout.servers.fleet_client import FleetClient
+from rftmega.rollout.servers.server_engine import ServerEngine
+from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime.parallel.process_group import World
-from rftmega.vllm_server import door
 from tests.rollouts import NEVER, save_scripted
 from tests.tcp_proxy import TcpProxy
 
@@ -56,12 +56,12 @@ class ScriptedServer:
     def start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, str(Path(__file__).with_name("scripted_server.py"))]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
-        environment = os.environ | {door.KEY: self.key, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = os.environ | {auth.KEY: self.key, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (self.folder / f"server-{self.port}.log").open("a") as said:
             self.process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
         for _ in range(600):
             try:
-                headers = door.headers(self.key)
+                headers = auth.headers(self.key)
                 httpx.get(f"http://127.0.0.1:{self.port}/health", headers=headers, timeout=5)
             except httpx.TransportError:
                 time.sleep(0.05)
@@ -81,7 +81,7 @@ class Stage:
     """Stage is a trainer's first process with two servers elsewhere."""
 
     def __init__(self, folder: Path, options: list[str], **rollout: Any):
-        os.environ[door.KEY] = KEY
+        os.environ[auth.KEY] = KEY
         plain = ["--vllm", _vllm(), "--pause", "0.02"]
         self.folder = folder
         self.servers = [ScriptedServer(folder, *plain), ScriptedServer(folder, *plain, *options)]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import yaml
 
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.fleet.fleet import FleetMember
-from rftmega.fleet.server_engine import ServerEngine
-from rftmega.vllm_server import door
+from rftmega.rollout.servers.fleet import FleetMember
+from rftmega.rollout.servers.server_engine import ServerEngine
+from rftmega.rollout.servers.vllm import auth
 from tests.layouts import rows_of
 
 KEY = "of this test"  # of servers that are started elsewhere
@@ -41,7 +41,7 @@ def two_servers_elsewhere(run: dict[str, Any], folder: Path) -> Iterator[Path]:
     command += ["--logs", str(folder / "logs"), "--servers", "2"]
     with (folder / "serve.log").open("w") as said:
         serving = subprocess.Popen(
-            command, env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
+            command, env=os.environ | {auth.KEY: KEY}, stdout=said, stderr=said
         )
     try:
         yield folder / "both"

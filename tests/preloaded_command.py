@@ -17,6 +17,6 @@ with warnings.catch_warnings():  # filters of a program that only imports are it
     import rftmega.launch.local_launcher
     import rftmega.launch.preflight
     import rftmega.megatron
-    import rftmega.rollout.scripted
-    import rftmega.rollout.transformers
-    import rftmega.rollout.vllm  # noqa: F401
+    import rftmega.rollout.engines.scripted
+    import rftmega.rollout.engines.transformers
+    import rftmega.rollout.engines.vllm  # noqa: F401

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
-from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.requests import Requests
-from rftmega.rollout import Engine, ScriptedEngine
+from rftmega.rollout.engines import Engine, ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool
+from rftmega.rollout.requests import Requests
 from rftmega.runtime.parallel.process_group import World
 
 NEVER = 10**6  # a stop token for scripted servers, which answer with their prompt's tokens

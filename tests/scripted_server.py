@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 
-from rftmega.vllm_server import ownership, wire
+from rftmega.rollout.servers.vllm import ownership, protocol
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--host")
@@ -85,15 +85,15 @@ async def converse(receive: Any, send: Any) -> None:
     await send({"type": "websocket.accept"})
     running: dict[int, asyncio.Task[None]] = {}
 
-    async def answer(ask: wire.Ask) -> None:
+    async def answer(ask: protocol.Ask) -> None:
         async with turn:
             await asyncio.sleep(given.pause)
-            reply = wire.packed([completion(ask)])
+            reply = protocol.packed([completion(ask)])
         await send({"type": "websocket.send", "bytes": reply})
 
     while (message := await receive())["type"] == "websocket.receive":
-        for said in wire.asked(message["bytes"]):
-            if isinstance(said, wire.Ask):
+        for said in protocol.asked(message["bytes"]):
+            if isinstance(said, protocol.Ask):
                 running[said.number] = asyncio.create_task(answer(said))
             else:
                 running[said.number].cancel()
@@ -101,7 +101,7 @@ async def converse(receive: Any, send: Any) -> None:
         task.cancel()
 
 
-def completion(ask: wire.Ask) -> wire.ServerAnswer:
+def completion(ask: protocol.Ask) -> protocol.ServerAnswer:
     if state["answers"] == given.after and given.fault and not given.marker.exists():
         given.marker.touch()
         os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
@@ -110,10 +110,10 @@ def completion(ask: wire.Ask) -> wire.ServerAnswer:
     if given.marker:
         with given.marker.with_suffix(".answers").open("a") as file:
             file.write(f"{seed}\n")
-    ids = [*wire.numbers("i", ask.token_ids), seed]
+    ids = [*protocol.numbers("i", ask.token_ids), seed]
     logprobs = array("f", [-0.5] * len(ids)).tobytes()
     spans = [(state["version"], 0, len(ids))]
-    return wire.ServerAnswer(ask.number, wire.integers(ids), logprobs, "length", spans)
+    return protocol.ServerAnswer(ask.number, protocol.integers(ids), logprobs, "length", spans)
 
 
 if __name__ == "__main__":

@@ -185,17 +185,17 @@ def test_imports_follow_the_map() -> None:
         ),
         (
             "rftmega/environments/bad.py",
-            "from rftmega.dispatch.running_rollouts import RunningRollouts",
+            "from rftmega.rollout.pool.running_rollouts import RunningRollouts",
             "environments may not import dispatch",
         ),
         (
-            "rftmega/dispatch/bad.py",
+            "rftmega/rollout/pool/bad.py",
             "from rftmega.environments import SingleTurnEnvironment",
             "dispatch may not import environments",
         ),
         (
-            "rftmega/rollout/bad.py",
-            "from rftmega.dispatch.engine_pool import EnginePool",
+            "rftmega/rollout/engines/bad.py",
+            "from rftmega.rollout.pool.engine_pool import EnginePool",
             "rollout may not import dispatch",
         ),
         (
@@ -224,7 +224,7 @@ def test_imports_follow_the_map() -> None:
             "torch.distributed belongs in",
         ),
         (
-            "rftmega/rollout/bad.py",
+            "rftmega/rollout/engines/bad.py",
             "from megatron.core import parallel_state",
             "parallel_state belongs in parallel",
         ),

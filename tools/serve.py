@@ -30,7 +30,7 @@ from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError, EngineFault, exit_code_of
 
 if TYPE_CHECKING:
-    from rftmega.fleet.server import Server
+    from rftmega.rollout.servers.server import Server
 
 LOOK_SECONDS = 0.5  # between two looks whether a server has ended
 log = logging.getLogger(__name__)
@@ -68,10 +68,10 @@ def main(given: list[str] | None = None) -> int:
 
 def serve(chosen: argparse.Namespace) -> int:
     """Runs the servers until it is asked to end."""
-    from rftmega.vllm_server import door
+    from rftmega.rollout.servers.vllm import auth
 
     try:
-        key = door.given_key()
+        key = auth.given_key()
     except ValueError as error:
         raise ConfigError(str(error)) from error
     config = configuration.load(chosen.config, chosen.overrides)
@@ -96,7 +96,11 @@ class Servers:
     """Servers keeps the servers of one host running."""
 
     def __init__(self, config: RunConfig, chosen: argparse.Namespace, key: str):
-        from rftmega.fleet.server_options import arguments_of_run, devices_of, environment_of
+        from rftmega.rollout.servers.server_options import (
+            arguments_of_run,
+            devices_of,
+            environment_of,
+        )
         from rftmega.runtime import device
         from rftmega.strategy.engines import unquantised
 
@@ -141,7 +145,7 @@ class Servers:
                 server.close()
 
     def _started(self, number: int) -> "Server":
-        from rftmega.fleet.server import Server
+        from rftmega.rollout.servers.server import Server
 
         chosen = self._chosen
         return Server(

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.sheet import Figures, Sheet
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.rollout.transformers import TransformersEngine
+from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.runtime import device
 from rftmega.weights import EngineWeights, Exporter
 from tests.layouts import build_manager
@@ -38,7 +38,7 @@ SMALL = Sizes({}, prompts=4, answer_tokens=8)
 
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     config = RolloutConfig(
         max_prompt_tokens=32, max_response_tokens=sizes.answer_tokens, max_batch=sizes.prompts, memory_fraction=0.2,

@@ -59,7 +59,7 @@ CHECKED = (
     "vllm.v1.attention.backends.flash_attn",
     "vllm.lora.model_manager",
     "rftmega.launch.train",
-    "rftmega.rollout.vllm",
+    "rftmega.rollout.engines.vllm",
     "trl.trainer.grpo_trainer",
     "datasets",
     "gguf",

@@ -66,7 +66,7 @@ SMALL = Sizes(
 
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     engine: Any = None
     with tempfile.TemporaryDirectory() as name:

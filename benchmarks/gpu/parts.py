@@ -28,17 +28,17 @@ PARTS = {
     "loop": Part(
         "loop",
         ("model", "Megatron", "FSDP2", "LoRA"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+        needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
     "pretrained": Part(
         "pretrained",
         ("Megatron", "FSDP2", "TRL", "LoRA", "TRL with vLLM"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+        needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
     "features": Part(
         "features",
         ("MoE", "images"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+        needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
     "log_probs": Part("log_probs", ("fused", "dense", "fused against dense")),
     "offload": Part("offload", ("off and on", "three cycles")),
@@ -73,12 +73,12 @@ PARTS = {
     "engine": Part(
         "engine",
         ("start", "first push", "push", "sleep and wake", "tokens"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+        needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
     "answers": Part(
         "answers",
         ("after the first push", "after sleep and other weights"),
-        needs=(*MEGATRON, "rftmega.rollout.vllm"),
+        needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
 }
 
@@ -97,7 +97,7 @@ def missing(part: Part) -> str:
         try:
             importlib.import_module(name)
         except Exception as error:  # a library of another build may raise anything
-            return f"{name.removeprefix('rftmega.rollout.')}: {type(error).__name__}: {error}".splitlines()[
+            return f"{name.removeprefix('rftmega.rollout.engines.')}: {type(error).__name__}: {error}".splitlines()[
                 0
             ]
     return ""

@@ -36,10 +36,10 @@ from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
 from rftmega.models.hf.tensor_plan import styles_of
 from rftmega.models.known_fields import ignore
+from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime import device
 from rftmega.runtime.device import hardware
 from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
-from rftmega.vllm_server import door
 from rftmega.weights.receivers.fp8 import BLOCK
 
 EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
@@ -117,7 +117,7 @@ def _key(config: RunConfig) -> list[str]:
     if config.strategy != "separate" or not elsewhere or os.environ.get("RANK", "0") != "0":
         return []
     try:
-        door.given_key()
+        auth.given_key()
     except ValueError as error:
         return [f"{error} Servers of rollout.addresses and rollout.roster ask for it."]
     return []
@@ -458,4 +458,4 @@ def slow_modules(config: RunConfig) -> list[str]:
         or config.rollout.engine == "scripted"
     ):
         return found
-    return [*found, f"rftmega.rollout.{config.rollout.engine}"]
+    return [*found, f"rftmega.rollout.engines.{config.rollout.engine}"]

@@ -18,7 +18,7 @@ from rftmega.data.media.image_processor import PictureProcessor, processor_of
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
-from rftmega.rollout import Engine
+from rftmega.rollout.engines import Engine
 from rftmega.runtime.device.residency import ADAM, MAIN_PARAMETERS
 from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.strategy.phases import POLICY

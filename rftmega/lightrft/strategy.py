@@ -32,7 +32,7 @@ from rftmega.lightrft.requests import (
     seeds_of,
     token_lists,
 )
-from rftmega.rollout import Engine, EngineStatus
+from rftmega.rollout.engines import Engine, EngineStatus
 from rftmega.runtime import device
 from rftmega.runtime.parallel import collectives, process_group, seeds
 

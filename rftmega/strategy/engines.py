@@ -10,7 +10,7 @@ from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.shards import is_linear
 from rftmega.model_providers.description import Experts, describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.rollout import Engine, ScriptedEngine
+from rftmega.rollout.engines import Engine, ScriptedEngine
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.run_identity import run_identity
 
@@ -32,7 +32,7 @@ def create(
     if config.rollout.engine == "scripted":
         return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
     if config.rollout.engine == "transformers":
-        from rftmega.rollout.transformers import TransformersEngine
+        from rftmega.rollout.engines.transformers import TransformersEngine
 
         return TransformersEngine(
             config.model.path,
@@ -44,7 +44,7 @@ def create(
     assert config.rollout.engine in ("vllm", "sglang"), config.rollout.engine
     kept = unquantised(config)
     if config.strategy == "separate":
-        from rftmega.fleet.server_engine import ServerEngine
+        from rftmega.rollout.servers.server_engine import ServerEngine
 
         logs = f"{config.trainer.output}/servers"
         return ServerEngine(
@@ -60,7 +60,7 @@ def create(
             vocabulary=vocabulary,
             run=run_identity(Path(config.trainer.output)),
         )
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     return VLLMEngine(
         config.model.path,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from rftmega.core.types import Metrics
-from rftmega.rollout.base import Engine
+from rftmega.rollout.engines.base import Engine
 from rftmega.runtime import device
 from rftmega.runtime.device.residency import PARAMETERS, PARTS, Residency
 from rftmega.runtime.parallel.watchdog import mark

@@ -22,10 +22,10 @@ from rftmega.core.interfaces import (
     WeightSync,
 )
 from rftmega.core.shards import AdapterSource
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
-from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
-from rftmega.dispatch.streaming_pool import StreamingPool
 from rftmega.environments import SingleTurnEnvironment
+from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
+from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
+from rftmega.rollout.pool.streaming_pool import StreamingPool
 from rftmega.runtime.parallel import host_memory
 from rftmega.runtime.parallel.process_group import World, undone
 from rftmega.runtime.parallel.seeds import set_seed

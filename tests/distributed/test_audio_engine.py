@@ -11,8 +11,8 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt, Sampling
-from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.rollout.transformers import TransformersEngine
+from rftmega.rollout.engines.transformers import TransformersEngine
+from rftmega.rollout.pool.colocated_weights import ColocatedWeights
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights, Exporter
@@ -40,7 +40,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
 
 
 def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -> Any:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(

@@ -23,7 +23,7 @@ ROUTED = RoutedModel(layers=(0, 2, 3), experts=4, active=2)
 
 
 def body(world: Any, folder: Path, engine_size: int) -> Any:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     config = RolloutConfig(
         max_prompt_tokens=160,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Metrics, Prompt, Rollout, Sampling
-from rftmega.dispatch.stop_consensus import EVERY
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.stop_consensus import EVERY
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights
@@ -116,7 +116,7 @@ def test_where_there_is_never_enough_every_answer_comes_and_without_a_reward_no_
 
 
 def vllm_body(world: World, folder: Path, engine_size: int) -> Any:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.rollout.transformers import TransformersEngine, named_as_in_a_folder
+from rftmega.rollout.engines.transformers import TransformersEngine, named_as_in_a_folder
 from rftmega.weights import EngineWeights
 from rftmega.weights.receivers.fp8 import quantised as as_pushed
 from tests.block_scales import PLAIN, meant, quantised

@@ -26,7 +26,7 @@ PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(tuple(range(2, 90)))]
 
 
 def body(world: Any, folder: Path) -> Any:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     config = RolloutConfig(
         max_prompt_tokens=100, max_response_tokens=16, max_batch=4, memory_fraction=0.1, quantization="fp8",
@@ -49,7 +49,7 @@ def body(world: Any, folder: Path) -> Any:
 
 
 def server_body(world: Any, folder: Path, logs: Path, transport: Any) -> Any:
-    from rftmega.fleet.server_engine import ServerEngine
+    from rftmega.rollout.servers.server_engine import ServerEngine
 
     config = RolloutConfig(
         max_prompt_tokens=100, max_response_tokens=16, max_batch=4, cpu_cache_gib=0.05, transport=transport,

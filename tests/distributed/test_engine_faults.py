@@ -17,11 +17,11 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineFault
 from rftmega.core.types import Completion, Metrics, Prompt, Rollout, Sampling
-from rftmega.dispatch.engine_pool import ServerPool
-from rftmega.fleet import server as server_module
-from rftmega.fleet.server import Server
-from rftmega.fleet.server_engine import ServerEngine
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import ServerPool
+from rftmega.rollout.servers import server as server_module
+from rftmega.rollout.servers.server import Server
+from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights.transports.shared_weights import SharedWeights

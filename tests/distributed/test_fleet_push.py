@@ -15,7 +15,7 @@ import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt
-from rftmega.vllm_server import door
+from rftmega.rollout.servers.vllm import auth
 from tests.fleets import gap_of_answers
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
@@ -31,7 +31,7 @@ class Trainer:
     def __init__(
         self, world: Any, folder: Path, logs: Path, parallel: ParallelConfig, **rollout: Any
     ):
-        from rftmega.fleet.server_engine import ServerEngine
+        from rftmega.rollout.servers.server_engine import ServerEngine
 
         self.actor = build_actor(folder, parallel, temperature=TEMPERATURE, token_cap=512)
         config = RolloutConfig(
@@ -140,7 +140,7 @@ def another_vllm(folder: Path, log: Path) -> Iterator[str]:
 def test_a_vllm_server_without_this_package_answers_under_each_push(
     on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(door.KEY, "the key")
+    monkeypatch.setenv(auth.KEY, "the key")
     folder = save_tiny(tmp_path / "model", "qwen3")
     with another_vllm(folder, tmp_path / "vllm.log") as address:
         given = {"transport": "checkpoint", "addresses": [address], "on_update": on_update}

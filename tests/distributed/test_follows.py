@@ -14,7 +14,7 @@ from torch import Tensor
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.core.types import Experience
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
 from rftmega.strategy import engines
 from rftmega.weights import Exporter
 from tests.layouts import config_of, rows_of

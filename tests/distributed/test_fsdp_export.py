@@ -14,7 +14,7 @@ from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.launch.train import backend_of
-from rftmega.rollout.transformers import TransformersEngine
+from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.strategy.export import export
 from rftmega.strategy.supervised import SupervisedStrategy
 from rftmega.trainer.experience import given

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import Preempted
 from rftmega.core.types import Prompt, Rollout, Sampling
-from rftmega.dispatch import engine_pool
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
-from rftmega.dispatch.stop_consensus import EVERY
-from rftmega.fleet import server as server_module
-from rftmega.fleet.server_engine import ServerEngine
+from rftmega.rollout.pool import engine_pool
+from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
+from rftmega.rollout.pool.stop_consensus import EVERY
+from rftmega.rollout.servers import server as server_module
+from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.process_group import World
 from tests.distributed.test_early_stop import AsLongAsItsSeed, NoPush, NoTurns

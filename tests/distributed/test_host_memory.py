@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import RolloutArrays
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
-from rftmega.dispatch.gathered_rollouts import gathered, in_order, shared
+from rftmega.rollout.pool.gathered_rollouts import gathered, in_order, shared
 from rftmega.runtime.parallel import host_memory
 from rftmega.runtime.parallel import shared as shared_memory
 from rftmega.runtime.parallel.host_memory import HostMemory, current

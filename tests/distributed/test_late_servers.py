@@ -11,11 +11,11 @@ import pytest
 from rftmega.config import ParallelConfig
 from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Sampling
-from rftmega.dispatch import streaming_pool
-from rftmega.dispatch.streaming_pool import StreamingPool
-from rftmega.fleet import fleet_client
+from rftmega.rollout.pool import streaming_pool
+from rftmega.rollout.pool.streaming_pool import StreamingPool
+from rftmega.rollout.servers import fleet_client
+from rftmega.rollout.servers.vllm import auth
 from rftmega.strategy.phases import DevicePhases
-from rftmega.vllm_server import door
 from tests.distributed.test_fleet_push import TEMPERATURE, Trainer
 from tests.fleets import KEY, two_servers_elsewhere
 from tests.layouts import rows_of
@@ -40,7 +40,7 @@ def two_servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
 
 
 def late_body(world: Any, folder: Path, model: Path, both: Path, transport: str) -> Any:
-    os.environ[door.KEY] = KEY
+    os.environ[auth.KEY] = KEY
     fleet_client.ELSEWHERE_SECONDS, streaming_pool.LATE_SECONDS = 0.2, 1.0
     while not both.exists() or len(both.read_text().split()) < 2:
         time.sleep(0.2)

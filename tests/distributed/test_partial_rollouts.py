@@ -14,9 +14,9 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Rollout, Sampling
-from rftmega.dispatch.partial_rollout_pool import PartialRolloutPool
 from rftmega.environments import SingleTurnEnvironment
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
@@ -222,7 +222,7 @@ def test_groups_with_a_token_that_is_too_old_are_dropped_and_others_are_not() ->
 
 def two_versions_body(world: World, folder: Path, parallel: ParallelConfig, tensor: int) -> Any:
     """What vLLM in the trainer's processes gives, whose answers were broken off for new weights."""
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=512)
     config = RolloutConfig(

@@ -49,7 +49,7 @@ class Pushing:
         targets: tuple[str, ...] = (),
         **given: Any,
     ):
-        from rftmega.rollout.vllm import VLLMEngine
+        from rftmega.rollout.engines.vllm import VLLMEngine
 
         os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
         rollout = RolloutConfig(

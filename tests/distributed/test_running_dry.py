@@ -12,9 +12,9 @@ import torch.distributed as dist
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineFault
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
-from rftmega.dispatch.engine_pool import EnginePool
-from rftmega.requests.order import ordered
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool
+from rftmega.rollout.requests.order import ordered
 from rftmega.runtime.parallel.process_group import World
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from tests.distributed.test_early_stop import NoPush, NoTurns

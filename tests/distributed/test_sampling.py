@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.rollout.transformers import TransformersEngine
+from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.weights import EngineWeights
 from tests.layouts import build_manager
 from tests.ranks import VLLM, run_ranks
@@ -96,7 +96,7 @@ def with_and_without(engine: Any) -> tuple[list[Answers], list[Answers]]:
 
 
 def vllm_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     engine = VLLMEngine(folder, CONFIG, world, dtype="float32", stop_ids=[STOP])
@@ -108,7 +108,7 @@ def vllm_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
 
 
 def servers_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
-    from rftmega.fleet.server_engine import ServerEngine
+    from rftmega.rollout.servers.server_engine import ServerEngine
 
     logs = folder.parent / "logs"
     engine = ServerEngine(folder, CONFIG, world, dtype="float32", stop_ids=[STOP], logs=logs)

@@ -17,8 +17,8 @@ from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.shards import AdapterSource
 from rftmega.core.types import Prompt, Sampling
+from rftmega.rollout.servers.vllm import auth
 from rftmega.trainer.experience import given
-from rftmega.vllm_server import door
 from tests.fleets import KEY, gap_of_answers, two_servers_elsewhere
 from tests.layouts import build_actor, rows_of
 from tests.plain_adapters import random_pairs, write_pairs
@@ -42,7 +42,7 @@ class Served:
     def __init__(
         self, world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, **rollout: Any
     ):
-        from rftmega.fleet.server_engine import ServerEngine
+        from rftmega.rollout.servers.server_engine import ServerEngine
 
         lora = LoRA(rank=8, alpha=16, path=str(adapter), push="adapters")
         self.actor = build_actor(
@@ -197,7 +197,7 @@ def two_elsewhere(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:
-    os.environ[door.KEY] = KEY
+    os.environ[auth.KEY] = KEY
     while not both.exists() or len(both.read_text().split()) < 2:
         time.sleep(0.2)
     first, second = both.read_text().split()

@@ -16,7 +16,7 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Prompt, Sampling
-from rftmega.vllm_server import door
+from rftmega.rollout.servers.vllm import auth
 from rftmega.weights.transports.shared_weights import SharedWeights
 from tests.layouts import build_actor, rows_of
 from tests.ranks import VLLM, run_ranks
@@ -33,8 +33,8 @@ TEMPERATURE = 0.7
 
 
 def server_body(world: Any, folder: Path, logs: Path) -> Any:
-    from rftmega.fleet.server_engine import ServerEngine
-    from rftmega.rollout import vllm_models
+    from rftmega.rollout.engines import vllm_models
+    from rftmega.rollout.servers.server_engine import ServerEngine
 
     vllm_models.CPU_STEP_TOKENS = 45  # one and a half of `longer`
     actor = build_actor(
@@ -134,7 +134,7 @@ def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
     open.
     """
     (server,) = engine.servers
-    key = engine._environment[door.KEY]
+    key = engine._environment[auth.KEY]
     paths = [
         "docs",
         "openapi.json",
@@ -150,8 +150,8 @@ def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
     for path in paths:
         for method in ("GET", "POST", "OPTIONS"):
             statuses[False].add(httpx.request(method, f"{server.address}/{path}").status_code)
-            if f"/{path}" not in door.PATHS:
-                reply = httpx.request(method, f"{server.address}/{path}", headers=door.headers(key))
+            if f"/{path}" not in auth.PATHS:
+                reply = httpx.request(method, f"{server.address}/{path}", headers=auth.headers(key))
                 statuses[True].add(reply.status_code)
     victim = logs / "victim"
     victim.write_bytes(b"thesis")

@@ -18,8 +18,8 @@ import torch
 
 from rftmega.config import ParallelConfig
 from rftmega.core.types import Prompt, Sampling
-from rftmega.fleet import server_engine
-from rftmega.vllm_server import door
+from rftmega.rollout.servers import server_engine
+from rftmega.rollout.servers.vllm import auth
 from tests.distributed.test_fleet_push import Trainer, push_body
 from tests.distributed.test_streaming import assert_exact, in_flight_body
 from tests.ranks import run_ranks
@@ -54,7 +54,7 @@ def sglang(folder: Path, *arguments: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(door.KEY, KEY)
+    monkeypatch.setenv(auth.KEY, KEY)
 
 
 @pytest.mark.parametrize(
@@ -186,17 +186,17 @@ def test_another_version_of_sglang_is_not_taken_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rftmega.core.errors import EngineError
-    from rftmega.fleet.sglang_client import SGLangClient
+    from rftmega.rollout.servers.sglang_client import SGLangClient
 
     folder = save_tiny(tmp_path / "model", "qwen3")
     with sglang(folder, "--version=0.4.9") as address:
-        client = SGLangClient(address, door.headers(KEY))
+        client = SGLangClient(address, auth.headers(KEY))
         client.wait()
         with pytest.raises(
             EngineError, match=r"runs SGLang 0\.4\.9; requests are written for 0\.5\.23"
         ):
             client.refuse_other_version()
         with pytest.raises(EngineError, match="does not take the key"):
-            SGLangClient(address, door.headers("another")).there()
+            SGLangClient(address, auth.headers("another")).there()
         with pytest.raises(EngineError, match="GenerateReqInput has no"):
             client.post("generate", {"input_ids": [1], "sampling_params": {}, "logprobs": True})

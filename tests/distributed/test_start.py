@@ -17,7 +17,7 @@ from rftmega.megatron import MegatronBackend, backend
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
 from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.strategy import engines
 from rftmega.strategy.reinforcement import ReinforcementStrategy

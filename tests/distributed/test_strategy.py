@@ -13,7 +13,7 @@ from rftmega.core.errors import ConfigError, EngineError
 from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import to_experience
-from rftmega.rollout import EngineStatus, ScriptedEngine
+from rftmega.rollout.engines import EngineStatus, ScriptedEngine
 from tests.layouts import config_of, rows_of
 from tests.ranks import VLLM, on_ranks, run_ranks
 from tests.rollouts import Wrapped

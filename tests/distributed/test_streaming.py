@@ -16,10 +16,10 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Rollout, Sampling
-from rftmega.dispatch.streaming_pool import StreamingPool
-from rftmega.fleet import server as server_module
-from rftmega.fleet import server_engine
-from rftmega.fleet.server_engine import ServerEngine
+from rftmega.rollout.pool.streaming_pool import StreamingPool
+from rftmega.rollout.servers import server as server_module
+from rftmega.rollout.servers import server_engine
+from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_engine_faults import Pushes

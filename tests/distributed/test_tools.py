@@ -21,10 +21,10 @@ from rftmega.config.options.environments import Tools
 from rftmega.core.errors import EngineFault, Preempted
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
-from rftmega.dispatch.engine_pool import EnginePool
 from rftmega.environments import ToolsEnvironment, specs_of
-from rftmega.requests import Request
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool
+from rftmega.rollout.requests import Request
 from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.process_group import World
 from rftmega.trainer.journal import Journal, JournaledEngine

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Rollout, Sampling
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
+from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_tools import SEEDS, Folder, scores, told
@@ -42,10 +42,10 @@ def engine_of(world: World, folder: Folder, kind: str, logs: Path) -> Any:
     )
     given: dict[str, Any] = {"dtype": "float32", "stop_ids": folder.tokenizer.stop_ids}
     if kind == "servers":
-        from rftmega.fleet.server_engine import ServerEngine
+        from rftmega.rollout.servers.server_engine import ServerEngine
 
         return ServerEngine(folder.model, config, world, logs=logs, **given)
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     return VLLMEngine(folder.model, config, world, **given)
 

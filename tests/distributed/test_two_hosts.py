@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import EngineFault
-from rftmega.vllm_server import door
+from rftmega.rollout.servers.vllm import auth
 from tests.distributed.test_fleet_push import Trainer
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -41,14 +41,14 @@ def server_of(
     serve += ["--logs", str(folder / "logs"), "--servers", str(servers)]
     with (folder / "serve.log").open("w") as said:
         return subprocess.Popen(
-            hosts.command(*serve), env=os.environ | {door.KEY: KEY}, stdout=said, stderr=said
+            hosts.command(*serve), env=os.environ | {auth.KEY: KEY}, stdout=said, stderr=said
         )
 
 
 def trainer_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
-    from rftmega.fleet import server_engine
+    from rftmega.rollout.servers import server_engine
 
-    os.environ[door.KEY] = KEY
+    os.environ[auth.KEY] = KEY
     server_engine.MESSAGE_SECONDS = 5.0
     roster = folder / "roster"
     while not (roster.exists() and roster.read_text()):
@@ -127,7 +127,7 @@ def test_a_server_on_another_host_follows_the_trainer_over_cuts_and_deaths(tmp_p
 
 def slow_link_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
     """Pushes from four processes to two servers over 40 megabits a second: what went over the wire."""
-    os.environ[door.KEY] = KEY
+    os.environ[auth.KEY] = KEY
     roster = folder / "roster"
     while not (roster.exists() and len(roster.read_text().splitlines()) == 2):
         time.sleep(0.2)

@@ -15,11 +15,11 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineFault
 from rftmega.core.sampling_seeds import turn_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
-from rftmega.fleet import server as server_module
-from rftmega.fleet.server import Server
-from rftmega.fleet.server_engine import ServerEngine
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
+from rftmega.rollout.servers import server as server_module
+from rftmega.rollout.servers.server import Server
+from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.runtime.parallel.process_group import World
 from tests.distributed.test_early_stop import NoTurns
 from tests.distributed.test_engine_faults import Pushes

@@ -13,8 +13,8 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Completion, Prompt, Rows, Sampling
-from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.rollout.transformers import TransformersEngine
+from rftmega.rollout.engines.transformers import TransformersEngine
+from rftmega.rollout.pool.colocated_weights import ColocatedWeights
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights, Exporter
@@ -53,7 +53,7 @@ def scored(policy: Any, prompts: list[Prompt], answers: list[Completion]) -> lis
 def body(
     world: Any, folder: Path, parallel: ParallelConfig, engine_size: int, *, videos: bool = False
 ) -> Any:
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(

@@ -12,7 +12,7 @@ import torch
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.fleet.server_engine import ServerEngine
+from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.runtime.parallel import shared
 from tests.distributed.test_vision import likelihood
 from tests.distributed.test_vision_engine import prompts_of, scored

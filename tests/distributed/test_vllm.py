@@ -19,8 +19,8 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Completion, Experience, Prompt, Sampling
-from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.rollout.transformers import TransformersEngine
+from rftmega.rollout.engines.transformers import TransformersEngine
+from rftmega.rollout.pool.colocated_weights import ColocatedWeights
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.strategy.colocated import ColocatedPolicy
 from rftmega.strategy.phases import DevicePhases
@@ -86,8 +86,8 @@ def by_loader_itself(weights: ColocatedWeights, engine: Any, version: int) -> li
 def agreement_body(
     world: Any, folder: Path, parallel: ParallelConfig, engine_size: int, lora: LoRA | None = None
 ) -> Any:
-    from rftmega.rollout.source import PolicySource
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.source import PolicySource
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(
@@ -280,7 +280,7 @@ def says_the_same(engine: Any, oracle: TransformersEngine) -> None:
 
 def mixture_body(world: Any, folder: Path) -> None:
     """Its parameters and its answers, over three pushes."""
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(
@@ -353,7 +353,7 @@ def family_body(
 
     `known`: a folder of the same model that transformers reads.
     """
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     config = RolloutConfig(
         max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
@@ -414,7 +414,7 @@ def said(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], list[floa
 
 def pushed_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     """Greedy answers of an engine over all processes, after a push."""
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(
@@ -460,8 +460,8 @@ def test_vllm_says_what_transformers_says_in_a_process_of_its_own(
 
 def many_body(world: Any, folder: Path) -> list[list[tuple[int, ...]]]:
     """Seeded answers to prompts of which a step takes one and a half: to all, and to each alone."""
-    from rftmega.rollout import vllm_models
-    from rftmega.rollout.vllm import VLLMEngine
+    from rftmega.rollout.engines import vllm_models
+    from rftmega.rollout.engines.vllm import VLLMEngine
 
     vllm_models.CPU_STEP_TOKENS = 45
     os.environ["LOCAL_WORLD_SIZE"] = "1"

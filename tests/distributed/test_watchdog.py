@@ -17,13 +17,13 @@ from torch import Tensor
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Sampling
-from rftmega.dispatch.colocated_weights import ColocatedWeights
-from rftmega.dispatch.engine_pool import ServerPool
-from rftmega.fleet import server as server_module
-from rftmega.fleet import server_engine as servers_module
-from rftmega.fleet.server import Server
-from rftmega.fleet.server_engine import ServerEngine
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.colocated_weights import ColocatedWeights
+from rftmega.rollout.pool.engine_pool import ServerPool
+from rftmega.rollout.servers import server as server_module
+from rftmega.rollout.servers import server_engine as servers_module
+from rftmega.rollout.servers.server import Server
+from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.watchdog import HUNG, watched
 from rftmega.strategy.phases import DevicePhases

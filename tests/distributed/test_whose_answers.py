@@ -8,8 +8,8 @@ import pytest
 
 from rftmega.config import RolloutConfig
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
-from rftmega.dispatch.engine_pool import EnginePool, ServerPool
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
 from rftmega.runtime.parallel.process_group import World
 from tests.distributed.test_early_stop import NoPush, NoTurns
 from tests.ranks import run_ranks

@@ -71,7 +71,7 @@ def seconds_of(noted: Path, update: int) -> float:
 
 def struck(kind: str, note: Path) -> None:
     """`note` holds the answers of that rollout, of before and after the kill."""
-    from rftmega.fleet.server_engine import ServerEngine
+    from rftmega.rollout.servers.server_engine import ServerEngine
 
     plain, answers = ServerEngine.part, 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rftmega.vllm_server import door
+from rftmega.rollout.servers.vllm import auth
 from tests.e2e.conftest import ROOT, metrics_of
 
 STEPS, STALENESS = 10, 2
@@ -35,7 +35,7 @@ def serving(arithmetic: Path, tmp_path: Path) -> "Iterator[subprocess.Popen[byte
     command += ["--logs", str(tmp_path / "servers")]
     with (tmp_path / "serve.log").open("w") as said:
         process = subprocess.Popen(
-            command, env=os.environ | {door.KEY: "of this test"}, stdout=said, stderr=said
+            command, env=os.environ | {auth.KEY: "of this test"}, stdout=said, stderr=said
         )
     yield process
     process.send_signal(signal.SIGTERM)
@@ -53,7 +53,7 @@ def trainer(arithmetic: Path, folder: Path) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
         cwd=ROOT,
-        env=os.environ | {door.KEY: "of this test"},
+        env=os.environ | {auth.KEY: "of this test"},
     )
 
 

@@ -22,12 +22,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega import data, rollout
+from rftmega import data
 from rftmega.config import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
-from rftmega.fleet import server_engine as servers
 from rftmega.launch.train import task_of
 from rftmega.megatron import actor, manager, model_runner
 from rftmega.model_providers.description import describe
@@ -37,12 +36,14 @@ from rftmega.monitoring.observers import assemble
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.trajectories import Trajectories
 from rftmega.optimizers import build
+from rftmega.rollout import engines as rollout_engines
+from rftmega.rollout.servers import server_engine as servers
+from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime import device
 from rftmega.runtime.parallel import nodes, process_group
 from rftmega.runtime.parallel.process_group import World
 from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.trainer import Algorithm
-from rftmega.vllm_server import door
 from tests.fleets import set_servers
 from tests.rollouts import Alone
 
@@ -467,7 +468,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         *("vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload"),
         "rftmega.weights.receivers.reload",
         "rftmega.weights.receivers.adapter",
-        "rftmega.rollout.captured_routes",
+        "rftmega.rollout.engines.expert_routing",
     )
     fake = {name: ModuleType(name) for name in modules}
     fake["vllm"].LLM = lambda **named: (
@@ -481,7 +482,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     ].forget_expert_kernels = None
     fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
     fake["rftmega.weights.receivers.adapter"].set_adapter = None
-    fake["rftmega.rollout.captured_routes"].CapturedRoutes = None
+    fake["rftmega.rollout.engines.expert_routing"].CapturedRoutes = None
     fake["rftmega.weights.receivers.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:
@@ -509,12 +510,12 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE",
                      "VLLM_CPU_OMP_THREADS_BIND"):  # fmt: skip
             patch.setenv(name, "ERROR")
-        patch.setenv(door.KEY, "key")
+        patch.setenv(auth.KEY, "key")
         for name, module in fake.items():
             patch.setitem(sys.modules, name, module)
         # whatever is there, comes back or goes
-        patch.setitem(sys.modules, "rftmega.rollout.vllm", ModuleType("vllm"))
-        del sys.modules["rftmega.rollout.vllm"]
+        patch.setitem(sys.modules, "rftmega.rollout.engines.vllm", ModuleType("vllm"))
+        del sys.modules["rftmega.rollout.engines.vllm"]
         patch.setattr(
             device, "current", lambda: SimpleNamespace(type=kind, train_dtype=torch.float32)
         )
@@ -536,8 +537,8 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         if isinstance(made, servers.ServerEngine):
             made.fleet.renew()
             made.weight_sync([], bucket_bytes=1)
-    if hasattr(rollout, "vllm"):
-        del rollout.vllm
+    if hasattr(rollout_engines, "vllm"):
+        del rollout_engines.vllm
     return seen
 
 

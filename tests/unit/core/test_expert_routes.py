@@ -10,8 +10,8 @@ from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
-from rftmega.dispatch.gathered_rollouts import gathered
-from rftmega.requests.partial_completion import PartialCompletion
+from rftmega.rollout.pool.gathered_rollouts import gathered
+from rftmega.rollout.requests.partial_completion import PartialCompletion
 from rftmega.runtime.parallel.host_memory import HostMemory
 from rftmega.trainer.experience.samples import collect
 

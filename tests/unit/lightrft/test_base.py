@@ -18,8 +18,8 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError
 from rftmega.core.types import Sampling
 from rftmega.lightrft.strategy import EngineStatus, StrategyBase, is_actor
-from rftmega.rollout import ScriptedEngine
-from rftmega.rollout import base as rollout_base
+from rftmega.rollout.engines import ScriptedEngine
+from rftmega.rollout.engines import base as rollout_base
 from rftmega.runtime import device
 
 

@@ -18,11 +18,11 @@ import pytest
 
 from rftmega import config as configuration
 from rftmega.core.errors import EngineFault
-from rftmega.fleet import server as server_module
-from rftmega.fleet.connection import Disconnected
-from rftmega.fleet.server_client import ServerClient
+from rftmega.rollout.servers import server as server_module
+from rftmega.rollout.servers.connection import Disconnected
+from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.vllm import auth
 from rftmega.tools import serve
-from rftmega.vllm_server import door
 
 pytest.importorskip("vllm")
 KEY = "the key of the run"
@@ -34,7 +34,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     # not as tests.scripted_server: the package imports torch
     tests = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent)]))
-    monkeypatch.setenv(door.KEY, KEY)
+    monkeypatch.setenv(auth.KEY, KEY)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def client(address: str, tls: ssl.SSLContext | None = None) -> ServerClient:
-    return ServerClient(address, door.headers(KEY), tls=tls)
+    return ServerClient(address, auth.headers(KEY), tls=tls)
 
 
 def test_servers_are_in_the_roster_while_they_answer(config_file: Path, tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_what_can_not_be_served_is_one_line_and_exit_code_2(
 def test_without_a_key_nothing_starts(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(door.KEY)
+    monkeypatch.delenv(auth.KEY)
     assert serve.main([str(config_file), "--listen", "127.0.0.1"]) == 2
-    assert f"{door.KEY} is not set" in capsys.readouterr().err
+    assert f"{auth.KEY} is not set" in capsys.readouterr().err
 
 
 def certificate(folder: Path, name: str, subject: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import GapExceeded
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Prompt, Rollout, Samples, Sampling, TokenStats
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
 from rftmega.trainer.experience import collect, complete
 from rftmega.trainer.logprob_mismatch.bundle import GapBundle
 from rftmega.trainer.logprob_mismatch.causes import Limits, cause_of

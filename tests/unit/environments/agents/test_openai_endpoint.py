@@ -16,10 +16,10 @@ from rftmega.core.errors import ConfigError, ContextTooLong, EnvironmentFailed
 from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.data.chat.renderer import ConversationRenderer
 from rftmega.data.chat.replies import text_of
-from rftmega.dispatch.running_rollouts import RunningRollouts
 from rftmega.environments.agents.agent import AgentEnvironment, rewards_of
 from rftmega.environments.agents.openai_endpoint import Endpoint
 from rftmega.environments.agents.session import Session
+from rftmega.rollout.pool.running_rollouts import RunningRollouts
 from tests.chat_formats import FORMATS, TOOL, tokenizer
 
 FORM = FORMATS["hermes"]

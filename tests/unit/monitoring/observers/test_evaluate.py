@@ -17,7 +17,7 @@ from rftmega.data import PromptOrder
 from rftmega.monitoring.observers.evaluate import Answering, Evaluate
 from rftmega.monitoring.observers.metric_writers import Progress
 from rftmega.monitoring.observers.observer import Observer
-from rftmega.rollout import ScriptedEngine
+from rftmega.rollout.engines import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.ppo import StepSampling

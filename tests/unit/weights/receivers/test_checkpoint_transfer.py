@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rftmega.config import RolloutConfig
 from rftmega.core.shards import Box
-from rftmega.fleet.server_options import arguments_of
+from rftmega.rollout.servers.server_options import arguments_of
 from rftmega.runtime.device import CPU
 from rftmega.weights.lazy_tensors import LazyTensor
 from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngine

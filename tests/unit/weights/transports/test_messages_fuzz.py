@@ -17,7 +17,7 @@ from rftmega.weights.transports.transfer_plan import (
     unpacked_needs,
     unpacked_plan,
 )
-from tests.unit.fleet.test_unreadable_answers import spoilt
+from tests.unit.rollout.servers.test_unreadable_answers import spoilt
 
 SHAPES = {"a.weight": (4, 6), "b": (3,)}
 NEEDS = {"a.weight": [((0, 4), (0, 3)), ((0, 2), (3, 6))], "b": [((1, 3),)]}

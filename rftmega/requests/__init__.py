@@ -1,5 +1,0 @@
-"""The requests room says what engines are asked, and in which order."""
-
-from rftmega.requests.request import Finished, PromptBatch, Request, Requests
-
-__all__ = ["Finished", "PromptBatch", "Request", "Requests"]

@@ -1,0 +1,98 @@
+"""ScriptedEngine answers from seeded generators: no model, the same tokens on every process and
+layout.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rftmega.config import RolloutConfig
+from rftmega.core.types import Completion, Sampling
+from rftmega.rollout.engines.base import Engine
+from rftmega.rollout.requests import Request, Requests
+from rftmega.rollout.requests.partial_completion import PartialCompletion
+
+
+def _first(answer: Completion, tokens: int) -> PartialCompletion:
+    """Returns the first so many tokens of an answer."""
+    whole = PartialCompletion.of(answer)
+    return PartialCompletion(
+        whole.token_ids[:tokens], whole.logprobs[:tokens], whole.of_tokens[:tokens]
+    )
+
+
+class ScriptedEngine(Engine):
+    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor
+    and keeps none.
+
+    A step gives one token to each of at most rollout.max_batch answers, begun in the order of the
+    requests; `steps` counts them.
+    """
+
+    def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
+        super().__init__()
+        self.longest, self.slots = config.max_response_tokens, config.max_batch
+        self.row_tokens = config.max_row_tokens
+        self.steps = 0
+        self.vocabulary = vocabulary
+        self.stop_ids = stop_ids
+
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+        answers: list[Completion] = []
+        waiting, running = deque[int](), 0
+        due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
+        begun_at: dict[int, int] = {}  # answer -> step before its first token
+        while True:
+            if (room := self.slots - running - len(waiting)) > 0:
+                begun = len(answers)
+                answers += [self._cut(request) for request in requests.take(room)]
+                waiting.extend(range(begun, len(answers)))
+            if not waiting and not running:
+                break
+            while waiting and running < self.slots:
+                number, running = waiting.popleft(), running + 1
+                due[self.steps + len(answers[number].token_ids)].append(number)
+                begun_at[number] = self.steps
+            self.steps += 1
+            if done := due.pop(self.steps, []):
+                running -= len(done)
+                requests.finished(done, [answers[number] for number in done])
+            if requests.stopped():
+                if requests.wants_parts:
+                    left = [number for numbers in due.values() for number in numbers]
+                    requests.broken_off(
+                        {n: _first(answers[n], self.steps - begun_at[n]) for n in left}
+                    )
+                break
+
+    def _cut(self, request: Request) -> Completion:
+        """Returns the answer, cut off where the request says."""
+        whole = self._completion(request.seed)
+        most = request.limit(self.longest)
+        if most >= len(whole.token_ids):
+            return whole
+        return Completion(
+            whole.token_ids[:most], whole.logprobs[:most], "length", self.version or 0
+        )
+
+    def _completion(self, seed: int) -> Completion:
+        rng = torch.Generator().manual_seed(seed)
+        length = int(torch.randint(1, self.longest + 1, (), generator=rng))
+        ids = torch.randint(0, self.vocabulary, (length,), generator=rng).tolist()
+        logprobs = (-torch.rand(length, generator=rng)).tolist()
+        if length < self.longest:
+            ids[-1] = self.stop_ids[0]
+        assert self.version is not None
+        reason: Literal["stop", "length"] = "stop" if ids[-1] in self.stop_ids else "length"
+        return Completion(ids, logprobs, reason, self.version)
+
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in named_tensors:
+            torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+    def _sleep(self) -> None: ...
+
+    def _wake(self, parts: Sequence[str]) -> None: ...

@@ -1,0 +1,284 @@
+"""Answers as the oracle: one row at a time, one token at a time, through `transformers`.
+
+Slow and obvious.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from rftmega.config import RolloutConfig
+from rftmega.core import expert_routes
+from rftmega.core.errors import WeightMismatch
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.media_positions import pictures_of
+from rftmega.core.types import Completion, Sampling
+from rftmega.core.waveform_positions import PlacedWaveform
+from rftmega.data.media.audio_processor import AudioProcessor, ear_of
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.model_inputs import picture_positions
+from rftmega.models.hf.converted_names import ConvertedNames
+from rftmega.rollout.engines.base import Engine
+from rftmega.rollout.requests import Request, Requests
+from rftmega.rollout.requests.distribution import log_probs_of
+from rftmega.weights.receivers.fp8 import rounded
+
+# How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
+# down_proj; and the layer's block.
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
+BLOCKS = {"mixtral": ".block_sparse_moe."}
+# How a family's folders name what transformers has under these names.
+PREFIXES = {
+    family: {"model.language_model.": "model.", "model.visual.": "visual."}
+    for family in ("qwen2_vl", "qwen2_5_vl")
+} | {
+    "qwen2_audio": {
+        "model.language_model.": "language_model.model.",
+        "model.audio_tower.": "audio_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    }
+}
+
+# what a model is given of pictures and of videos
+KINDS_OF_MEDIA = (
+    ("image", "pixel_values", "image_grid_thw"),
+    ("video", "pixel_values_videos", "video_grid_thw"),
+)
+
+
+def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the tensors of `model` by their names in a folder of safetensors, where experts stand
+    one by one.
+
+    transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden]
+    and down_proj [experts, hidden, inner]. What is returned are views, so that writing into one
+    fills the model. A tied head is there once, as the embedding.
+    """
+    family = model.config.model_type
+    gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
+    kept = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    found: dict[str, Tensor] = {}
+    for module_name, tensor in [*model.named_parameters(), *buffers]:
+        name = module_name
+        for prefix, folders in PREFIXES.get(family, {}).items():
+            if name.startswith(prefix):
+                name = folders + name.removeprefix(prefix)
+        stem, _, kind = name.replace(".mlp.", BLOCKS.get(family, ".mlp.")).rpartition(".")
+        if kind == "gate_up_proj" and tensor.dim() == 3:
+            for expert, both in enumerate(tensor.detach()):
+                found[f"{stem}.{expert}.{gate}.weight"], found[f"{stem}.{expert}.{up}.weight"] = (
+                    both.chunk(2)
+                )
+        elif kind == "down_proj" and tensor.dim() == 3:
+            for expert, matrix in enumerate(tensor.detach()):
+                found[f"{stem}.{expert}.{down}.weight"] = matrix
+        else:
+            found[f"{stem}.{kind}"] = tensor
+    return found
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns the memory that a tensor lies in, which parameters that are tied share."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class TransformersEngine(Engine):
+    """A plain module in float32; what the fast engine is tested against."""
+
+    slots = 1
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: RolloutConfig,
+        *,
+        stop_ids: Sequence[int],
+        where: torch.device,
+        routed: RoutedModel | None = None,
+    ):
+        """`routed`: whose routes are told; None: none are."""
+        super().__init__()
+        self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
+        self.stop_ids, self.stop = stop_ids, config.stop
+        self.quantised = config.quantization == "fp8"
+        self.where = where
+        self.tokenizer: Any = None
+        if self.stop:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # It gets the trainer's weights, which are not quantised.
+        vars(config_of).pop("quantization_config", None)
+        sees = hasattr(config_of, "vision_config")
+        kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        self.processor = PictureProcessor(folder) if sees else None
+        self.ear = ear_of(folder)
+        if self.ear:
+            kind = AutoModelForMultimodalLM
+        model = kind.from_config(
+            config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
+        )
+        self.model = model.eval().to(where)
+        # by each router of the model in turn, since the answer began
+        self._chosen: list[Tensor] = []
+        self._kind = torch.uint8
+        if routed is not None:
+            self._kind = expert_routes.kind_of(routed.experts)
+            for module in self.model.modules():
+                if type(module).__name__.lower().endswith("topkrouter"):
+                    module.register_forward_hook(self._note_routes)
+
+    def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Keeps the experts that a router has chosen: [tokens, experts a token], largest weight
+        first.
+        """
+        _, weights, experts = told
+        order = weights.argsort(dim=-1, descending=True, stable=True)
+        self._chosen.append(experts.gather(-1, order).to("cpu", self._kind))
+
+    @torch.no_grad()
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+        waiting, answered = deque[Request](), 0
+        while waiting or (waiting := deque(requests.take(1))):
+            completion = self._completion(waiting.popleft(), sampling)
+            requests.finished([answered], [completion])
+            answered += 1
+            if requests.stopped():
+                break
+
+    def _media(self, request: Request) -> dict[str, Tensor]:
+        """Returns what the model is given of the prompt's pictures, videos and waveforms, besides
+        tokens.
+        """
+        if self.ear is not None:
+            return self._heard(request, self.ear)
+        if self.processor is None:
+            return {}
+        given: dict[str, Tensor] = {}
+        for kind, pixels, grids in KINDS_OF_MEDIA:
+            shown = pictures_of(request.pictures)
+            own = [each for each in shown if (each.frames is None) == (kind == "image")]
+            if own:
+                patches = [self.processor.pixels(each) for each in own]
+                given[pixels] = torch.cat(patches).to(self.where)
+                given[grids] = torch.tensor([each.grid for each in own], device=self.where)
+        return given
+
+    def _heard(self, request: Request, ear: AudioProcessor) -> dict[str, Tensor]:
+        own = [each for each in request.pictures if isinstance(each, PlacedWaveform)]
+        if not own:
+            return {}
+        frames = torch.stack([ear.frames(each.source, each.digest) for each in own])
+        lengths = torch.tensor([each.frames for each in own])
+        heard = torch.arange(frames.shape[-1]) < lengths[:, None]
+        return {
+            "input_features": frames.to(self.where),
+            "feature_attention_mask": heard.long().to(self.where),
+        }
+
+    def _positions(self, request: Request) -> Tensor | None:
+        """Returns [3, 1, tokens] of the prompt and of the longest answer; None for a model of words.
+
+        They are given, since transformers' own are other ones behind a long video.
+        """
+        if self.processor is None:
+            return None
+        longest = len(request.token_ids) + self.longest
+        found = picture_positions(
+            pictures_of(request.pictures), longest, merge=self.processor.merge
+        )
+        return found.T[:, None].to(self.where)
+
+    def _has_stopped(self, ids: Sequence[int]) -> bool:
+        """Returns whether the answer so far ends in a stop token or has a stop string."""
+        if not ids or ids[-1] in self.stop_ids:
+            return bool(ids)
+        if not self.stop:
+            return False
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return any(string in text for string in self.stop)
+
+    def _completion(self, request: Request, sampling: Sampling) -> Completion:
+        rng = torch.Generator(self.where).manual_seed(request.seed)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        feed = torch.tensor([list(request.token_ids)], device=self.where)
+        cache = None
+        media = self._media(request)
+        positions = self._positions(request)
+        seen = 0
+        routes: list[Tensor] = []
+        limit = min(request.limit(self.longest), self.row_tokens - len(request.token_ids))
+        while len(ids) < limit and not self._has_stopped(ids):
+            self._chosen.clear()
+            if positions is not None:
+                media["position_ids"] = positions[:, :, seen : seen + feed.shape[1]]
+            out = self.model(feed, past_key_values=cache, use_cache=True, **media)
+            media = {}  # the cache has it from now on
+            seen += feed.shape[1]
+            cache = out.past_key_values
+            if self._chosen:
+                routes.append(torch.stack(self._chosen, dim=1))
+            logp = log_probs_of(out.logits[0, -1].float(), sampling)
+            token = (
+                int(torch.multinomial(logp.exp(), 1, generator=rng))
+                if sampling.temperature
+                else int(logp.argmax())
+            )
+            ids.append(token)
+            logprobs.append(float(logp[token]))
+            feed = torch.tensor([[token]], device=self.where)
+        assert self.version is not None
+        reason: Literal["stop", "length"] = "stop" if self._has_stopped(ids) else "length"
+        chosen = torch.cat(routes) if routes else None
+        return Completion(ids, logprobs, reason, self.version, routes=chosen)
+
+    @torch.no_grad()
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises WeightMismatch where a tensor is unknown, of another shape, or missing."""
+        own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model)
+        # elements that are still to come, by the memory that parameters have
+        lacking = Counter[int]()
+        for place in own.values():
+            lacking[_memory(place)] += place.numel()
+        loaded = set[str]()
+        if self.quantised:
+            named_tensors = rounded(named_tensors)
+        for name, tensor in named_tensors:
+            known = own.get(name)
+            if known is None or known.shape != tensor.shape:
+                known = others.place_of(name, tuple(tensor.shape))
+            if known is None or name in loaded:
+                raise WeightMismatch(
+                    f"The engine has no {name} of shape {tuple(tensor.shape)}, or got it twice."
+                )
+            loaded.add(name)
+            lacking[_memory(known)] -= tensor.numel()
+            known.copy_(tensor)
+        missing = [
+            name
+            for name, place in own.items()
+            if name not in loaded and lacking[_memory(place)] > 0
+        ]
+        if missing:
+            raise WeightMismatch(f"The push ended without {sorted(missing)}.")
+
+    def _sleep(self) -> None:
+        self.model.to("cpu")
+
+    def _wake(self, parts: Sequence[str]) -> None:
+        self.model.to(self.where)

@@ -1,0 +1,405 @@
+"""Runs vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor`
+consecutive ranks.
+
+Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is
+right), never by patching.
+"""
+
+import logging
+import os
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rftmega.config import RolloutConfig
+from rftmega.core import expert_routes
+from rftmega.core.errors import EngineFault
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.core.types import Completion, Sampling
+from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.rollout.engines.base import Engine
+from rftmega.rollout.requests import Request, Requests
+from rftmega.rollout.requests.partial_completion import PartialCompletion
+from rftmega.runtime import device
+from rftmega.runtime.parallel.process_group import World, undone
+from rftmega.runtime.parallel.watchdog import mark
+
+# vLLM reads these when it is imported, and speaks before it has read the second.
+# the engine shares this process with the trainer
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if device.current().type == "cpu":
+    # else the first two batches with log-probs compile for 10 s
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+# isort: split
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine import FinishReason  # noqa: E402
+
+from rftmega.rollout.engines.expert_routing import CapturedRoutes  # noqa: E402
+from rftmega.rollout.engines.images import (  # noqa: E402
+    check_expanded,
+    check_samples,
+    placeholders,
+    prompt_of,
+    samples_of_vllm,
+)
+from rftmega.rollout.engines.vllm_models import (  # noqa: E402
+    limits_of,
+    model_arguments,
+    prefill_arguments,
+    sees,
+    stop_strings,
+)
+from rftmega.rollout.engines.waveforms import WaveformPrompts  # noqa: E402
+from rftmega.weights.receivers.adapter import adapters_of, set_adapter  # noqa: E402
+from rftmega.weights.receivers.fp8 import described, quantised  # noqa: E402
+from rftmega.weights.receivers.reload import (  # noqa: E402
+    FreshParameters,
+    forget_expert_kernels,
+    pack_output_heads,
+)
+
+
+def _share_cores(world: World) -> None:
+    """Assigns cores, one entry a local rank: an engine of several ranks finds its cores by it, and
+    ranks must not fight for one.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault(
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "|".join(str(cores[rank % len(cores)]) for rank in range(world.local_size)),
+    )
+
+
+def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
+    """Unlinks shared memory: on a CPU the ranks of an engine talk through shared memory under a
+    name that is the same in every run, and what a run leaves there keeps the next from starting. So
+    it loses its name before a start (a killed run's) and as soon as all have joined.
+    """
+    first = world.rank - world.rank % size
+    ranks = "-".join(str(rank) for rank in range(first, first + size))
+    for file in Path("/dev/shm").glob(f"*-[[]{ranks}]-cpushm_{world.rank - first}"):
+        # another run's, which starts right now: vLLM's own error is better than its memory
+        if mine or not _is_mapped(file):
+            file.unlink(missing_ok=True)
+
+
+def _is_mapped(file: Path) -> bool:
+    """Returns whether a living process maps the file."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended
+            if str(file) in maps.read_text():
+                return True
+    return False
+
+
+def _itself(model: Any) -> Any:
+    """Returns the model: vLLM applies this to its model to give it."""
+    return model
+
+
+def _logprobs(answer: Any) -> list[float]:
+    """Returns the log-prob of each token of an answer of vLLM's."""
+    pairs = zip(answer.token_ids, answer.logprobs or (), strict=True)
+    return [at[token].logprob for token, at in pairs]
+
+
+class RunningRequest(NamedTuple):
+    """RunningRequest is a request under way."""
+
+    name: str  # vLLM's own
+    tokens: int  # of its prompt
+
+
+class VLLMEngine(Engine):
+    """Token ids in, token ids and log-probs of the sampling distribution out."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: RolloutConfig,
+        world: World,
+        *,
+        dtype: str,
+        stop_ids: Sequence[int],
+        adapter_rank: int = 0,
+        evaluated: Mapping[str, str] | None = None,
+        routed: RoutedModel | None = None,
+        unquantised: Sequence[str] = (),
+    ):
+        """`adapter_rank`: of the adapter that it serves; 0: none. `evaluated`: PEFT folders of others,
+        by name, of at most that rank; "": the model without adapters. `routed`: whose routes are told;
+        None: none are. `unquantised`: modules that keep their precision under rollout.quantization.
+
+        Builds vLLM, whose weights are random until a push; a collective over the engine's processes.
+        """
+        super().__init__()
+        self._folder = folder
+        if config.tensor > 1:
+            _share_cores(world)
+            _unlink_shared_memory(world, config.tensor, mine=False)
+        else:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self.stop_ids, self.config = list(stop_ids), config
+        self.longest, self.slots = config.max_response_tokens, config.max_batch
+        self.row_tokens = config.max_row_tokens
+        on_cuda = device.current().type == "cuda"
+        precision: Any = (
+            dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
+        )
+        memory: dict[str, Any] = (
+            {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
+            if on_cuda
+            else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
+        )
+        pictures, ear = sees(folder), ear_of(folder)
+        self._waveforms = WaveformPrompts(ear) if ear else None
+        media: dict[str, Any] = {}
+        if ear:
+            media["limit_mm_per_prompt"] = {"audio": max(1, config.max_pictures)}
+        if pictures:
+            media["limit_mm_per_prompt"] = limits_of(config)
+        serves: dict[str, Any] = {}
+        self._adapter: Any = None  # which one requests are for
+        self._adapters: dict[str, Any] = {}
+        if adapter_rank:
+            self._adapters = adapters_of(evaluated or {})
+            self._adapter = self._adapters[""]
+            slots = sum(each is not None for each in self._adapters.values())
+            serves = {"enable_lora": True, "max_lora_rank": adapter_rank, "max_loras": slots}
+        self._routed = routed
+        if routed and on_cuda:
+            serves["enable_return_routed_experts"] = True
+        self._quantised = config.quantization == "fp8"
+        written_as = described(unquantised) if self._quantised else None
+        threads = torch.get_num_threads()
+        self._llm: Any = None
+        with undone(world, self.close):
+            self._llm = LLM(
+                model=str(folder),
+                load_format="dummy",
+                # its processors of pictures and waveforms want a tokenizer, and so do stop strings
+                skip_tokenizer_init=not media and not config.stop,
+                dtype=precision,
+                tensor_parallel_size=config.tensor,
+                distributed_executor_backend="external_launcher",
+                max_model_len=config.max_row_tokens,
+                max_num_seqs=config.max_batch,
+                enforce_eager=not on_cuda,
+                # of the distribution that was sampled from, temperature included
+                logprobs_mode="processed_logprobs",
+                seed=world.rank // config.tensor,  # ranks of one engine must draw alike
+                disable_log_stats=True,
+                use_tqdm_on_load=False,  # else bars of its graphs stand between the run's own lines
+                **memory,
+                **media,
+                **serves,
+                **prefill_arguments(config, on_cuda=on_cuda),
+                **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
+            )
+            # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
+            if on_cuda:
+                torch.set_num_threads(threads)
+            self._read_model(world, on_cuda=on_cuda)
+
+    def _read_model(self, world: World, *, on_cuda: bool) -> None:
+        """Checks that vLLM reads pictures and waveforms as the trainer does, and finds the model's
+        parameters.
+        """
+        config = self.config
+        if sees(self._folder):
+            processor = PictureProcessor(self._folder)
+            tokens = placeholders(processor, videos=config.max_videos > 0)
+            check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
+        if self._waveforms:
+            self._waveforms.check(self._llm.llm_engine)
+        module = self._llm.apply_model(_itself)[0]
+        if not self._quantised:  # its loader alone knows how such numbers lie
+            self.destinations = FreshParameters(module)
+        self._captured: CapturedRoutes | None = None
+        if self._routed and not on_cuda:
+            self._captured = CapturedRoutes(module, self._runner, self._routed, self.row_tokens)
+        if config.tensor > 1:
+            _unlink_shared_memory(world, config.tensor, mine=True)
+
+    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+        engine = self._llm.llm_engine
+        begun, running = 0, dict[int, RunningRequest]()
+        unchecked: dict[int, Request] = {}  # with pictures
+        try:
+            further, stopped = requests.take(self.slots), False
+            while not stopped:
+                for request in further:
+                    parameters = self._parameters(request, sampling)
+                    prompt = self._prompt_of(request)
+                    name = engine.add_request(
+                        str(begun), prompt, parameters, lora_request=self._adapter
+                    )
+                    if request.pictures:
+                        unchecked[begun] = request
+                    running[begun] = RunningRequest(name, len(request.token_ids))
+                    begun += 1
+                if not running:
+                    break
+                mark()
+                done: dict[int, Completion] = {}
+                for output in self._step():
+                    number = int(output.request_id)
+                    if number in unchecked:
+                        check_expanded(unchecked.pop(number), output.prompt_token_ids)
+                    done[number] = self._completion(output.outputs[0], running.pop(number))
+                if done:
+                    requests.finished(list(done), list(done.values()))
+                stopped = requests.stopped()
+                if stopped and requests.wants_parts:
+                    parts = {number: self._part(number, asked) for number, asked in running.items()}
+                    requests.broken_off(parts)
+                room = self.slots - len(running)
+                has_room = room > 0 and not stopped and not self._waiting()
+                further = requests.take(room) if has_room else ()
+        finally:  # whoever was stopped or interrupted leaves nothing for the next
+            engine.abort_request([str(number) for number in sorted(running)])
+
+    def _prompt_of(self, request: Request) -> dict[str, Any]:
+        return self._waveforms.prompt_of(request) if self._waveforms else prompt_of(request)
+
+    def _parameters(self, request: Request, sampling: Sampling) -> Any:
+        return SamplingParams(
+            **sampling._asdict(),
+            **stop_strings(self.config),
+            seed=request.seed,
+            max_tokens=request.limit(self.longest),
+            logprobs=0,  # of the sampled token only
+            stop_token_ids=self.stop_ids,
+            # the stop tokens are ours alone, whatever the model's config calls its end
+            ignore_eos=True,
+            skip_clone=True,  # it is this request's alone
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _waiting(self) -> int:
+        """Requests that have no room in the cache now, however many may run: another engine may
+        begin sooner with more.
+        """
+        waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[
+            1
+        ]
+        return waiting
+
+    def _step(self) -> list[Any]:
+        """Steps the engine; returns what has finished.
+
+        No error of vLLM's here is a request's: bad ones were refused.
+        """
+        try:
+            outputs: list[Any] = self._llm.llm_engine.step()
+        except Exception as error:
+            raise EngineFault(f"vLLM failed while generating: {error!r}") from error
+        return outputs
+
+    @property
+    def _runner(self) -> Any:
+        """Returns vLLM's model runner in this process."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner
+
+    def _routes(self, answer: Any, asked: RunningRequest) -> Tensor | None:
+        """Returns the routes of all tokens that were fed for an answer; None where nobody asks."""
+        fed = asked.tokens + len(answer.token_ids) - 1
+        if self._routed is None or not answer.token_ids:
+            return None
+        if self._captured is not None:
+            return self._captured.take(asked.name, fed)
+        return expert_routes.of_vllm(answer.routed_experts, self._routed, fed)
+
+    def _completion(self, answer: Any, asked: RunningRequest) -> Completion:
+        assert self.version is not None
+        assert answer.finish_reason in ("stop", "length"), answer.finish_reason
+        return Completion(
+            answer.token_ids,
+            _logprobs(answer),
+            answer.finish_reason,
+            self.version,
+            routes=self._routes(answer, asked),
+        )
+
+    def _part(self, number: int, asked: RunningRequest) -> PartialCompletion:
+        """Returns what there is of an answer."""
+        processor = self._llm.llm_engine.output_processor
+        (known,) = processor.external_req_ids[str(number)]
+        output = processor.request_states[known].make_request_output(
+            [], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+        )
+        answer = output.outputs[0]
+        assert self.version is not None
+        versions = array("i", [self.version]) * len(answer.token_ids)
+        ids, logprobs = array("i", answer.token_ids), array("f", _logprobs(answer))
+        return PartialCompletion(ids, logprobs, versions, routes=self._routes(answer, asked))
+
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._llm.apply_model(forget_expert_kernels)
+        if self._quantised:
+            device.current().prepare_eight_bits()
+            named_tensors = quantised(named_tensors)
+        try:
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(named_tensors)}
+            )
+        except Exception:
+            # Half-loaded layers wait for the rest of theirs, and would take it from the next push.
+            self._llm.apply_model(
+                partial(finalize_layerwise_reload, model_config=self._llm.model_config)
+            )
+            raise
+        finally:
+            if self.destinations:
+                self.destinations.release()
+        self._llm.apply_model(pack_output_heads)
+        self._forget_computed()
+
+    def _load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any]) -> None:
+        assert self._adapter is not None, "the engine was built without a place for an adapter"
+        self._llm.collective_rpc(set_adapter, args=(pairs, said))
+        self._forget_computed()
+
+    def answer_with(self, adapter: str) -> None:
+        self._adapter = self._adapters[adapter]
+        if self._captured is not None:  # vLLM's own cache knows adapters apart
+            self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        """Drops what was computed with the weights before, and is kept for the next prompts."""
+        if self._captured is not None:
+            self._captured.forget()
+        self._llm.reset_prefix_cache()
+        # of pictures and waveforms; the scheduler would still count on them
+        self._llm.llm_engine.reset_encoder_cache()
+
+    def _sleep(self) -> None:
+        with device.current().remapping():
+            self._llm.sleep(level=2)
+
+    def _wake(self, parts: Sequence[str]) -> None:
+        with device.current().remapping():
+            self._llm.wake_up(tags=list(parts))
+
+    def close(self) -> None:
+        """Ends vLLM and its process groups; also where it could not be built."""
+        if self._llm is None:
+            cleanup_dist_env_and_memory()
+        else:
+            self._llm.llm_engine.engine_core.shutdown()
+            device.current().nothing_remapped()

@@ -1,0 +1,111 @@
+"""PartialRollouts keeps what the model has answered in rollouts that are broken off, so that they go
+on in a later generation.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rftmega.rollout.requests.partial_completion import NOTHING, PartialCompletion
+from rftmega.runtime.parallel.collectives import gather_objects
+from rftmega.runtime.parallel.host_memory import HostMemory
+
+
+class Answered(NamedTuple):
+    """Answered is an answer, or its beginning, and the digest of the tokens that it answers."""
+
+    context: bytes
+    answer: PartialCompletion
+
+
+PartialRollout = Mapping[int, Answered]  # by turn
+
+
+class PartialRollouts:
+    """PartialRollouts knows the answers of one generation's rollouts, in one process: those that were
+    there before, and those that are noted.
+    """
+
+    def __init__(self, before: Mapping[int, PartialRollout]):
+        """`before`: by the place of the task."""
+        self._found = {place: dict(turns) for place, turns in before.items()}
+        self._noted: set[int] = set()
+
+    def known(self, place: int, turn: int, context: bytes) -> PartialCompletion:
+        """Returns what there is of a turn's answer; NOTHING where it was given to another context, as
+        after a tool that replies otherwise.
+        """
+        found = self._found.get(place, {}).get(turn)
+        return NOTHING if found is None or found.context != context else found.answer
+
+    def note(self, place: int, turn: int, context: bytes, answer: PartialCompletion) -> None:
+        self._found.setdefault(place, {})[turn] = Answered(context, answer)
+        self._noted.add(place)
+
+    @property
+    def noted(self) -> dict[int, PartialRollout]:
+        """Returns the rollouts of which something was noted, by place."""
+        return {place: self._found[place] for place in sorted(self._noted)}
+
+
+def digest(context: Sequence[int]) -> bytes:
+    """Returns 16 bytes that differ where contexts do."""
+    return hashlib.blake2b(np.asarray(context, np.int32).tobytes(), digest_size=16).digest()
+
+
+def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int, PartialRollout]:
+    """Returns the rollouts that the processes have, each of which one has. A collective."""
+    packed = packed_partials(own)
+    columns = packed.pop("columns")
+    told = gather_objects((packed["answers"], packed["routes"], len(columns[0])))
+    columns = host.gathered(columns, [size for _, _, size in told])
+    answers = [answer for theirs, _, _ in told for answer in theirs]
+    routes = [own for _, theirs, _ in told for own in theirs]
+    return unpacked_partials({"answers": answers, "columns": columns, "routes": routes})
+
+
+def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
+    """Returns [place, turn, digest, tokens, reason] of each answer, and three columns of all tokens:
+    ids, log-probs and versions.
+    """
+    answers, parts = [], [NOTHING]
+    for place, turns in rollouts.items():
+        for turn, (context, answer) in turns.items():
+            answers.append([place, turn, context.hex(), len(answer.token_ids), answer.reason])
+            parts.append(answer)
+    columns = [
+        torch.from_numpy(np.concatenate([np.asarray(getattr(part, name)) for part in parts]))
+        for name in ("token_ids", "logprobs", "of_tokens")
+    ]
+    routes = [part.routes for part in parts[1:]]
+    return {"answers": answers, "columns": columns, "routes": routes}
+
+
+def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
+    """Returns what was packed."""
+    ids, logprobs, versions = packed["columns"]
+    routes = packed.get("routes") or [None] * len(packed["answers"])
+    found: dict[int, dict[int, Answered]] = {}
+    start = 0
+    for said, told in zip(packed["answers"], routes, strict=True):
+        place, turn, context, tokens, reason = said
+        own = slice(start, start + tokens)
+        answer = PartialCompletion(
+            _array("i", ids[own]),
+            _array("f", logprobs[own]),
+            _array("i", versions[own]),
+            reason,
+            told,
+        )
+        found.setdefault(place, {})[turn] = Answered(bytes.fromhex(context), answer)
+        start += tokens
+    return dict(found)
+
+
+def _array(kind: str, column: Tensor) -> "array[Any]":
+    return array(kind, column.numpy().tobytes())

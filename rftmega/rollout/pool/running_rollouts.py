@@ -1,0 +1,241 @@
+"""RunningRollouts runs an environment's coroutines in the thread of the engine that answers them."""
+
+import asyncio
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from rftmega.core.errors import ContextTooLong, EnvironmentFailed
+from rftmega.core.interfaces import Environment
+from rftmega.core.sampling_seeds import continued_seed, turn_seed
+from rftmega.core.types import Completion, Prompt, Rollout, Sampling
+from rftmega.rollout.pool.partial_rollouts import PartialRollouts, digest
+from rftmega.rollout.pool.rollout_attempts import RolloutAttempts
+from rftmega.rollout.requests import Request
+from rftmega.rollout.requests.partial_completion import NOTHING, PartialCompletion
+
+PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
+
+
+def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
+    """Raises ContextTooLong where a context leaves no room for an answer; ValueError where there is
+    none.
+    """
+    if not len(token_ids):
+        raise ValueError("the model was asked with no token")
+    if len(token_ids) >= row_tokens:
+        raise ContextTooLong(
+            f"a context of {len(token_ids)} tokens leaves no room for an answer: rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {row_tokens}. End the rollout before, or raise them"
+        )
+
+
+class RolloutModel:
+    """RolloutModel is the model that one rollout asks."""
+
+    def __init__(self, running: "RunningRollouts", place: int, seed: int):
+        self._running, self._place, self._seed = running, place, seed
+        self._turns = 0
+        self.row_tokens, self.sampling = running.row_tokens, running.sampling
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None
+    ) -> Completion:
+        """Generates what follows `token_ids`; see `interfaces.Model`."""
+        turn, self._turns = self._turns, self._turns + 1
+        seed = turn_seed(self._seed, turn)
+        return await self._running.completion(self._place, token_ids, turn, seed, max_tokens or 0)
+
+
+class Outstanding(NamedTuple):
+    """Outstanding is a request that an engine has not answered: who waits for it, and what it asks for."""
+
+    future: "asyncio.Future[Completion]"
+    place: int
+    turn: int
+    context: bytes  # digest
+    before: PartialCompletion  # what there was of the answer
+
+
+class RunningRollouts:
+    """RunningRollouts runs one coroutine a rollout. They go on whenever the engine's thread gives
+    them time, and wait for the engine in between.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        expected_lengths: Sequence[float],
+        *,
+        row_tokens: int = sys.maxsize,
+        sampling: Sampling = Sampling(),  # noqa: B008  it can't be changed
+        repeats: int = 0,
+        partials: PartialRollouts | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
+        its answer may have. `row_tokens`: context and answer together, as the engine takes them.
+        `sampling`: the distribution that it draws tokens from.
+        `repeats`: times that a rollout is run again after an InfrastructureFault, before it is lost.
+        `partials`: what there is of answers, and is to be noted; None: nothing, and nobody wants it.
+        `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
+        one.
+        """
+        self.row_tokens, self.sampling = row_tokens, sampling
+        self.prompts, self.seeds = prompts, seeds
+        self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
+        self.expected_lengths, self.partials = expected_lengths, partials
+        self._loop = loop or asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
+        self._silent: set[int] = set()  # of these, those that have asked nothing
+        self._asked: list[Request] = []  # not yet taken
+        # of requests: not yet taken, and then by number
+        self._new: list[Outstanding] = []
+        self._answers: dict[int, Outstanding] = {}
+        self._numbers = 0
+        self._ended: dict[int, Rollout] = {}
+        self._failed: tuple[int, BaseException] | None = None
+        self._closing = False
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Counts rollouts that have begun and not ended."""
+        return len(self._tasks)
+
+    @property
+    def silent(self) -> int:
+        """Counts rollouts that have begun and not asked anything yet."""
+        return len(self._silent)
+
+    @property
+    def waiting(self) -> bool:
+        """Says that a rollout waits for something else than the engine."""
+        return len(self._tasks) > len(self._answers) + len(self._new)
+
+    def begin(self, places: Sequence[int]) -> None:
+        """Begins the rollouts of the tasks at `places`."""
+        self._silent |= set(places)
+        for place in places:
+            self._tasks[place] = self._loop.create_task(self._run(place))
+        self.advance()
+
+    def asked(self) -> list[Request]:
+        """Takes the requests since the last call. They are numbered in this order."""
+        self._answers |= enumerate(self._new, start=self._numbers)
+        self._numbers += len(self._new)
+        asked, self._asked, self._new = self._asked, [], []
+        return asked
+
+    def answer(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+        """Gives the completions to the rollouts that asked for them, which go on."""
+        for number, completion in zip(numbers, completions, strict=True):
+            asked = self._answers.pop(number)
+            if self.partials is not None:
+                more = PartialCompletion.of(completion)
+                completion = self._noted(asked, self.partials, more).whole()
+            if not asked.future.done():  # an environment may have given up waiting
+                asked.future.set_result(completion)
+        self.advance()
+
+    def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
+        """Notes what there is of answers, by the number of the request."""
+        assert self.partials is not None
+        for number, part in parts.items():
+            self._noted(self._answers[number], self.partials, part)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a rollout asks for something or ends, at most so long."""
+        self._news.clear()
+        self.advance()
+        if not self._new and not self._ended:
+            self._loop.run_until_complete(self._news_within(seconds))
+            self.advance()
+
+    def advance(self) -> None:
+        """Runs what can run now, as long as somebody asks or ends.
+
+        Raises EnvironmentFailed with what an environment raised.
+        """
+        before = -1
+        while before != (before := len(self._new) + len(self._ended)):
+            # a tool's reply passes through several callbacks
+            for _ in range(PASSES if self.waiting else 1):
+                self._loop.call_soon(self._loop.stop)
+                self._loop.run_forever()
+        if self._failed is not None:
+            place, error = self._failed
+            raise EnvironmentFailed(self._attempts.failure(error, self.prompts[place])) from error
+
+    def ended(self) -> dict[int, Rollout]:
+        """Takes place -> rollout of those that have ended since the last call."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def close(self) -> None:
+        """Breaks off what has not ended, and what an environment began beside it."""
+        self._closing = True
+        self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
+
+    async def completion(
+        self, place: int, token_ids: Sequence[int], turn: int, seed: int, most: int = 0
+    ) -> Completion:
+        """Asks the engine for at most so many tokens (0: as many as it gives), and waits for the answer;
+        for the rest of one that was broken off.
+
+        Raises ContextTooLong where the context leaves no room for one.
+        """
+        refuse_full_context(token_ids, self.row_tokens)
+        context, before = b"", NOTHING
+        if self.partials is not None:
+            context = digest(token_ids)
+            before = self.partials.known(place, turn, context)
+            if before.reason != "abort":
+                self._silent.discard(place)
+                return before.whole()
+        future = self._loop.create_future()
+        if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
+            token_ids = tuple(map(int, token_ids))
+        if answered := len(before.token_ids):
+            token_ids = (*token_ids, *before.token_ids)
+            seed = continued_seed(seed, answered)
+        expected, pictures = self.expected_lengths[place], self.prompts[place].pictures
+        self._asked.append(Request(token_ids, seed, place, expected, pictures, most, answered))
+        self._new.append(Outstanding(future, place, turn, context, before))
+        self._silent.discard(place)
+        self._news.set()
+        return await future
+
+    @staticmethod
+    def _noted(
+        asked: Outstanding, partials: PartialRollouts, more: PartialCompletion
+    ) -> PartialCompletion:
+        """Notes, and returns, the answer with what was generated of it now."""
+        answer = asked.before.with_more(more)
+        partials.note(asked.place, asked.turn, asked.context, answer)
+        return answer
+
+    async def _run(self, place: int) -> None:
+        try:
+            self._ended[place] = await self._attempts.run(
+                self.prompts[place], lambda: RolloutModel(self, place, self.seeds[place])
+            )
+        except BaseException as error:  # of any kind, or the engine waits for ever
+            if self._closing or isinstance(error, KeyboardInterrupt):
+                raise
+            self._failed = place, error
+        self._tasks.pop(place)
+        self._silent.discard(place)
+        self._news.set()
+
+    async def _broken_off(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _news_within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()

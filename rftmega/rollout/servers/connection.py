@@ -1,0 +1,153 @@
+"""ServerConnection carries requests to one server and its answers back, many at a time."""
+
+import asyncio
+import itertools
+import ssl
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import WebSocketException
+
+from rftmega.core.errors import EngineError
+from rftmega.rollout.servers.vllm import protocol
+
+OPEN_SECONDS = 30.0
+LARGEST = 2**30  # bytes of a message
+CLOSE_SECONDS = 1.0  # that the other side may need to say goodbye
+PING_SECONDS = 30.0  # between two pings; a host that is gone is noticed after as long again
+REMEMBERED = 10_000  # requests that were taken back, whose answers may be on their way
+
+
+class Disconnected(ConnectionError):
+    """There is no connection, or none any more."""
+
+
+class CompletionRefused(EngineError):
+    """The server will not answer the request, whoever asks."""
+
+
+class ServerConnection:
+    """ServerConnection is one WebSocket, opened when it is first needed. It lives in one event loop."""
+
+    def __init__(
+        self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
+    ):
+        """`address`: the server's, http or https; `tls`: whose certificates are believed then."""
+        self._tls = tls
+        self._url = "ws" + address.removeprefix("http") + protocol.SOCKET
+        self._headers = dict(headers)
+        self._socket: ClientConnection | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._sequence = itertools.count()
+        self._waiting: dict[int, asyncio.Future[protocol.ServerAnswer]] = {}
+        self._taken_back = deque[int](maxlen=REMEMBERED)
+        self._unsent: list[protocol.Ask | protocol.Cancel] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def ask(
+        self,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        salt: str = "",
+        adapter: int = 0,
+    ) -> protocol.ServerAnswer:
+        """Returns the server's answer. One who is cancelled takes the request back.
+
+        Raises Disconnected where the connection can't be had or breaks; CompletionRefused where the server
+        can't answer such a request; EngineError where it fails otherwise.
+        """
+        prompt = protocol.integers(token_ids)
+        number = protocol.numbered(next(self._sequence), prompt)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._say(protocol.Ask(number, prompt, dict(sampling), salt, adapter))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._taken_back.append(number)
+            self._say(protocol.Cancel(number))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """Closes the connection; who still waits for an answer is told."""
+        tasks = [task for task in (self._sending, self._reading) if task is not None]
+        self._sending = self._reading = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._socket is not None:
+            with suppress(OSError, WebSocketException):
+                await self._socket.close()
+        self._broke("was closed")
+
+    async def _open(self) -> None:
+        try:
+            self._socket = await connect(
+                self._url,
+                additional_headers=self._headers,
+                compression=None,
+                max_size=LARGEST,
+                open_timeout=OPEN_SECONDS,
+                close_timeout=CLOSE_SECONDS,
+                ping_interval=PING_SECONDS,
+                ping_timeout=PING_SECONDS,
+                proxy=None,  # no proxy has the key
+                ssl=(self._tls or True) if self._url.startswith("wss:") else None,
+            )
+        except (OSError, WebSocketException, ValueError) as error:  # a reply that is no HTTP, too
+            self._broke(f"can't be reached ({error!r})")
+        else:
+            self._reading = asyncio.create_task(self._read(self._socket))
+
+    def _say(self, message: protocol.Ask | protocol.Cancel) -> None:
+        """Sends it with what else is said by then: a message each costs more than what it says."""
+        self._unsent.append(message)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        if self._socket is None:
+            await self._open()
+        while self._unsent and self._socket is not None:
+            messages, self._unsent = self._unsent, []
+            with suppress(WebSocketException, OSError):  # `_read` tells
+                await self._socket.send(protocol.packed(messages))
+
+    async def _read(self, socket: ClientConnection) -> None:
+        try:
+            async for message in socket:
+                for answer in protocol.answered(message):
+                    self._told(answer)
+            self._broke("closed the connection")
+        except protocol.WireError as error:  # nothing behind it can be trusted
+            self._broke(f"sent what is no answer ({error})")
+            with suppress(OSError, WebSocketException):
+                await socket.close()
+        except (OSError, WebSocketException) as error:
+            self._broke(f"broke off ({error!r})")
+
+    def _told(self, answer: protocol.ServerAnswer | protocol.Failure) -> None:
+        """Hands an answer on. Raises WireError for one that nobody waits for, and nobody took back."""
+        waiting = self._waiting.get(answer.number)
+        if waiting is None or waiting.done():
+            if answer.number in self._taken_back or (waiting is not None and waiting.cancelled()):
+                return
+            raise protocol.WireError(f"nobody waits for number {answer.number} and its prompt")
+        if isinstance(answer, protocol.ServerAnswer):
+            waiting.set_result(answer)
+        elif answer.refused:
+            waiting.set_exception(CompletionRefused(answer.error))
+        else:
+            waiting.set_exception(EngineError(answer.error))
+
+    def _broke(self, what: str) -> None:
+        self._socket = None
+        self._unsent.clear()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(Disconnected(what))

@@ -1,0 +1,129 @@
+"""Reads completions that servers without this package give, as JSON."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from rftmega.core.errors import EngineFault
+from rftmega.rollout.servers.vllm import protocol
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Kind = TypeVar("Kind")
+
+
+class WeightSpan(msgspec.Struct):
+    """WeightSpan says of which weights some tokens are."""
+
+    version: str
+    start: int
+    end: int
+
+
+class TokenLogprob(msgspec.Struct):
+    """TokenLogprob is a token's, in vLLM's reply."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """Logprobs is of all tokens, in vLLM's reply."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class Choice(msgspec.Struct):
+    """Choice is a completion in vLLM's reply."""
+
+    token_ids: list[TokenId]
+    finish_reason: str
+    logprobs: Logprobs | None = None
+    weight_versions: list[WeightSpan] | None = None
+
+    @property
+    def answer(self) -> protocol.ServerAnswer:
+        content = (self.logprobs and self.logprobs.content) or []
+        values = [each.logprob for each in content]
+        return _answer(self.token_ids, values, self.finish_reason, self.weight_versions)
+
+
+class GenerateReply(msgspec.Struct):
+    """GenerateReply is vLLM's, to a request for one completion."""
+
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
+    prompt_token_ids: list[TokenId] | None = None
+
+    @property
+    def answer(self) -> protocol.ServerAnswer:
+        return self.choices[0].answer
+
+
+class SGLangToken(msgspec.Struct, array_like=True):
+    """SGLangToken is a token in SGLang's reply; its text may follow."""
+
+    logprob: float
+    token: TokenId
+
+
+class SGLangEnd(msgspec.Struct):
+    """SGLangEnd says how a completion of SGLang ended."""
+
+    type: str
+
+
+class SGLangMeta(msgspec.Struct):
+    """SGLangMeta is all that is read of SGLang's reply."""
+
+    finish_reason: SGLangEnd
+    output_token_logprobs: list[SGLangToken] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+    weight_versions: list[WeightSpan] | None = None
+
+
+class SGLangReply(msgspec.Struct):
+    """SGLangReply is SGLang's, to a request for one completion."""
+
+    meta_info: SGLangMeta
+
+
+def reply_of(reply: Any) -> GenerateReply:
+    """Reads vLLM's reply. Raises EngineFault for anything else."""
+    return _converted(reply, GenerateReply)
+
+
+def of_vllm(choice: Any) -> protocol.ServerAnswer:
+    """Reads a completion of vLLM's reply. Raises EngineFault for anything else."""
+    return _converted(choice, Choice).answer
+
+
+def of_sglang(reply: Any) -> protocol.ServerAnswer:
+    """Reads SGLang's reply.
+
+    Raises EngineFault for anything else, as for one that does not say of which version each token is.
+    """
+    told = _converted(reply, SGLangReply).meta_info
+    tokens = told.output_token_logprobs or []
+    ids = [each.token for each in tokens]
+    values = told.output_token_sampling_logprobs or [each.logprob for each in tokens]
+    if ids and not told.weight_versions:
+        raise EngineFault(
+            "An SGLang server answered without meta_info.weight_versions, and nobody knows which weights gave its tokens."
+        )
+    return _answer(ids, values, told.finish_reason.type, told.weight_versions)
+
+
+def _answer(
+    ids: Sequence[int], logprobs: Sequence[float], reason: str, spans: Sequence[WeightSpan] | None
+) -> protocol.ServerAnswer:
+    told = [(span.version, span.start, span.end) for span in spans or ()]
+    return protocol.ServerAnswer(
+        0, protocol.integers(ids), array("f", logprobs).tobytes(), reason, told
+    )
+
+
+def _converted(found: Any, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.convert(found, kind)
+    except (msgspec.ValidationError, ValueError) as error:  # text that is none, too
+        raise EngineFault(f"A server's reply is no completion: {error}.") from error

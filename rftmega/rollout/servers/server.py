@@ -1,0 +1,158 @@
+"""Server runs one vLLM server in a process of its own on this host."""
+
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from rftmega.core.errors import EngineError
+from rftmega.rollout.servers import server_client
+from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.vllm import auth
+from rftmega.runtime.parallel.orphans import end_with_parent
+
+PROGRAM = "vllm.entrypoints.openai.api_server"
+LOOPBACK = "127.0.0.1"
+STOP_SECONDS = 20.0
+MISTAKE = re.compile(
+    r"\b(ValidationError|ValueError|NotImplementedError|ImportError|ModuleNotFoundError): |Failed to infer device type"
+)
+PASSING = re.compile(
+    r"Free memory on device|out of memory|Cannot allocate memory|Address already in use",
+    re.IGNORECASE,
+)
+
+
+class Server(ServerClient):
+    """One `vllm serve`, on loopback where nothing else is asked for. It ends with the process that
+    started it.
+    """
+
+    own = True
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        tls: tuple[str, str] | None = None,
+    ):
+        """Returns at once; `wait` for it.
+
+        The `environment` has the key that it asks everybody for. `host`: the address of this host
+        that it listens at. `port` 0: a free one. `tls`: files of the certificate and its key, where it
+        speaks https.
+        """
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            port = probe.getsockname()[1]
+        named = f"[{host}]" if ":" in host else host
+        super().__init__(
+            f"{'https' if tls else 'http'}://{named}:{port}",
+            auth.headers(environment[auth.KEY]),
+            tls=_believes(tls[0]) if tls else None,
+        )
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", PROGRAM, "--host", host, "--port", str(port)]
+        if tls:
+            command += ["--ssl-certfile", tls[0], "--ssl-keyfile", tls[1]]
+        with log.open("a") as file:
+            self._begin = file.tell()  # in the log
+            self._process = subprocess.Popen(
+                [*command, *arguments],
+                env=environment | {auth.PARENT: str(os.getpid())},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            )
+        # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without
+        # Python's atexit.
+        self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
+
+    def wait(self) -> None:
+        """Waits until it answers. Where it does not come up, raises EngineError, with the end of
+        its log, for what it refuses (an option, the model), and EngineFault for whatever may be
+        otherwise the next time: killed, too slow, no memory or port.
+        """
+        begin = time.monotonic()
+        while time.monotonic() - begin < server_client.START_SECONDS:
+            if self._process.poll() is not None:
+                break
+            if self.there():
+                return
+            time.sleep(0.2)
+        if self._refuses():
+            raise EngineError(
+                f"The vLLM server at {self.address} did not come up. {self.last_words()}"
+            )
+        raise self.fault("did not come up")
+
+    def close(self) -> None:
+        """Ends it and whatever it started."""
+        self._closing()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _refuses(self) -> bool:
+        """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's
+        checks raise these.
+        """
+        said = self._said()[self._begin :].decode(errors="replace")
+        code = self._process.poll()
+        return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
+
+    def _said(self) -> bytes:
+        """Returns its log, which somebody may have removed."""
+        try:
+            return self.log.read_bytes()
+        except OSError as error:
+            return f"(the log can't be read: {error.strerror or error})".encode()
+
+    def last_words(self) -> str:
+        text = self._said().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return f"The end of {self.log}:\n" + "\n".join(lines[-5:])
+
+
+def _believes(certificate: str) -> ssl.SSLContext:
+    """Returns what takes this certificate alone, whatever host it names and whoever signed it."""
+    believed = ssl.create_default_context(cafile=certificate)
+    believed.check_hostname = False
+    believed.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return believed
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a server's whole session, stopped processes too."""
+    process.terminate()
+    with suppress(ProcessLookupError):
+        # after SIGTERM, so that it does nothing else when it goes on
+        os.killpg(process.pid, signal.SIGCONT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):  # raised once the session is gone
+        # killed at once, vLLM's processes would leave shared memory behind
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

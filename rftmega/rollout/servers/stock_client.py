@@ -1,0 +1,47 @@
+"""StockClient speaks to a vLLM server that has nothing of this package."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rftmega.rollout.servers.lines import Line
+from rftmega.rollout.servers.protocol import generated
+from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.vllm import protocol
+
+
+class StockClient(ServerClient):
+    """StockClient is a vLLM server of the trainer's version that somebody else started."""
+
+    def take(self, update_info: dict[str, Any]) -> None:
+        """`update_info`: `weights_path`, of a Hugging Face folder."""
+        loaded = {"weights_path": update_info["weights_path"]}
+        self.post("collective_rpc", {"method": "reload_weights", "kwargs": loaded})
+
+    def land(self, version: int) -> None:
+        self.post("update_weight_version", {"new_version": self.named(version)})
+        self.post("resume")
+
+    def identity(self) -> str:
+        return ""  # a start again shows by the version of its answers, as does another run
+
+    def claim(self, name: str) -> None:
+        """Nobody can take it for one run: it has nothing of this package."""
+
+    def release(self) -> None:
+        """It was not taken."""
+
+    async def ask(
+        self,
+        line: Line,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        seconds: float,
+        *,
+        salt: str = "",
+        adapter: int = 0,
+    ) -> protocol.ServerAnswer:
+        assert not adapter, "only servers of this package take adapters"
+        asked: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
+        if salt:
+            asked["cache_salt"] = salt
+        return generated.reply_of(await self.answer(line, asked, seconds)).answer

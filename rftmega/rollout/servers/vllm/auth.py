@@ -1,0 +1,196 @@
+"""Guards the only way into a vLLM server of a run: its key on every request, and the paths that the
+trainer asks for.
+
+vLLM's own key guards some paths only, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come
+with others that run what they are told. A server loads this by `--middleware`, outside all of
+vLLM's own.
+"""
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from rftmega.rollout.servers.vllm import ownership
+from rftmega.rollout.servers.vllm.ownership import OWNER, Ownership
+from rftmega.rollout.servers.vllm.protocol import SOCKET
+from rftmega.runtime.parallel.orphans import end_with_all
+
+PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
+SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
+ADAPTER = "/adapter"  # answered here: POST, with a parcel (`transport.adapter_parcel`)
+IDENTITY = "/identity"  # answered here: another one after each start, and under each owner
+KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
+ADVICE = f'Set it to the same for servers and trainer: export {KEY}="$(openssl rand -hex 32)"'
+PATHS = {
+    *("/health", "/version", "/get_world_size", "/is_paused"),
+    *("/inference/v1/generate", "/abort_requests", "/pause", "/resume"),
+    *(
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+    ),
+}
+FOR_ANYBODY = {"/health", "/version", "/is_paused", SAMPLES, IDENTITY, OWNER}  # who has the key
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def headers(key: str, run: str = "") -> dict[str, str]:
+    """Returns the headers of a request of this run.
+
+    Raises ValueError for what can't be a key.
+    """
+    if not key:
+        raise ValueError(f"{KEY} is empty: whoever reaches a server could use it. {ADVICE}")
+    odd = [place for place, letter in enumerate(key) if not " " <= letter <= "~"]
+    if key != key.strip(" "):
+        odd.append(0 if key[0] == " " else len(key) - 1)
+    if odd:
+        raise ValueError(
+            f"{KEY} has {key[odd[0]]!r} as character {odd[0] + 1} of {len(key)}, which can't be in a request: ASCII letters, "
+            f"digits and signs can, without blanks or line ends around them. {ADVICE}"
+        )
+    found = {"Authorization": f"Bearer {key}"}
+    return found | {ownership.HEADER: run} if run else found
+
+
+def given_key() -> str:
+    """Returns the key of the environment. Raises ValueError where it is none."""
+    if KEY not in os.environ:
+        raise ValueError(f"{KEY} is not set. {ADVICE}")
+    headers(os.environ[KEY])
+    return os.environ[KEY]
+
+
+class Door:
+    """Door is an ASGI middleware that hands on nothing else."""
+
+    def __init__(self, app: App):
+        """Raises ValueError without a key, so that a server without one does not come up."""
+        self.app = app
+        if parent := os.environ.get(PARENT):
+            end_with_all(int(parent))
+        self.start = secrets.token_hex(8)
+        self.wanted = headers(given_key())["Authorization"].encode()
+        self.ownership = Ownership()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif not any(
+            name == b"authorization" and hmac.compare_digest(value, self.wanted)
+            for name, value in scope["headers"]
+        ):
+            await _refuse(401, scope, send)
+        elif scope["path"] not in FOR_ANYBODY and not self.ownership.allows(_run_of(scope)):
+            await _refuse(ownership.TAKEN, scope, send)
+        elif scope["type"] == "websocket" and scope["path"] == SOCKET:
+            await _serve(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == SAMPLES:
+            await _tell_samples(scope, send)
+        elif scope["type"] == "http" and scope["path"] == IDENTITY:
+            await _tell({"identity": f"{self.start}-{self.ownership.changes}"}, send)
+        elif scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", OWNER):
+            await self._own(receive, send)
+        elif scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", ADAPTER):
+            await _take_adapter(scope, receive, send)
+        elif scope["type"] == "websocket" or scope["path"] not in PATHS:
+            await _refuse(404, scope, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _own(self, receive: Receive, send: Send) -> None:
+        """Claims or releases the server."""
+        try:
+            said = json.loads(await _body(receive) or b"null")
+        except (ValueError, RecursionError):
+            said = None
+        status, found = self.ownership.told(said)
+        await _tell(found, send, status=status)
+
+
+def _run_of(scope: Message) -> str:
+    told = [value for name, value in scope["headers"] if name == ownership.HEADER.encode()]
+    return told[0].decode("latin-1") if told else ""
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Returns the body of a request; None where its sender left before its end."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":  # half of a parcel
+            return None
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _tell_samples(scope: Message, send: Send) -> None:
+    """Answers with checksums of samples of the kinds that are asked for: ?image=TOKEN&video=TOKEN."""
+    from rftmega.rollout.engines.images import samples_of_vllm
+
+    try:
+        asked = {kind: int(token) for kind, token in parse_qsl(scope["query_string"].decode())}
+    except ValueError as error:
+        await _tell({"error": str(error)}, send, status=ownership.BAD)
+        return
+    renderer = scope["app"].state.engine_client.renderer
+    await _tell(samples_of_vllm(renderer, asked), send)
+
+
+async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
+    """Hands a parcel to all workers: ?version=, of the push that it must be of. Status 400 without that,
+    500 where one does not take it.
+    """
+    parcel = await _body(receive)
+    if parcel is None:
+        return
+    engine = scope["app"].state.engine_client
+    try:
+        version = int(dict(parse_qsl(scope["query_string"].decode()))["version"])
+    except (KeyError, ValueError) as error:
+        await _tell({"error": f"no version: {error!r}"}, send, status=ownership.BAD)
+        return
+    try:
+        if engine.vllm_config.lora_config is None:
+            raise ValueError(
+                "it was started without adapters; start it with the run's model.lora.push=adapters"
+            )
+        said = await engine.collective_rpc("take_adapter", args=(parcel, version))
+        if refusals := list(filter(None, said)):
+            raise ValueError(refusals[0])
+    except Exception as error:
+        await _tell({"error": str(error)}, send, status=500)
+    else:
+        await _tell({"status": "taken"}, send)
+
+
+async def _tell(found: Any, send: Send, *, status: int = 200) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": json.dumps(found).encode()})
+
+
+async def _serve(scope: Message, receive: Receive, send: Send) -> None:
+    """Answers the requests of one connection here: vLLM has nothing as cheap."""
+    from rftmega.rollout.servers.vllm.completions_socket import CompletionsSocket
+
+    await CompletionsSocket(scope["app"].state.engine_client, receive, send).serve()
+
+
+async def _refuse(status: int, scope: Message, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]}
+    )
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,174 @@
+"""What vLLM is asked for on CUDA, against the signatures of the version that is installed; and what
+it must not change.
+"""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import RolloutConfig
+from rftmega.rollout.engines.vllm_models import model_arguments
+from rftmega.runtime.parallel.process_group import World
+from tests.imitation_cuda import imitated
+
+
+class FakeLLM:
+    """Takes what it is given; leaves one thread, as vLLM's worker does."""
+
+    given: dict[str, Any]
+
+    def __init__(self, **given: Any):
+        FakeLLM.given = given
+        torch.set_num_threads(1)
+
+    def apply_model(self, function: Any) -> list[Any]:
+        return [function(torch.nn.Module())]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    vllm = pytest.importorskip("rftmega.rollout.engines.vllm")
+    monkeypatch.setattr(vllm, "LLM", FakeLLM)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with imitated(monkeypatch):
+        config = RolloutConfig(
+            memory_fraction=0.45, max_prompt_tokens=100, max_response_tokens=28, max_batch=7
+        )
+        yield vllm.VLLMEngine(
+            tmp_path, config, World(3, 8, 3, 8, torch.device("cpu")), dtype="auto", stop_ids=[1]
+        )
+
+
+def test_its_arguments_on_cuda_are_known_to_the_engine_and_mean_what_was_configured(
+    engine: Any,
+) -> None:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)} | set(
+        inspect.signature(LLM.__init__).parameters
+    )
+    assert FakeLLM.given.keys() <= known
+    given = FakeLLM.given
+    assert (given["gpu_memory_utilization"], given["enable_sleep_mode"]) == (0.45, True)
+    assert "kv_cache_memory_bytes" not in given
+    assert given["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, (
+        "not as its makers wrote it"
+    )
+    assert "compilation_config" not in given, "its own kernels serve"
+    assert (given["dtype"], given["enforce_eager"], given["load_format"]) == (
+        "bfloat16",
+        False,
+        "dummy",
+    )
+    assert (given["max_model_len"], given["max_num_seqs"]) == (128, 7)
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (
+        1,
+        "external_launcher",
+    )
+    assert given["seed"] == 3, "engines draw differently"
+
+
+def test_latent_attention_on_a_cpu_has_kernels_that_take_float32(tmp_path: Path) -> None:
+    """With AMX vLLM would choose others."""
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    given = model_arguments(tmp_path, on_cuda=False)
+    assert given["attention_config"] == {"backend": "CPU_MLA"}
+    assert "attention_config" not in model_arguments(tmp_path, on_cuda=True)
+
+
+def test_the_host_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        request.getfixturevalue("engine")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_every_request_has_parameters_that_the_engine_knows(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    assert "logprobs" in inspect.signature(SamplingParams).parameters
+    asked: list[Any] = []
+
+    class Core:
+        def add_request(
+            self, number: str, prompt: dict[str, Any], params: Any, lora_request: Any
+        ) -> None:
+            assert lora_request is None  # there are no adapters
+            asked.append(params)
+
+        def step(self) -> list[Any]:
+            return []
+
+        def abort_request(self, numbers: list[str]) -> None: ...
+
+    engine._llm.llm_engine = Core()
+    from rftmega.core.types import Prompt, Sampling
+    from rftmega.rollout.requests import PromptBatch
+
+    class Once(PromptBatch):
+        def stopped(self) -> bool:
+            return True
+
+    engine._answer(
+        Once([Prompt((1, 2))], [7], lambda numbers, found: None), Sampling(0.7, 0.9, 5, 0.1)
+    )
+    (params,) = asked
+    assert (params.top_p, params.top_k, params.min_p) == (0.9, 5, 0.1)
+    assert (params.temperature, params.seed, params.max_tokens, params.logprobs) == (0.7, 7, 28, 0)
+    assert (params.stop_token_ids, params.ignore_eos, params.detokenize) == ([1], True, False)
+
+
+class Loading(FakeLLM):
+    """Keeps what its loader is given."""
+
+    def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
+        assert name == "reload_weights"
+        self.loaded = list(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self) -> None: ...
+
+    @property
+    def llm_engine(self) -> Any:
+        return SimpleNamespace(reset_encoder_cache=lambda: None)
+
+
+def test_an_engine_of_8_bits_is_told_so_and_its_loader_gets_numbers_and_scales(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vllm = pytest.importorskip("rftmega.rollout.engines.vllm")
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    monkeypatch.setattr(vllm, "LLM", Loading)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with imitated(monkeypatch):
+        engine = vllm.VLLMEngine(
+            tmp_path,
+            RolloutConfig(quantization="fp8"),
+            World(0, 1, 0, 1, torch.device("cpu")),
+            dtype="auto",
+            stop_ids=[1],
+            unquantised=["lm_head"],
+        )
+    understood = Fp8Config.from_config(FakeLLM.given["hf_overrides"]["quantization_config"])
+    assert understood.is_checkpoint_fp8_serialized and understood.weight_block_size == [128, 128]
+    assert understood.ignored_layers == ["lm_head"]
+    assert engine.destinations is None, "a push would copy past its loader"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    engine.load_weights([(name, torch.ones(4, 4)), ("lm_head.weight", torch.ones(4, 4))], version=0)
+    (numbers, scales, head) = engine._llm.loaded
+    assert (numbers[0], numbers[1].dtype) == (name, torch.float8_e4m3fn)
+    assert (scales[0], scales[1].tolist()) == (f"{name}_scale_inv", [[pytest.approx(1 / 448)]])
+    assert (head[0], head[1].dtype) == ("lm_head.weight", torch.float32)
