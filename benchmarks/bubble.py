@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.models import save_model
+from rftmega.backends.megatron.forward import custom_forward
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.forward import custom_forward
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 

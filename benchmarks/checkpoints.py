@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.models import save_model
 from benchmarks.timing import seconds
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.backends.megatron.training_state import set_adam_steps
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.training_state import set_adam_steps
 from rftmega.trainer.experience import given
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig
 
+from rftmega.backends.megatron.binding import Bound
 from rftmega.config import RolloutConfig
 from rftmega.converters import shard_shape, table
 from rftmega.converters.rules import instances
-from rftmega.megatron.binding import Bound
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.runtime import device

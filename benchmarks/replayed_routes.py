@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.backends.megatron import MegatronActor
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core import expert_routes
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.types import Prompt, Sampling
-from rftmega.megatron import MegatronActor
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

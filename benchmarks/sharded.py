@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models import save_model
 from benchmarks.timing import compare
+from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.fsdp.feed import feed
-from rftmega.fsdp.manager import FSDPModelManager
 from tests.layouts import build_policy
 from tests.ranks import run_ranks
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models import save_model
 from benchmarks.timing import Comparison, compare
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.megatron.forward import LogProbs, custom_forward
 from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
 from rftmega.core.shards import Shard
 from rftmega.core.types import Completion, Prompt, Rollout, SliceChecksums, Trajectory
-from rftmega.megatron.forward import LogProbs, custom_forward
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling

@@ -6,6 +6,8 @@ from typing import Any, Literal
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from rftmega.backends.megatron import MegatronActor, MegatronCritic, MegatronModelManager
+from rftmega.backends.megatron.forward import custom_forward
 from rftmega.config import (
     AlgorithmConfig,
     KLConfig,
@@ -19,8 +21,6 @@ from rftmega.config import (
 )
 from rftmega.core.types import Rows
 from rftmega.launch.train import backend_of
-from rftmega.megatron import MegatronActor, MegatronCritic, MegatronModelManager
-from rftmega.megatron.forward import custom_forward
 from rftmega.runtime.parallel.topology import Topology
 from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 

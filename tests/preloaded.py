@@ -9,8 +9,8 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: E402
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: E402, F401
 
-import rftmega.fsdp.backend  # noqa: E402
-import rftmega.megatron  # noqa: E402
+import rftmega.backends.fsdp.backend  # noqa: E402
+import rftmega.backends.megatron  # noqa: E402
 import rftmega.strategy.reinforcement  # noqa: E402
 import rftmega.strategy.supervised  # noqa: E402
 import rftmega.weights  # noqa: E402, F401

@@ -12,11 +12,11 @@ with warnings.catch_warnings():  # filters of a program that only imports are it
     import rftmega.launch.preloaded
 
     # isort: split
-    import rftmega.fsdp.backend
+    import rftmega.backends.fsdp.backend
+    import rftmega.backends.megatron
     import rftmega.launch.command_line
     import rftmega.launch.local_launcher
     import rftmega.launch.preflight
-    import rftmega.megatron
     import rftmega.rollout.engines.scripted
     import rftmega.rollout.engines.transformers
     import rftmega.rollout.engines.vllm  # noqa: F401

@@ -165,7 +165,7 @@ def test_imports_follow_the_map() -> None:
     [
         (
             "rftmega/trainer/bad.py",
-            "from rftmega.megatron import MegatronActor",
+            "from rftmega.backends.megatron import MegatronActor",
             "trainer may not import megatron",
         ),
         (
@@ -200,17 +200,17 @@ def test_imports_follow_the_map() -> None:
         ),
         (
             "rftmega/strategy/bad.py",
-            "def f():\n    from rftmega.megatron import MegatronActor",
+            "def f():\n    from rftmega.backends.megatron import MegatronActor",
             "strategy may not import megatron",
         ),
         (
             "rftmega/checkpoints/bad.py",
-            "from rftmega.megatron import MegatronActor",
+            "from rftmega.backends.megatron import MegatronActor",
             "checkpoint may not import megatron",
         ),
         (
             "rftmega/weights/bad.py",
-            "from rftmega.megatron.binding import Bound",
+            "from rftmega.backends.megatron.binding import Bound",
             "weights may not import megatron",
         ),
         (
@@ -241,7 +241,7 @@ def test_imports_follow_the_map() -> None:
         ),
         (
             "rftmega/models/kernels/bad.py",
-            "from rftmega.megatron import MegatronActor",
+            "from rftmega.backends.megatron import MegatronActor",
             "kernels may not import megatron",
         ),
         ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),

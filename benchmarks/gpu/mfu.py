@@ -1,7 +1,7 @@
 """Model FLOPs utilisation of whole updates of an 8B-shaped stack of as many layers as fit, with and
 without recomputation.
 
-Model FLOPs are those of rftmega/flops.py, three times the forward pass: 6 x weights in
+Model FLOPs are those of rftmega/backends/runner/flops.py, three times the forward pass: 6 x weights in
 matrices x tokens, and for attention 12 x layers x heads x head_dim x row length x tokens (PaLM,
 arXiv:2204.02311, appendix B). Recomputation adds none. The peak is bfloat16's by the device's name
 (`rftmega/runtime/device/cuda.py`); of an unknown device only TFLOP/s are told.
@@ -29,9 +29,9 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.sheet import Figures, Sheet
 from benchmarks.timing import median_seconds
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.runner.flops import BACKWARD, forward_flops
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
-from rftmega.flops import BACKWARD, forward_flops
 from rftmega.runtime import device
 from tests.layouts import build_policy, rows_of
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.backends.megatron.binding import Bound, bind
+from rftmega.backends.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
+from rftmega.backends.megatron.sharded import CheckpointBox, pieces_of
 from rftmega.checkpoints.distributed import finish, write_manifest, write_pieces
 from rftmega.checkpoints.reader import MANIFEST, PROGRESS, Reader, Stored, is_distributed
 from rftmega.config import ParallelConfig
@@ -42,9 +45,6 @@ from rftmega.converters import (
 )
 from rftmega.converters.vision import embedding_name
 from rftmega.core.errors import CheckpointError, ConfigError
-from rftmega.megatron.binding import Bound, bind
-from rftmega.megatron.load import HEAD, HEADS, refuse_another_head, refuse_strangers
-from rftmega.megatron.sharded import CheckpointBox, pieces_of
 from rftmega.model_providers.builder import build_chunk, transformer_config
 from rftmega.model_providers.description import describe, layout_violations
 from rftmega.model_providers.hf_config import read_hf_config

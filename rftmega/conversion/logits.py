@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.config import ModelConfig, ParallelConfig, RunConfig
-from rftmega.megatron.manager import MegatronModelManager
 from rftmega.runtime.parallel.topology import Topology
 
 

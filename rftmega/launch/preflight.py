@@ -451,7 +451,9 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 def slow_modules(config: RunConfig) -> list[str]:
     """Return the modules of the chosen backend and engine, whose import takes seconds."""
-    found = ["rftmega.fsdp.backend" if config.backend == "fsdp" else "rftmega.megatron"]
+    found = [
+        "rftmega.backends.fsdp.backend" if config.backend == "fsdp" else "rftmega.backends.megatron"
+    ]
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"

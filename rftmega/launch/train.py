@@ -26,10 +26,10 @@ def task_of(config: RunConfig) -> Task:
 def backend_of(config: RunConfig) -> "Backend":
     """Returns the backend that models are built with."""
     if config.backend == "fsdp":
-        from rftmega.fsdp.backend import FSDPBackend
+        from rftmega.backends.fsdp.backend import FSDPBackend
 
         return FSDPBackend()
-    from rftmega.megatron import MegatronBackend
+    from rftmega.backends.megatron import MegatronBackend
 
     return MegatronBackend()
 

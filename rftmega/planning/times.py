@@ -8,8 +8,8 @@ everywhere. Real runs take longer; compare layouts with it, or a measured phase 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rftmega.backends.runner.flops import BACKWARD, OF_FROZEN, forward_flops
 from rftmega.config import RolloutConfig, RunConfig
-from rftmega.flops import BACKWARD, OF_FROZEN, forward_flops
 from rftmega.model_providers.description import ModelDescription, stage_layers
 from rftmega.planning import data_plane, engine, sharded
 from rftmega.planning.memory import Cache, load_of, rows_of

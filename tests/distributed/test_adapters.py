@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.backends.megatron import MegatronActor, adapters
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoints.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
-from rftmega.megatron import MegatronActor, adapters
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS

@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.backends.megatron import MegatronActor
+from rftmega.backends.optimizers.offload import inner_optimizers
 from rftmega.checkpoints import retention, training
 from rftmega.checkpoints import run_checkpoints as saving
 from rftmega.checkpoints.reader import FORMAT, MANIFEST, MARK, seal
@@ -28,9 +30,7 @@ from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoints.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.megatron import MegatronActor
 from rftmega.models.hf import hf_folder
-from rftmega.optimizers.offload import inner_optimizers
 from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.runtime.parallel import seeds
 from rftmega.runtime.parallel.nodes import versions

@@ -7,9 +7,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from rftmega.backends.megatron import MegatronModelManager
+from rftmega.backends.megatron.forward import LogProbs
 from rftmega.config import ParallelConfig
-from rftmega.megatron import MegatronModelManager
-from rftmega.megatron.forward import LogProbs
 from tests.layouts import build_critic, build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny, transformers_logits

@@ -50,7 +50,7 @@ def experience_of(rows: Any) -> Experience:
 def follows_body(
     world: Any, folder: Path, output: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> None:
-    from rftmega.megatron import MegatronBackend
+    from rftmega.backends.megatron import MegatronBackend
     from rftmega.strategy.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, parallel, optimizer)

@@ -11,14 +11,20 @@ import torch.distributed as dist
 from rftmega.models.hf.parameter_places import places_of, plans_of, read
 from rftmega.models.hf.tensor_plan import partial_of, splits_of, styles_of
 
-from rftmega.fsdp.feed import feed
-from rftmega.fsdp.module import build
-from rftmega.fsdp.sharding import materialise
-from rftmega.fsdp.tensor_parallel import share_layers
+from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.module import build
+from rftmega.backends.fsdp.sharding import materialise
+from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.models.hf.hf_folder import HFFolder
 from tests.ranks import run_ranks
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
-from tests.unit.fsdp.test_families import LENGTHS, TEMPERATURE, of_transformers, rows, worst
+from tests.unit.backends.fsdp.test_families import (
+    LENGTHS,
+    TEMPERATURE,
+    of_transformers,
+    rows,
+    worst,
+)
 
 WITHOUT_A_PLAN = {"gpt-oss", "codegen", "phimoe"}
 REFUSED = {"gemma2"}

@@ -30,7 +30,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     """What a run says of each fault, by its name; every rank."""
     import torch
 
-    from rftmega.megatron import MegatronBackend
+    from rftmega.backends.megatron import MegatronBackend
     from rftmega.rollout.engines.transformers import TransformersEngine
     from rftmega.rollout.pool.engine_pool import EnginePool
     from rftmega.strategy.reinforcement import ReinforcementStrategy

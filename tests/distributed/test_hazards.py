@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from rftmega.backends.megatron import MegatronActor, MegatronModelManager
+from rftmega.backends.megatron.manager import refuse_hazards
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import ConfigError
-from rftmega.megatron import MegatronActor, MegatronModelManager
-from rftmega.megatron.manager import refuse_hazards
 from rftmega.model_providers.builder import transformer_config
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config

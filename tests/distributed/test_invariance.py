@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rftmega.backends.megatron import manager
 from rftmega.config import ParallelConfig
-from rftmega.megatron import manager
 from tests.invariance import (
     ADAPTED,
     ADAPTED_MIXTURE,

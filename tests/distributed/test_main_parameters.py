@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rftmega.backends.megatron.training_state import MAIN, optimizer_tensors
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.megatron.training_state import MAIN, optimizer_tensors
 from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.optimizers.offload import inner_optimizers
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience
-from rftmega.optimizers.offload import inner_optimizers
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PARTS
 from rftmega.weights import Exporter
 from tests.invariance import saved

@@ -11,10 +11,10 @@ import torch
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
+from rftmega.backends.megatron import MegatronActor, MegatronCritic
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.converters import table
 from rftmega.core.types import Experience, Rows
-from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.planning.activations import layer_bytes

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.megatron import MegatronActor, MegatronCritic
 from rftmega.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.config.options.algorithms import GAE
 from rftmega.core.types import Experience
-from rftmega.megatron import MegatronActor, MegatronCritic
 from rftmega.runtime.parallel.topology import Topology
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks

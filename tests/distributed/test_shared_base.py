@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.megatron import MegatronActor, MegatronBackend, MegatronCritic
 from rftmega.config import LoRA, RunConfig
 from rftmega.config.options.algorithms import GAE
 from rftmega.core.types import Experience
-from rftmega.megatron import MegatronActor, MegatronBackend, MegatronCritic
 from rftmega.planning.memory import on_host, resident
 from rftmega.planning.models import models_of
 from rftmega.runtime.device.residency import Residency

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.megatron import MegatronBackend, backend
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, GroupNorm
 from rftmega.core.types import Prompt, Sampling
-from rftmega.megatron import MegatronBackend, backend
 from rftmega.planning.fit import stages_of
 from rftmega.planning.memory import Budget, on_device
 from rftmega.planning.models import models_of

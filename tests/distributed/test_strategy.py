@@ -151,10 +151,10 @@ def test_experts_routes_are_refused_since_lightrfts_experiences_hold_none() -> N
 
 def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     from rftmega.algorithms.losses import policy_loss
+    from rftmega.backends.megatron import MegatronBackend
+    from rftmega.backends.megatron.training_state import adam_steps, schedule_steps
     from rftmega.lightrft.megatron_strategy import LightRFTStrategy
     from rftmega.lightrft.strategy import StrategyBase, is_actor
-    from rftmega.megatron import MegatronBackend
-    from rftmega.megatron.training_state import adam_steps, schedule_steps
     from rftmega.strategy.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, ParallelConfig(tensor=2))

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rftmega.algorithms.losses import policy_loss
+from rftmega.backends.megatron import forward
+from rftmega.backends.runner.model_runner import MicroBatch
 from rftmega.config import ParallelConfig
-from rftmega.megatron import forward
-from rftmega.passes.model_runner import MicroBatch
 from tests.distributed.test_actor import PROMPTS, ROWS, experience_of_plain
 from tests.layouts import build_actor, rows_of
 from tests.ranks import TRANSFORMER_ENGINE, run_ranks

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rftmega.algorithms.supervised import last_value, pairwise_loss
+from rftmega.backends.megatron import adapters
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import NothingLearnt
 from rftmega.launch.train import backend_of
-from rftmega.megatron import adapters
 from rftmega.planning.models import POLICY, models_of
 from rftmega.planning.states import states
 from rftmega.runtime.device.residency import GRADIENTS

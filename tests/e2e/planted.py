@@ -37,8 +37,8 @@ def rank(config: RunConfig, functions: bytes) -> int:
 
 def slow(noted: Path) -> None:
     """`noted`: what each update took rank 0, a line each."""
-    from rftmega.megatron import timers
-    from rftmega.megatron.model_runner import MegatronRunner
+    from rftmega.backends.megatron import timers
+    from rftmega.backends.megatron.model_runner import MegatronRunner
     from rftmega.runtime.parallel import lease
 
     lease.LIMIT, lease.ROUND = LEAST / 2, LEAST / 20

@@ -17,7 +17,7 @@ def calls_body(world: object, config: Path, output: Path) -> list[str]:
     torchrun starts one.
     """
     import train_rl
-    from rftmega.megatron.manager import MegatronModelManager
+    from rftmega.backends.megatron.manager import MegatronModelManager
     from rftmega.runtime.parallel import process_group
 
     found: list[str] = []

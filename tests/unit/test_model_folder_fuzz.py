@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rftmega.backends.megatron.load import refuse_strangers
 from rftmega.converters import table
 from rftmega.core.errors import RFTMegaError
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.megatron.load import refuse_strangers
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import INDEX, HFFolder

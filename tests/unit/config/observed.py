@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from rftmega import data
+from rftmega.backends.megatron import actor, manager, model_runner
+from rftmega.backends.optimizers import build
 from rftmega.config import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
 from rftmega.launch.train import task_of
-from rftmega.megatron import actor, manager, model_runner
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.monitoring import callbacks
 from rftmega.monitoring.observers import assemble
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.trajectories import Trajectories
-from rftmega.optimizers import build
 from rftmega.rollout import engines as rollout_engines
 from rftmega.rollout.servers import server_engine as servers
 from rftmega.rollout.servers.vllm import auth

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rftmega.backends.megatron.load import HEAD, refuse_strangers
 from rftmega.converters import left_out, table
 from rftmega.core.errors import CheckpointError
-from rftmega.megatron.load import HEAD, refuse_strangers
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import INDEX, HFFolder, copy_companions
 from tests.tiny_models import VARIANTS, save_tiny, with_predictor

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rftmega.backends.megatron.load import refuse_strangers
 from rftmega.converters import stacks_of, table
 from rftmega.core.errors import CheckpointError
-from rftmega.megatron.load import refuse_strangers
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum
 from rftmega.models.hf.stacked_files import Stacking, open_folder

@@ -31,4 +31,4 @@ def test_the_launcher_imports_no_models_and_its_server_all_that_ranks_need() -> 
     launcher, server, of_fsdp = json.loads(done.stdout.splitlines()[-1])
     assert launcher == []
     assert server == ["transformers", "megatron.core", "rftmega.strategy"]
-    assert "rftmega.fsdp.backend" in of_fsdp
+    assert "rftmega.backends.fsdp.backend" in of_fsdp

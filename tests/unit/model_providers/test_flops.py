@@ -10,7 +10,7 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from rftmega.flops import BACKWARD, ear_flops, forward_flops, tower_flops
+from rftmega.backends.runner.flops import BACKWARD, ear_flops, forward_flops, tower_flops
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import AudioTower

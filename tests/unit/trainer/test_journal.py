@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rftmega.backends.megatron import model_runner
 from rftmega.config import RolloutConfig, RunConfig, load
 from rftmega.core.errors import CheckpointError, Preempted
 from rftmega.core.interfaces import OneProcess
@@ -23,7 +24,6 @@ from rftmega.core.types import (
     Turn,
 )
 from rftmega.data import PromptOrder
-from rftmega.megatron import model_runner
 from rftmega.monitoring.observers.checkpointing import Checkpointing, restore
 from rftmega.monitoring.observers.evaluate import Evaluate
 from rftmega.monitoring.observers.metric_writers import JSONLines

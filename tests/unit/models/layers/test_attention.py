@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rftmega.backends.megatron.forward import pack
 from rftmega.core.errors import ConfigError
-from rftmega.megatron.forward import pack
 
 # isort: split
 

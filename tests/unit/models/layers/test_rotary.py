@@ -13,7 +13,7 @@ import rftmega.runtime.device.before_megatron  # noqa: F401
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from rftmega.megatron.forward import pack
+from rftmega.backends.megatron.forward import pack
 from rftmega.models.layers.rotary import PackedRotary
 
 HEADS, WIDTH, BASE = 3, 8, 10_000.0

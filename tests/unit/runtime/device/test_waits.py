@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rftmega.backends.fsdp.feed import feed
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience
-from rftmega.fsdp.feed import feed
 from tests.layouts import rows_of
 
 ELSEWHERE = torch.device("meta")

@@ -1,0 +1,165 @@
+"""Finds the layers of a transformers model that have an adapter: a low-rank product B A beside the
+weight (LoRA, arXiv:2106.09685), named as PEFT names it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from rftmega.config.options.adapters import OF_ATTENTION, experts_targeted
+from rftmega.converters.adapters import (
+    pair_names,
+    refuse_named,
+    refuse_unknown,
+    without_head,
+)
+from rftmega.core.errors import ConfigError
+from rftmega.core.shards import EMBEDDING, HEAD, OF_WORDS
+from rftmega.models.hf.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
+
+if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
+
+WEIGHT = ".weight"
+EXPERTS = ".experts."  # in the name of what belongs to an expert
+ROUTERS = ("gate", "router", "shared_expert_gate")  # which have no adapters
+
+
+class AdaptedLayers(NamedTuple):
+    """AdaptedLayers holds the layers of a model that have adapters, by their names in it."""
+
+    linears: Mapping[str, nn.Linear]  # the output head among them, where it is named
+    embeddings: Mapping[str, nn.Embedding]  # the one of words, where it is named
+    # a parameter with all experts of a layer -> what stands in each one's matrix, one below the
+    # other, by the last parts of the folder's names: (gate_proj, up_proj)
+    stacks: Mapping[str, tuple[str, ...]]
+    targets: frozenset[str]  # the last parts of the names of all that have a pair
+
+
+def adapted_of(
+    model: "PreTrainedModel", targets: Sequence[str], *, value: bool = False
+) -> AdaptedLayers:
+    """Returns the layers of a decoder that `targets` name, all linear ones of its layers and all
+    experts where it is empty. A `value` model has no output head: where targets name one as well as
+    other layers, it is left out.
+
+    Raises ConfigError for a target that the model does not have, for the embedding or the head of a
+    model where both are one matrix, for experts that are not told apart in transformers' own
+    conversion, and for a model with a tower.
+    """
+    if words_of(model) is not model.base_model:
+        raise ConfigError(
+            f"model.lora.rank: {type(model).__name__} has a tower beside its decoder, and can't have adapters yet. Set it to 0."
+        )
+    words = _of_words(model)
+    if value:
+        targets = without_head(targets)
+        words.pop(HEAD, None)
+    elif model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        refuse_named(targets, OF_WORDS)
+        words.clear()
+    layers = set(layers_of(model))
+    names = [name for name, module in model.named_modules() if module in layers]
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and _is_within(name, names) and _leaf(name) not in ROUTERS
+    }
+    experts = _experts(model, names) if experts_targeted(targets) else {}
+    known = {_leaf(name) for name in linear}.union(*experts.values())
+    refuse_unknown(targets, known.union(words))
+    found = frozenset(targets or known)
+    linears = {name: module for name, module in linear.items() if _leaf(name) in found}
+    stacks = {name: parts for name, parts in experts.items() if found & set(parts)}
+    embeddings = {}
+    for leaf in sorted(found.intersection(words)):
+        name, module = words[leaf]
+        if leaf == EMBEDDING:
+            embeddings[name] = module
+        else:
+            linears[name] = module
+    if not linears and not stacks and not embeddings:
+        raise ConfigError(
+            f"model.lora.rank: the layers of {type(model).__name__} have no linear layer that can have an adapter. Set it to 0."
+        )
+    return AdaptedLayers(linears, embeddings, stacks, found)
+
+
+def pair_of(weight: str) -> tuple[str, str]:
+    """Returns the names of A and B beside the weight of a linear layer, or of an embedding."""
+    return pair_names(weight.removesuffix(WEIGHT))
+
+
+def module_name(weight: str) -> str:
+    """Returns the last part of the name of a linear layer, such as q_proj, by its weight's."""
+    return _leaf(weight.removesuffix(WEIGHT))
+
+
+def _of_words(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
+    """Returns the embedding and the output head of a model by the last parts of their names, with
+    their whole names; without one that computes, or is called, otherwise than in most models.
+    """
+    kinds = {EMBEDDING: nn.Embedding, HEAD: nn.Linear}
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {
+        _leaf(name): (name, module)
+        for name, module in model.named_modules()
+        if module in modules and type(module) is kinds.get(_leaf(name))
+    }
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_within(name: str, layers: Iterable[str]) -> bool:
+    return any(name.startswith(f"{layer}.") for layer in layers)
+
+
+def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns what stands in the matrices of experts: `AdaptedLayers.stacks`.
+
+    Raises ConfigError for a parameter of experts of which transformers does not say so.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    transforms = get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    found = {}
+    for name, parameter in model.named_parameters():
+        if EXPERTS not in name or not _is_within(name, layers):
+            continue
+        parts = _parts(name, converters) if parameter.dim() == EXPERT_DIMENSIONS else ()
+        if not parts:
+            raise ConfigError(
+                f"model.lora.targets: transformers keeps the experts of {type(model).__name__} in {name}, and does not say which "
+                "matrices of the folder stand in it, so they can't have adapters under backend=fsdp. Set it to "
+                f"[{', '.join(OF_ATTENTION[:4])}], or take backend=megatron."
+            )
+        found[name] = parts
+    return found
+
+
+def _parts(name: str, converters: "Sequence[WeightConverter]") -> tuple[str, ...]:
+    """Returns the last parts of the names of the matrices that transformers puts one below the other,
+    of each expert; () where it makes the parameter otherwise.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    for each in converters:
+        if not any(re.search(f"{pattern}$", name) for pattern in each.target_patterns):
+            continue
+        below = [
+            (isinstance(step, MergeModulelist) and step.dim == 0)
+            or (isinstance(step, Concatenate) and step.dim == 1)
+            for step in each.operations
+        ]
+        single = len(each.target_patterns) == 1
+        merged = any(isinstance(step, MergeModulelist) for step in each.operations)
+        if single and merged and all(below):
+            return tuple(module_name(pattern) for pattern in each.source_patterns)
+    return ()

@@ -1,0 +1,106 @@
+"""Groups: which parameters of a decoder, and of adapters on it, FSDP2 gathers together."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rftmega.models.hf.adapted_layers import AdaptedLayers, adapted_of
+from rftmega.models.hf.decoder import TransformersModel, read_config, tower_of
+from rftmega.models.hf.meta_decoder import describe, gathered_apart, on_meta
+from rftmega.models.hf.tensor_plan import splits_of, styles_of
+
+Shape = tuple[int, ...]
+
+
+class Groups(NamedTuple):
+    """Groups holds the shapes of parameters, or of a tensor-parallel process's shares of them, as
+    FSDP2 gathers them.
+    """
+
+    apart: tuple[tuple[Shape, ...], ...]  # one after another, in the order of the forward pass
+    whole_pass: tuple[Shape, ...]  # from the beginning of a pass to its end
+    # A and B of each adapter in each group of `apart`, which alone learn; (): all of the model does
+    pairs: tuple[tuple[Shape, ...], ...] = ()
+    beside: tuple[
+        Shape, ...
+    ] = ()  # of a value head, the last of `apart`: it learns whole beside pairs
+    looked_up: tuple[Shape, ...] = ()  # B of the embedding's pair, if any: merged with it as with A
+
+
+@lru_cache(8)
+def _built(path: str) -> tuple[Any, TransformersModel]:
+    config = read_config(path)
+    model = on_meta(config, "eager")
+    return model, describe(model, tower_of(path, config))
+
+
+@lru_cache(64)
+def read_groups(
+    path: str, *, value: bool, tensor: int, rank: int = 0, targets: tuple[str, ...] = ()
+) -> tuple[TransformersModel, Groups]:
+    """Describes the decoder of a folder's config.json, with a number a token as its head if
+    `value` and with adapters of a `rank` above 0 on `targets`, and the groups of the first of
+    `tensor` processes that share its matrices.
+
+    Raises CheckpointError where transformers can't build it, or they can't share it, and
+    ConfigError where it can't have these adapters.
+    """
+    model, said = _built(path)
+    head = model.get_output_embeddings()
+    if value:
+        with torch.device("meta"):
+            head = nn.Linear(said.hidden, 1, bias=False)
+    shares: dict[int, Shape] = {}
+    if tensor > 1:
+        splits = splits_of(model, styles_of(model, tensor), 0, tensor)
+        for name, split in splits.items():
+            whole = model.get_parameter(name)
+            shares[id(whole)] = split.of(tuple(whole.shape))
+
+    def shape_of(parameter: torch.Tensor) -> Shape:
+        return shares.get(id(parameter), tuple(parameter.shape))
+
+    apart = gathered_apart(model, head)
+    taken = {id(parameter) for module in apart for parameter in module.parameters()}
+    rest = [each for each in model.base_model.parameters() if id(each) not in taken]
+    shapes = [tuple(shape_of(each) for each in module.parameters()) for module in apart]
+    pairs: list[tuple[Shape, ...]] = []
+    looked_up: list[Shape] = []
+    if rank:
+        layers = adapted_of(model, targets, value=value)
+        parts = _parts(model, layers)
+        embeddings = {id(each.weight) for each in layers.embeddings.values()}
+        for module in apart:
+            of_group: list[Shape] = []
+            for parameter in module.parameters():
+                shape = shape_of(parameter)
+                if id(parameter) in embeddings:  # whose pair is of the weight turned around
+                    of_group += _pairs(shape[::-1], rank, 1, 1)
+                    looked_up.append(of_group[-1])
+                else:
+                    of_group += _pairs(shape, rank, *parts.get(id(parameter), (0, 0)))
+            pairs.append(tuple(of_group))
+    beside = shapes[-1] if rank and value else ()
+    always = tuple(shape_of(each) for each in rest)
+    return said, Groups(tuple(shapes), always, tuple(pairs), beside, tuple(looked_up))
+
+
+def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
+    """Returns, by the identity of a parameter with adapters, how many matrices stand in it, one below
+    the other, and how many of these have a pair.
+    """
+    found = {id(linear.weight): (1, 1) for linear in layers.linears.values()}
+    for name, parts in layers.stacks.items():
+        chosen = len(layers.targets.intersection(parts))
+        found[id(model.get_parameter(name))] = len(parts), chosen
+    return found
+
+
+def _pairs(shape: Shape, rank: int, parts: int, chosen: int) -> list[Shape]:
+    """Returns the shapes of A and B of each pair on a weight, or on a tensor of experts."""
+    if not chosen:
+        return []
+    *experts, rows, columns = shape
+    return [(*experts, rank, columns), (*experts, rows // parts, rank)] * chosen

@@ -1,0 +1,276 @@
+"""Finds the Hugging Face tensors in a transformers model's parameters.
+
+transformers names most parameters as the folder does. Where it fuses tensors (experts into one of
+three dimensions, gate and up into one), its own conversion mapping says so, and what each becomes
+is a box here. What is no box (transposed, interleaved) is refused by name.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from rftmega.converters import NOT_WEIGHTS
+from rftmega.core.errors import CheckpointError
+from rftmega.core.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
+from rftmega.models.hf.hf_folder import HFFolder
+from rftmega.models.hf.tensor_plan import Split
+
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Placed says where an HF tensor lies in a parameter."""
+
+    name: str  # of the HF tensor
+    shape: tuple[int, ...]
+    expert: int | None  # its slice of the parameter's first dimension; None: no such dimension
+    offset: tuple[int, ...]  # in the parameter, or in that slice
+
+    @property
+    def box(self) -> Box:
+        """Returns the place, as a box of the parameter or of the slice."""
+        return tuple((at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """ShardPlan is what a process's rows of a parameter hold, of any tensor of their shape."""
+
+    logical: LogicalTensor
+    parts: tuple[ShardPart, ...]
+    index: int | None  # of the expert among the rows; None: the rows themselves
+
+    def of(self, rows: Tensor) -> Shard:
+        """Returns the shard of the weights, or of what belongs to them."""
+        held = rows if self.index is None else rows[self.index]
+        return Shard(self.logical, self.parts, held)
+
+
+def places_of(
+    model: PreTrainedModel,
+    wanted: Mapping[str, tuple[int, ...]],
+    files: HFFolder,
+    *,
+    allowed: Iterable[str],
+) -> dict[str, list[Placed]]:
+    """Returns the HF tensors of each wanted parameter (name -> shape).
+
+    Every tensor of the folder is in one, `allowed`, or known to transformers as not the model's.
+    Raises CheckpointError for another one, for a parameter that the folder does not have whole, and
+    for a fusion that is no box.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    known: dict[str, Any] = dict(wanted)
+    prefix = model.base_model_prefix
+    found: dict[str, list[Placed]] = defaultdict(list)
+    members: Counter[tuple[str, str]] = Counter()
+    strangers = []
+    for name in sorted(files.names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in wanted:
+            strangers.append(name)
+            continue
+        shape = files.shape_of(name)
+        if pattern is None:
+            found[target].append(Placed(name, shape, None, (0,) * len(shape)))
+            continue
+        converter = converter_of[pattern]
+        number = members[target, pattern]
+        members[target, pattern] += 1
+        found[target].append(_fused(files, name, shape, converter, pattern, number))
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
+    strangers = [
+        name
+        for name in strangers
+        if name not in set(allowed)
+        and not re.fullmatch(NOT_WEIGHTS, name)
+        and not any(re.search(each, name) for each in ignored)
+    ]
+    if strangers:
+        raise CheckpointError(
+            f"{files.folder} holds {len(strangers)} tensor(s) that {type(model).__name__} has no parameter for, "
+            f"{strangers[0]!r} first. Weights that nobody reads would make it another model."
+        )
+    for name, shape in wanted.items():
+        _refuse_incomplete(files, name, shape, found.get(name, []))
+    return dict(found)
+
+
+def _fused(
+    files: HFFolder,
+    name: str,
+    shape: tuple[int, ...],
+    converter: WeightConverter,
+    pattern: str,
+    number: int,
+) -> Placed:
+    """Places the `number`-th tensor that one of a fusion's patterns gave."""
+    merged, joined = False, 0
+    for operation in converter.operations:
+        if isinstance(operation, MergeModulelist) and operation.dim == 0:
+            merged = True
+        elif isinstance(operation, Concatenate):
+            joined = operation.dim
+        else:
+            raise CheckpointError(
+                f"{files.folder}: transformers makes {name} another tensor by {type(operation).__name__}, which has no place "
+                "in this backend: weights are pushed and saved as they are in the folder. Take backend=megatron, or a folder "
+                "that was saved otherwise."
+            )
+    offset = [0] * len(shape)
+    if len(converter.source_patterns) > 1:
+        # gate and up, or q, k and v, are of one shape or are told apart by what came before
+        axis = joined - 1 if merged else joined
+        offset[axis] = converter.source_patterns.index(pattern) * shape[axis]
+    return Placed(name, shape, number if merged else None, tuple(offset))
+
+
+def _refuse_incomplete(
+    files: HFFolder, name: str, shape: tuple[int, ...], places: Sequence[Placed]
+) -> None:
+    if not places:
+        raise CheckpointError(f"{files.folder} holds no {name}. The folder is incomplete.")
+    elements = sum(torch.Size(place.shape).numel() for place in places)
+    slices = {place.expert for place in places}
+    inner = shape if slices == {None} else shape[1:]
+    fits = all(
+        intersection(place.box, tuple((0, n) for n in inner)) == place.box for place in places
+    )
+    if elements != torch.Size(shape).numel() or not fits:
+        tensors = ", ".join(f"{place.name} {list(place.shape)}" for place in places[:3])
+        raise CheckpointError(
+            f"{files.folder}: {name} is {list(shape)} by config.json, and the folder has {tensors}"
+            f"{', ...' if len(places) > 3 else ''}. One of them is wrong."
+        )
+
+
+def plans_of(
+    parameter: str,
+    places: Sequence[Placed],
+    rows: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    split: Split | None = None,
+    opens: bool,
+) -> list[ShardPlan]:
+    """Returns what the rows start ... stop - 1 of a parameter's first dimension hold, or those of a
+    process's share of it (`split`).
+
+    `opens`: it comes before the layers. A process without rows of a tensor has no plan of it.
+    """
+    start, stop = rows
+    found_layer = LAYER.search(parameter)
+    layer = int(found_layer[1]) if found_layer else None
+    found = []
+    together: dict[int | None, list[Placed]] = defaultdict(list)
+    for place in places:
+        together[place.expert].append(place)
+    for expert, group in together.items():
+        logical = LogicalTensor(
+            tuple(place.name for place in group),
+            tuple(place.shape for place in group),
+            dtype,
+            layer=layer,
+            expert=expert,
+            kind=LAYER.sub(".layers.*.", parameter),
+            opens=opens,
+        )
+        if expert is None:
+            parts = tuple(_parts(group, rows, split))
+            index = None
+        else:
+            here = start <= expert < stop
+            inner = None if split is None else replace(split, dim=split.dim - 1)
+            parts = tuple(_parts(group, None, inner)) if here else ()
+            index = expert - start
+        if parts:
+            found.append(ShardPlan(logical, parts, index))
+    return found
+
+
+def _parts(
+    group: Sequence[Placed], rows: tuple[int, int] | None, split: Split | None
+) -> Iterable[ShardPart]:
+    """Yields what of each HF tensor lies in rows start ... stop - 1 (None: all) of a share."""
+    for number, place in enumerate(group):
+        own = place.box
+        for shared, moved in _shared(own, split):
+            here = shared if rows is None else (rows, *shared[1:])
+            common = intersection(shared, here)
+            if common is None:
+                continue
+            offset = [low for low, _ in common]
+            offset[0] -= rows[0] if rows is not None else 0
+            box = within(_moved(common, moved), own)
+            yield ShardPart(number, box, tuple(offset))
+
+
+def _shared(own: Box, split: Split | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Yields the boxes that a tensor at `own` has in a share, as they lie there, and how far they are
+    from where they lie in the whole.
+    """
+    if split is None:
+        yield own, (0,) * len(own)
+        return
+    filled, dim = 0, split.dim
+    for start, stop in split.slices:
+        common = intersection(own, (*own[:dim], (start, stop), *own[dim + 1 :]))
+        away = (*(0,) * dim, start - filled, *(0,) * (len(own) - dim - 1))
+        if common is not None:
+            yield _moved(common, tuple(-each for each in away)), away
+        filled += stop - start
+
+
+def _moved(box: Box, away: Sequence[int]) -> Box:
+    return tuple((low + by, high + by) for (low, high), by in zip(box, away, strict=True))
+
+
+@torch.no_grad()
+def read(files: HFFolder, shards: Iterable[Shard]) -> int:
+    """Fills shards from the folder, reading only their boxes. Returns the bytes read."""
+    read_bytes = 0
+    for shard in shards:
+        for number, (name, shape) in enumerate(
+            zip(shard.logical.names, shard.logical.shapes, strict=True)
+        ):
+            source = files.slice_of(name, shape)
+            for box, elements in shard.views(number):
+                piece = source[tuple(slice(low, high) for low, high in box)]
+                read_bytes += piece.nbytes
+                elements.copy_(piece)
+    return read_bytes
+
+
+@torch.no_grad()
+def differs_from(files: HFFolder, name: str, shards: Iterable[Shard]) -> bool:
+    """Returns whether the folder holds tensor `name`, of a shape like the shards', and this
+    process's boxes of it are other numbers.
+    """
+    if name not in files:
+        return False
+    for shard in shards:
+        source = files.slice_of(name, shard.logical.shapes[0])
+        for box, elements in shard.views(0):
+            piece = source[tuple(slice(low, high) for low, high in box)]
+            if not torch.equal(piece.to(elements.dtype), elements):
+                return True
+    return False

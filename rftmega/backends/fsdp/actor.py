@@ -1,0 +1,61 @@
+"""FSDPActor: the policy, scored and trained over sharded parameters."""
+
+from collections.abc import Callable
+
+from rftmega.backends.fsdp.adapters import ShardedAdapters
+from rftmega.backends.fsdp.manager import FSDPModelManager
+from rftmega.backends.fsdp.mesh import ShardingMesh
+from rftmega.backends.fsdp.runner import FSDPRunner
+from rftmega.backends.fsdp.trainable import FSDPModel
+from rftmega.config import RunConfig
+from rftmega.core.types import Column, Metrics, Rows, TokenStats
+from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
+
+
+class FSDPActor(FSDPModel):
+    """FSDPActor is the policy.
+
+    Every process calls its methods with the whole batch and gets the whole result.
+    """
+
+    def __init__(self, cfg: RunConfig, placement: ShardingMesh):
+        """Builds and loads the model with its optimizer.
+
+        Log-probs are of the distribution that is sampled from: `cfg.rollout.temperature` is the
+        engine's, too.
+        """
+        super().__init__(FSDPModelManager(cfg, placement), placement)
+        self.manager.setup_model_and_optimizer()
+        self.runner = FSDPRunner(self.manager, TokenStats)
+        residency, weights = self.manager.residency, self.manager.weights
+        self.reference: ReferenceWeights | ShardedAdapters | None = None
+        if cfg.algorithm.kl.coef > 0:
+            # without its adapters the policy is the model that it began with: no second weights
+            if self.manager.adapters is None:
+                self.sum_of_frozen = self.manager.sum_of_weights()
+            self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
+        if cfg.algorithm.ema_beta > 0:
+            self.average = AveragedWeights(residency, weights, cfg.algorithm.ema_beta)
+            self.runner.after_step = self.average.update
+        self.push_to_rollout: Callable[..., Metrics] | None = None
+
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
+        """Returns log-prob and entropy of every target on the host; no gradient.
+
+        `temperature`: None for the rollout's.
+        """
+        found: TokenStats[Column] = self.runner.score(rows, temperature=temperature)
+        return found
+
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        """Returns the same under the reference weights.
+
+        Raises AssertionError where none are kept.
+        """
+        assert self.reference is not None, (
+            "algorithm.kl.coef is 0, so no reference weights are kept"
+        )
+        with self.reference.swapped_in():
+            return self.log_probs(rows)

@@ -1,0 +1,142 @@
+"""Adapters on the experts of a model of transformers: what they are named, where they are, how they
+are shared.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rftmega.backends.fsdp.weight import Weight
+from rftmega.config import LoRA
+from rftmega.core.errors import ConfigError
+from rftmega.models.hf.adapted_layers import module_name, pair_of
+from rftmega.models.hf.parameter_places import Placed
+from rftmega.models.hf.tensor_plan import Split
+from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs
+
+BESIDE = "lora"  # the name of the module of pairs within that of the experts
+
+
+class AdaptedStack:
+    """AdaptedStack is a layer's experts in one tensor, with pairs beside its matrices."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        parts: Sequence[str],
+        found: Container[str],
+        lora: LoRA,
+    ):
+        """`name`: of the parameter. `parts`: what stands in each expert's matrix, one below the
+        other, such as gate_proj and up_proj; those that are `found` among them get pairs.
+        """
+        above, _, self.leaf = name.rpartition(".")
+        self.above, self.parts, self.scaling = above, parts, lora.scaling
+        self.experts: Any = model.get_submodule(above)
+        number, rows, columns = self.experts.get_parameter(self.leaf).shape
+        self.pairs = {
+            part: PairsOfExperts(number, rows // len(parts), columns, lora)
+            for part in parts
+            if part in found
+        }
+        if not hasattr(self.experts, BESIDE):
+            self.experts.add_module(BESIDE, nn.ModuleDict())
+        getattr(self.experts, BESIDE).update(self.pairs)
+        self.off = False
+        self.experts.forward = self._with_stand_in(self.experts.forward)
+        self._bound: dict[str, tuple[Weight, Weight]] = {}
+
+    def _with_stand_in(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def adapted(*given: Any, **named: Any) -> Tensor:
+            if self.off:
+                return forward(*given, **named)
+            stack = getattr(self.experts, self.leaf)
+            # an attribute of the module's own comes before its parameters
+            vars(self.experts)[self.leaf] = StackWithPairs(
+                stack, [self.pairs.get(part) for part in self.parts]
+            )
+            try:
+                return forward(*given, **named)
+            finally:
+                del vars(self.experts)[self.leaf]
+
+        return adapted
+
+    def train(self, learning: bool) -> None:
+        """Switches the pairs between learning, which may drop, and scoring."""
+        for pairs in self.pairs.values():
+            pairs.training = learning
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Yields A and B of each pair, of all experts."""
+        for pairs in self.pairs.values():
+            yield from (pairs.lora_A, pairs.lora_B)
+
+    def names(self, above: str = "") -> dict[str, tuple[str, str]]:
+        """Returns the names of the parameters A and B by the part that they are beside, within
+        experts of the name `above`; "": transformers'.
+        """
+        inside = f"{above or self.above}.{BESIDE}"
+        return {part: (f"{inside}.{part}.lora_A", f"{inside}.{part}.lora_B") for part in self.pairs}
+
+    def places(self, places: Sequence[Placed]) -> dict[str, list[Placed]]:
+        """Returns where the pairs' tensors lie in their parameters, by the folder's `places` of the
+        experts.
+
+        Raises ConfigError where the folder has all experts in one tensor.
+        """
+        found: dict[str, list[Placed]] = {}
+        for place in places:
+            if place.expert is None:
+                raise ConfigError(
+                    f"model.lora.targets: {place.name} is all experts in one tensor of the folder, so their adapters have no "
+                    "names. Leave experts out of the targets, or take a folder that has each by itself."
+                )
+            part = module_name(place.name)
+            if part in self.pairs:
+                both = (self.pairs[part].lora_A, self.pairs[part].lora_B)
+                named = zip(self.names()[part], pair_of(place.name), both, strict=True)
+                for known, hf_name, matrix in named:
+                    shape = tuple(matrix.shape[1:])
+                    found.setdefault(known, []).append(Placed(hf_name, shape, place.expert, (0, 0)))
+        return found
+
+    def share(self, split: Split, splits: dict[str, Split], partial: set[str]) -> None:
+        """Adds to `splits` and `partial` how tensor-parallel processes share the pairs, by how they
+        share the experts: see `ShardedAdapters.share`.
+        """
+        for part, (down, up) in self.names().items():
+            pairs = self.pairs[part]
+            if split.dim == 1:
+                rows = pairs.lora_B.shape[1]
+                splits[up] = Split(1, _within(split, self.parts.index(part) * rows, rows))
+                partial.add(down)
+            else:
+                splits[down] = split
+                pairs.columns = slice(*split.slices[0])
+                partial.add(up)
+
+    def bind(self, known: Mapping[str, Weight]) -> Iterator[Weight]:
+        """Finds the pairs among the weights of a process, and yields them."""
+        for part, (down, up) in self.names().items():
+            self._bound[part] = known[down], known[up]
+            yield from self._bound[part]
+
+    def delta(self, index: int, rows: int) -> StackDelta:
+        """Returns what is added to a matrix of so many rows: of the `index`-th expert of this
+        process, which has that one's pairs as well.
+        """
+        pairs: list[tuple[Tensor, Tensor] | None] = []
+        for part in self.parts:
+            held = self._bound.get(part)
+            pairs.append(held and (held[0].pushed[index], held[1].pushed[index]))
+        return StackDelta(pairs, rows // len(self.parts), self.scaling)
+
+
+def _within(split: Split, first: int, rows: int) -> tuple[tuple[int, int], ...]:
+    """Returns the slices of a split that lie in `rows` from the `first` on, as seen from there."""
+    own = [(max(start - first, 0), min(stop - first, rows)) for start, stop in split.slices]
+    return tuple((start, stop) for start, stop in own if start < stop)

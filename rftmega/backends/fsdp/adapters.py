@@ -1,0 +1,254 @@
+"""Adapters on a model whose own weights are frozen: built, filled, switched off, and merged where a
+shard is read. `adapted_experts`: those on experts.
+
+Pairs are parameters like others: FSDP2 shards their rows, and tensor-parallel processes share them
+as they share the layer. B has the weight's rows on every process, so a process that merges lacks
+rows of A alone, which are gathered before weights are read; of an embedding's pair, whose A has a
+column for each word, both are.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rftmega.backends.fsdp.adapted_experts import AdaptedStack
+from rftmega.backends.fsdp.mesh import ShardingMesh
+from rftmega.backends.fsdp.module import LogProbHead, Network
+from rftmega.backends.fsdp.weight import Weight
+from rftmega.config import LoRA
+from rftmega.core.errors import ConfigError
+from rftmega.core.shards import Box, Shard, narrowed
+from rftmega.models.hf.adapted_layers import WEIGHT, adapted_of, pair_of
+from rftmega.models.hf.parameter_places import Placed
+from rftmega.models.hf.peft_folder import PEFTFolder, Whole
+from rftmega.models.hf.tensor_plan import Split
+from rftmega.models.lora.embedding import EmbeddingWithPair
+from rftmega.models.lora.linear import LinearWithPair, PairDelta
+
+Places = dict[str, list[Placed]]
+
+
+class ShardedAdapters:
+    """ShardedAdapters holds those of a model, of which this process has rows."""
+
+    def __init__(
+        self, network: Network, model: PreTrainedModel, options: LoRA, placement: ShardingMesh
+    ):
+        """Puts pairs beside the linear layers, words and experts that the options name; the model, of
+        which the network is made, and pairs are on the meta device.
+
+        Raises ConfigError where it has none of them.
+        """
+        self.options, self.placement = options, placement
+        self.layers: dict[str, LinearWithPair | EmbeddingWithPair] = {}
+        self.stacks: dict[str, AdaptedStack] = {}
+        head = network.head if isinstance(network.head, LogProbHead) else None
+        found = adapted_of(model, options.targets, value=head is None)
+        self.targets = found.targets
+        for name, plain in found.linears.items():
+            self.layers[name] = LinearWithPair(plain, options)
+        for name, table in found.embeddings.items():
+            self.layers[name] = EmbeddingWithPair(table, options)
+        for name, layer in self.layers.items():
+            model.set_submodule(name, layer)
+        if head is not None:
+            head.linear = cast(nn.Linear, model.get_output_embeddings())
+        for name, parts in found.stacks.items():
+            self.stacks[name] = AdaptedStack(model, name, parts, found.targets, options)
+        if self.stacks:
+            model.set_experts_implementation("eager")  # expert by expert, as pairs are
+        self.weights: list[Weight] = []  # A and B of each layer, one after the other
+        self._deltas: dict[str, PairDelta] = {}  # by the layer
+        self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and all of it
+
+    def train(self, learning: bool) -> None:
+        """Switches pairs between learning, which may drop, and scoring."""
+        for layer in self.layers.values():
+            layer.training = learning
+        for stack in self.stacks.values():
+            stack.train(learning)
+
+    def places(self, places: Places) -> Places:
+        """Returns where the pairs' tensors lie in their parameters, by the folder's places.
+
+        Raises ConfigError for a layer that is several tensors of the folder.
+        """
+        found: Places = {}
+        for name, layer in self.layers.items():
+            weight = name + WEIGHT
+            if (number := len(places[weight])) > 1:
+                raise ConfigError(
+                    f"model.lora.targets: {weight} is {number} tensors of the folder, and can't have an adapter under "
+                    "backend=fsdp. Leave it out of the targets, or take backend=megatron."
+                )
+            pairs = zip(pair_of(weight), pair_of(places[weight][0].name), layer.pair, strict=True)
+            for known, hf_name, matrix in pairs:
+                found[known] = [Placed(hf_name, tuple(matrix.shape), None, (0, 0))]
+        for name, stack in self.stacks.items():
+            found |= stack.places(places[name])
+        return found
+
+    def named(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Returns the names of the pairs' parameters, the network's own -> transformers'. `names`
+        are those of the weights.
+        """
+        found: dict[str, str] = {}
+        for own, name in names.items():
+            if name.removesuffix(WEIGHT) in self.layers:
+                found |= zip(pair_of(own), pair_of(name), strict=True)
+            if stack := self.stacks.get(name):
+                theirs = stack.names()
+                for part, ours in stack.names(own.rpartition(".")[0]).items():
+                    found |= zip(ours, theirs[part], strict=True)
+        return found
+
+    def share(self, splits: dict[str, Split], partial: set[str]) -> None:
+        """Adds to `splits` and `partial` how tensor-parallel processes share the pairs.
+
+        The matrix on the side where the weight is split is split like it. The other one is whole,
+        and sees a share of the layer only.
+        """
+        for name, layer in self.layers.items():
+            weight = name + WEIGHT
+            down, up = pair_of(weight)
+            if isinstance(layer, EmbeddingWithPair):  # the words are columns of A
+                if weight in splits:
+                    splits[down] = replace(splits[weight], dim=1)
+                    partial.add(up)
+            elif weight in splits:
+                split = splits[weight]
+                own, whole = (up, down) if split.dim == 0 else (down, up)
+                splits[own] = split
+                partial.add(whole)
+                if split.dim:
+                    layer.columns = slice(*split.slices[0])
+            elif weight in partial:
+                partial |= {down, up}
+        for name, stack in self.stacks.items():
+            if name in splits:
+                stack.share(splits[name], splits, partial)
+
+    def freeze(self, network: nn.Module, dtype: torch.dtype, *, beside: Iterable[Tensor]) -> None:
+        """Freezes all but the pairs and what learns `beside` them. What is frozen needs no other
+        dtype than the forward pass's.
+        """
+        learn = {id(matrix) for layer in self.layers.values() for matrix in layer.pair}
+        learn |= {id(matrix) for stack in self.stacks.values() for matrix in stack.matrices()}
+        learn |= set(map(id, beside))
+        for parameter in network.parameters():
+            if id(parameter) not in learn:
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype)
+
+    def bind(self, weights: Sequence[Weight]) -> None:
+        """Finds the pairs among the weights of a process, now that these have memory."""
+        known = {weight.name: weight for weight in weights}
+        for name, layer in self.layers.items():
+            down, up = (known[each] for each in pair_of(name + WEIGHT))
+            self.weights += (down, up)
+            a, b = self._whole(down), up.pushed
+            if isinstance(layer, EmbeddingWithPair):  # turned around, from this process's words on
+                first = self.placement.first_row(len(layer.weight))
+                a, b = self._whole(up).T, a[:, first:].T
+            self._deltas[name] = PairDelta(a, b, self.options.scaling)
+        for stack in self.stacks.values():
+            self.weights += stack.bind(known)
+
+    def _whole(self, weight: Weight) -> Tensor:
+        """Returns what `gather` fills with all rows of a matrix."""
+        whole = weight.pushed.new_zeros(len(weight.parameter), weight.pushed.shape[1])
+        self._gathered.append((weight, whole))
+        return whole
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """Returns A of each linear layer, with its columns of this process, and both matrices of an
+        embedding's pair, as `gather` left them.
+        """
+        return [whole for _, whole in self._gathered]
+
+    @torch.no_grad()
+    def load(self, whole: Whole) -> None:
+        """Fills this process's rows from whole HF tensors."""
+        for weight in self.weights:
+            for plan in weight.plans:
+                shard = plan.of(weight.rows)
+                (name,), (shape,) = shard.logical.names, shard.logical.shapes
+                matrix = whole(name, shape)
+                for box, elements in shard.views(0):
+                    elements.copy_(matrix[tuple(slice(*ends) for ends in box)])
+
+    @torch.no_grad()
+    def gather(self, where: torch.device) -> None:
+        """Gathers the rows of what `merged` reads, `gathered`; a collective of the processes of a
+        replica that compute on `where`. Experts are where their pairs are.
+        """
+        if not self._gathered:
+            return
+        shards = self.placement.shards
+        padded = []
+        for weight, whole in self._gathered:
+            lacking = -(-len(whole) // shards) - len(weight.pushed)
+            padded.append(functional.pad(weight.pushed, (0, 0, 0, lacking)).flatten())
+        own = torch.cat(padded).to(where)
+        everyones = own.new_empty(shards * len(own))
+        dist.all_gather_into_tensor(everyones, own, group=self.placement.shard_group)
+        by_matrix = everyones.view(shards, -1).split([len(each) for each in padded], 1)
+        for matrix, blocks in zip(self.gathered, by_matrix, strict=True):
+            matrix.copy_(blocks.reshape(-1, matrix.shape[1])[: len(matrix)])
+
+    def merged(self, weight: Weight) -> list[Shard]:
+        """Returns the shards of a weight of the model, to which its adapter is added where they are
+        read; the weight stays as it is.
+        """
+        if stack := self.stacks.get(weight.name):
+            rows = weight.pushed.shape[1]
+            held = [(plan.of(weight.pushed), plan.index) for plan in weight.plans]
+            return [replace(shard, addend=stack.delta(index or 0, rows)) for shard, index in held]
+        delta = self._deltas.get(weight.name.removesuffix(WEIGHT))
+        if delta is None:
+            return weight.shards()
+        return [replace(shard, addend=delta) for shard in weight.shards()]
+
+    def shards(self) -> list[Shard]:
+        """Returns the rows of the matrices themselves."""
+        return [shard for weight in self.weights for shard in weight.shards()]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Makes the model compute without adapters within a `with` block, as the reference of a
+        policy: `device.held_weights.ReferenceWeights`.
+        """
+        held: list[LinearWithPair | EmbeddingWithPair | AdaptedStack]
+        held = [*self.layers.values(), *self.stacks.values()]
+        for each in held:
+            each.off = True
+        try:
+            yield
+        finally:
+            for each in held:
+                each.off = False
+
+
+def compare_copies(weight: Weight, folder: PEFTFolder) -> None:
+    """Compares the rows that this process holds of a weight with the copies of it that a folder has."""
+    for shard in weight.shards():
+        for number, (name, shape) in enumerate(
+            zip(shard.logical.names, shard.logical.shapes, strict=True)
+        ):
+            parts = list(shard.views(number))
+
+            def is_held(copy: Tensor, parts: list[tuple[Box, Tensor]] = parts) -> bool:
+                return all(
+                    torch.equal(narrowed(copy, box).to(elements), elements)
+                    for box, elements in parts
+                )
+
+            folder.compare(name, shape, is_held)

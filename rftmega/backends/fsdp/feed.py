@@ -1,0 +1,96 @@
+"""Feeds rows to a decoder of transformers, packed or padded, and says where its answers belong."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.backends.fsdp.packed_attention import EDGES, Edges
+from rftmega.data.media.model_inputs import FedPictures
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Feed is a micro-batch as a decoder takes it. N targets are asked for."""
+
+    arguments: dict[str, Any]  # of the decoder
+    places: Tensor  # [N] of each target's hidden state in the decoder's flattened output
+    targets: Tensor  # [N] token ids
+    slots: Tensor  # [N] of each target in the flat [rows * columns] grid; behind it: filler
+    rows: int
+    columns: int
+
+
+def feed(
+    tokens: Tensor,
+    lengths: Tensor,
+    *,
+    packed: bool,
+    where: torch.device,
+    pictures: FedPictures | None = None,
+) -> Feed:
+    """Feeds the tokens [B, T + 1] of rows of so many tokens each, on the host, but each row's last,
+    which predicts nothing here.
+
+    Packed rows lie end to end, and their attention is told their `edges`. Padded ones have filler
+    at their ends, which a causal decoder's earlier tokens never see, so it needs no mask. A batch
+    without targets is one token of filler.
+
+    `pictures` are those of a model that sees, of packed rows; what its tower is fed is never empty.
+    """
+    rows, columns = tokens.shape[0], tokens.shape[1] - 1
+    real = torch.arange(columns) < lengths[:, None] - 1
+    if not bool(real.any()):
+        real, tokens = torch.zeros(1, 1, dtype=torch.bool), tokens.new_zeros(1, 2)
+        slots, targets = torch.tensor([rows * columns]), tokens.new_zeros(1)
+        grid, counts = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, dtype=torch.int64)
+    else:
+        slots, targets = real.flatten().nonzero()[:, 0], tokens[:, 1:][real]
+        grid, counts = real, real.sum(1)
+    width = int(counts.max())
+    ids, grid = tokens[:, :-1][:, :width], grid[:, :width]
+    positions = torch.arange(width).expand(len(ids), -1)
+    if packed:
+        counts = counts[counts > 0]
+        edges = [0, *counts.cumsum(0).tolist()]
+        arguments = {
+            "input_ids": _sent(ids[grid][None], where),
+            "position_ids": _sent(positions[grid][None], where),
+            EDGES: Edges(edges),
+        }
+        if pictures is not None:
+            arguments |= _seen(pictures, grid, where)
+        places = torch.arange(edges[-1])
+    else:
+        arguments = {
+            "input_ids": _sent(ids.where(grid, 0), where),
+            "position_ids": _sent(positions, where),
+        }
+        places = grid.flatten().nonzero()[:, 0]
+    places, targets, slots = (_sent(index, where) for index in (places, targets, slots))
+    return Feed(arguments, places, targets, slots, rows, columns)
+
+
+def _sent(value: Tensor, where: torch.device) -> Tensor:
+    """Returns the value on the device, for which the host does not wait."""
+    return value.to(where, non_blocking=True)
+
+
+def _seen(pictures: FedPictures, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
+    """Returns positions [3, 1, N] and features [1, N] of the tokens of `grid`, and the tower's
+    arguments.
+    """
+    assert pictures.pixels is not None
+    assert pictures.grids is not None
+    rows, width = grid.shape
+    filler = not pictures.features.numel()  # no row, or none with a target
+    positions = torch.zeros(1, 1, 3, dtype=torch.int64) if filler else pictures.positions
+    features = torch.zeros(1, 1, dtype=torch.int64) if filler else pictures.features
+    found = {
+        "position_ids": positions[:rows, :width][grid].T[:, None],
+        "features": features[:rows, :width][grid][None],
+        "pixels": pictures.pixels,
+        "grids": pictures.grids,
+    }
+    return {name: _sent(given, where) for name, given in found.items()}

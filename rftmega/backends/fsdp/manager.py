@@ -1,0 +1,467 @@
+"""FSDPModelManager builds this process's shard of a model, and owns its optimizer and schedule."""
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rftmega.backends.fsdp.adapters import ShardedAdapters, compare_copies
+from rftmega.backends.fsdp.mesh import ShardingMesh
+from rftmega.backends.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
+from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
+from rftmega.backends.fsdp.tensor_parallel import share_layers
+from rftmega.backends.fsdp.weight import Weight
+from rftmega.backends.runner.gradient_check import ReachedAdapters
+from rftmega.backends.runner.learning_rate import learning_rate
+from rftmega.checkpoints import frozen_weights
+from rftmega.checkpoints.reader import is_distributed
+from rftmega.config import RunConfig
+from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
+from rftmega.core.shards import Shard
+from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.model_providers.learning_mode import allow_recomputation, learn
+from rftmega.model_providers.output_head import names_of_head
+from rftmega.models.hf.decoder import tower_of
+from rftmega.models.hf.hf_folder import HFFolder, is_finite
+from rftmega.models.hf.meta_decoder import describe
+from rftmega.models.hf.parameter_places import Placed, differs_from, places_of, plans_of, read
+from rftmega.models.hf.peft_folder import PEFTFolder, beginning
+from rftmega.models.hf.tensor_plan import Split, partial_of, splits_of, styles_of
+from rftmega.runtime import device
+from rftmega.runtime.device.random_stream import RandomStream
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
+from rftmega.runtime.device.spans import span
+from rftmega.runtime.parallel.collectives import gather_objects
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+class FSDPModelManager:
+    """FSDPModelManager holds this process's shard of one model, with Hugging Face weights, ready to
+    be run and stepped.
+    """
+
+    def __init__(self, cfg: RunConfig, placement: ShardingMesh, *, value_model: bool = False):
+        """Builds `cfg.model` over the processes of `placement` and loads its weights.
+
+        Raises CheckpointError where the folder's config or weights can't serve.
+        """
+        self.cfg, self.placement, self.value_model = cfg, placement, value_model
+        self.where = device.current().here()
+        self.dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
+        self.hf_config = read_json_object(Path(cfg.model.path) / "config.json")
+        if is_distributed(cfg.model.path):
+            raise CheckpointError(
+                f"{cfg.model.path} is a distributed checkpoint of Megatron, and backend=fsdp reads Hugging Face folders. "
+                "Convert it with `python tools/convert.py to-hf`, or take backend=megatron."
+            )
+        files = HFFolder(cfg.model.path)
+        built = build(cfg.model.path, value_model=value_model, head_bias=VALUE_BIAS in files)
+        self.network, self.model = built.network, built.model
+        self.unpacked = built.unpacked  # why rows are padded; None: they are packed
+        path = cfg.model.path
+        self.description = describe(self.model, tower_of(path, self.model.config))
+        places = self._places(files, built)
+        names = built.names
+        self.adapters: ShardedAdapters | None = None
+        if cfg.model.lora.rank:
+            self.adapters = ShardedAdapters(self.network, self.model, cfg.model.lora, placement)
+            places |= self.adapters.places(places)
+            names = names | self.adapters.named(names)
+        self._splits: dict[str, Split] = {}
+        self._partial: set[str] = set()
+        if placement.tensor > 1:
+            self._share_layers()
+        if cfg.parallel.recompute == "full":
+            allow_recomputation(self.model)
+        if self.adapters is not None:
+            head = self.network.head.parameters() if value_model else ()
+            self.adapters.freeze(self.network, self.dtype, beside=head)
+        shard_parameters(self.network, self.model, placement, cfg.parallel, self.dtype)
+        home = torch.device("cpu") if self.on_host else self.where
+        materialise(self.network, self.model, home)
+        every = self._weights(names, places)
+        # those of the model, and those that are learnt: the same, or its adapters' and a value head's
+        own = set(built.names.values())
+        self.weights_held = [weight for weight in every if weight.name in own]
+        self.learnt = [weight for weight in every if weight.learns]
+        self._load(files)
+        if self.adapters is not None:
+            self._adapt(self.adapters)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule_steps = 0
+        self._pushed_is_old = True
+        self._reached = ReachedAdapters()
+        # what adapters drop; processes that compute the same rows drop the same
+        self.dropped: RandomStream | None = None
+        if self.adapters is not None and cfg.model.lora.dropout:
+            self.dropped = RandomStream(cfg.trainer.seed + placement.data_rank)
+        self.residency = Residency(self._parts, finish=self.finish_param_sync)
+
+    @property
+    def on_host(self) -> bool:
+        """Returns whether parameters live on the host, and come layer by layer."""
+        return self.cfg.parallel.cpu_offload
+
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        return PictureProcessor(self.cfg.model.path)
+
+    def pixels(self, picture: PlacedPicture) -> Tensor:
+        """Returns the patches [P, C] of a picture or video, as the vision tower is fed them.
+
+        Raises DataError where it can't be read any more, or has changed.
+        """
+        return self._processor.pixels(picture)
+
+    def read_ahead(self, batches: Iterable[RowPictures | None]) -> None:
+        """Begins to read the pictures of micro-batches that come next."""
+        held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
+        self._processor.read_ahead(picture for batch in held for picture in batch)
+
+    def _places(self, files: HFFolder, built: Built) -> dict[str, list[Placed]]:
+        """Returns the folder's tensors in each parameter, by transformers' names."""
+        parameters = dict(built.network.named_parameters())
+        shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
+        without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
+        wanted = {name: shape for name, shape in shapes.items() if name not in without}
+        weight, *others = names_of_head(built.model)
+        heads = [weight] if self.description.tied else []
+        heads = [weight, *others] if self.value_model else heads
+        found = places_of(built.model, wanted, files, allowed=heads)
+        # a value model that starts from a policy has its head at 0
+        made = {
+            name: [Placed(name, shapes[name], None, (0,) * len(shapes[name]))] for name in shapes
+        }
+        return made | found
+
+    def _share_layers(self) -> None:
+        size, rank = self.placement.tensor, self.placement.tensor_rank
+        styles = styles_of(self.model, size)
+        self._splits = splits_of(self.model, styles, rank, size)
+        self._partial = partial_of(self.model, styles)
+        if self.adapters is not None:
+            self.adapters.share(self._splits, self._partial)
+        share_layers(self.network, self.model, styles, self._splits, self.placement.tensor_group)
+
+    def _weights(self, names: dict[str, str], places: dict[str, list[Placed]]) -> list[Weight]:
+        embedding = self.model.get_input_embeddings().weight
+        found = []
+        for name, parameter in self.network.named_parameters():
+            held = local(parameter)
+            first = self.placement.first_row(len(parameter))
+            known, split = names[name], self._splits.get(names[name])
+            plans = plans_of(
+                known,
+                places[known],
+                (first, first + len(held)),
+                self.dtype,
+                split=split,
+                opens=parameter is embedding,
+            )
+            wide = held.dtype == self.dtype
+            pushed = held if wide else torch.empty_like(held, dtype=self.dtype)
+            embeds, partial = parameter is embedding, known in self._partial
+            found.append(Weight(known, parameter, plans, embeds, split, partial, held, pushed))
+        return found
+
+    @torch.no_grad()
+    def _load(self, files: HFFolder) -> None:
+        """Reads this process's rows, and nothing else.
+
+        Raises CheckpointError, the same on every process, for weights that are not finite, and for
+        an output head that is not the embedding it is tied to.
+        """
+        problems, head = [], names_of_head(self.model)[0]
+        for weight in self.weights_held:
+            shards = [plan.of(weight.rows) for plan in weight.plans]
+            if all(name in files for shard in shards for name in shard.logical.names):
+                read(files, shards)
+            else:
+                weight.rows.zero_()
+            if not is_finite(weight.rows):
+                problems.append(f"NaN or infinite weights in {weight.name}")
+            if self._ties(weight) and differs_from(files, head, shards):
+                problems.append(f"{head} is not the embedding, though tie_word_embeddings=true")
+        found = sorted({problem for each in gather_objects(problems) for problem in each})
+        if found:
+            raise CheckpointError(
+                f"{files.folder}: {', '.join(found[:10])}. Nothing can be learnt from there; take an earlier export, or "
+                "download the folder again."
+            )
+
+    def _adapt(self, adapters: ShardedAdapters) -> None:
+        """Gives the adapters what they begin with."""
+        lora = self.cfg.model.lora
+        held = [weight for weight in self.weights_held if not weight.learns]
+        self.sum_of_base = self._sum_of(held)
+        adapters.bind(self.learnt)
+        if lora.path:
+            folder = PEFTFolder(lora.path, option="model.lora.path")
+            folder.check(lora, adapters.targets)
+            adapters.load(folder.whole)
+            for weight in held:
+                compare_copies(weight, folder)
+            folder.refuse_rest(gather_objects(folder.looked_at))
+        else:
+            adapters.load(beginning(self.cfg.trainer.seed))
+
+    def sum_of_weights(self) -> int:
+        """Returns a checksum of the model's own weights that depends on no layout; a collective."""
+        self.finish_param_sync()
+        return self._sum_of(self.weights_held)
+
+    def _sum_of(self, weights: Iterable[Weight]) -> int:
+        own = (weight for weight in weights if self.placement.writes(weight.split))
+        shards = (shard for weight in own for shard in weight.shards())
+        return frozen_weights.sum_of(shards, self.where)
+
+    def _ties(self, weight: Weight) -> bool:
+        return weight.embeds and self.description.tied and not self.value_model
+
+    def shards(self) -> list[Shard]:
+        """Returns what this process holds of the model, in the dtype of the forward pass; adapters
+        are merged where a shard is read.
+        """
+        if self.adapters is None:
+            return self.frozen_shards()
+        return [shard for weight in self.weights_held for shard in self.adapters.merged(weight)]
+
+    def frozen_shards(self) -> list[Shard]:
+        """Returns what this process holds of the model, without what adapters add."""
+        return [shard for weight in self.weights_held for shard in weight.shards()]
+
+    @property
+    def head(self) -> list[Weight]:
+        """Returns the weights of a value model with adapters that learn whole beside them."""
+        return [weight for weight in self.weights_held if self.adapters and weight.learns]
+
+    @property
+    def adam_steps(self) -> int:
+        """Returns the optimizer steps that Adam has counted; 0 where it has no states yet."""
+        if self.optimizer is None or not self.optimizer.state:
+            return 0
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    def set_adam_steps(self, steps: int) -> None:
+        """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there
+        are none.
+        """
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+        for weight in self.learnt if steps else ():
+            moments = {name: torch.zeros_like(weight.rows) for name in MOMENTS}
+            self.optimizer.state[weight.rows] = {"step": torch.tensor(float(steps))} | moments
+
+    def _parts(self) -> dict[str, list[Tensor]]:
+        if self.on_host:
+            return {PARAMETERS: [], GRADIENTS: [], MAIN_PARAMETERS: [], ADAM: []}
+        frozen = [weight.rows for weight in self.weights_held if not weight.learns]
+        whole = [] if self.adapters is None else self.adapters.gathered
+        narrow = [weight.pushed for weight in self.learnt if weight.pushed is not weight.rows]
+        gradients = [weight.parameter.grad for weight in self.learnt]
+        state = self.optimizer.state if self.optimizer else {}
+        return {
+            PARAMETERS: frozen + self.weights() + narrow + whole,
+            GRADIENTS: [local(gradient) for gradient in gradients if gradient is not None],
+            MAIN_PARAMETERS: [],
+            ADAM: [each[name] for each in state.values() for name in MOMENTS],
+        }
+
+    def weights(self) -> list[Tensor]:
+        """Returns this process's rows of all parameters that are learnt."""
+        return [weight.rows for weight in self.learnt]
+
+    def setup_model_and_optimizer(self) -> None:
+        """Builds Adam (Loshchilov and Hutter, arXiv:1711.05101) over this process's rows.
+
+        Norms and biases are exempt from weight decay.
+        """
+        chosen = self.cfg.optimizer
+        decays = [weight for weight in self.learnt if _decays(weight)]
+        exempt = [weight for weight in self.learnt if not _decays(weight)]
+        groups = [
+            {"params": [weight.rows for weight in decays], "weight_decay": chosen.weight_decay},
+            {"params": [weight.rows for weight in exempt], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=chosen.learning_rate,
+            betas=(chosen.beta1, chosen.beta2),
+            eps=chosen.epsilon,
+        )
+
+    @property
+    def steps_planned(self) -> int:
+        """Returns the optimizer steps of the whole run."""
+        frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
+        return (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
+
+    @property
+    def learning_rate(self) -> float:
+        """Returns the learning rate of the next optimizer step."""
+        return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
+
+    def train(self, learning: bool) -> None:
+        """Switches between learning and scoring: adapters alone may drop."""
+        learn(self.network, learning)
+        if self.adapters is not None:
+            self.adapters.train(learning)
+
+    def zero_grad(self) -> None:
+        for weight in self.learnt:
+            weight.parameter.grad = None
+
+    def gather_nothing(self) -> None:
+        """Frees gathered parameters.
+
+        With ZeRO-2 they stay gathered after a pass without gradients, and would be computed with
+        again although they were stepped or replaced in between.
+        """
+        for module in sharded_modules(self.network):
+            module.reshard()
+
+    def before_micro_batch(
+        self, model: nn.Module, is_last_micro_batch: bool
+    ) -> AbstractContextManager[None]:
+        """Prepares `model`, the network, for a micro-batch, and returns a context to run it in.
+
+        Replicas add up their gradients after the last one alone: each process holds the sums of the
+        others until then, which takes no memory but its shard's.
+        """
+        for module in sharded_modules(model):
+            module.set_requires_all_reduce(is_last_micro_batch)
+        return nullcontext() if self.dropped is None else self.dropped.drawn_from()
+
+    @torch.no_grad()
+    def divide_gradients(self, count: int) -> None:
+        """Divides the sums of all micro-batches and processes by what they counted.
+
+        Where a process has a share of a gradient only, the shares are added up first.
+        """
+        for weight in self.learnt:
+            if weight.partial and weight.parameter.grad is not None:
+                gradient = local(weight.parameter.grad)
+                total = gradient.to(self.where)
+                dist.all_reduce(total, group=self.placement.tensor_group)
+                gradient.copy_(total)
+        for gradient in _gradients(self.learnt):
+            gradient.div_(max(count, 1))
+
+    def refuse_lost_gradient(self) -> None:
+        """Raises NothingLearnt, on every process, where no gradient reaches a value model's adapters
+        though its head has one: `ReachedAdapters`.
+
+        A collective, of value models with adapters, until a gradient was once seen there.
+        """
+        if self.adapters is None or not self.value_model or self._reached.seen:
+            return
+        weights = [weight for weight in self.head if _decays(weight) and weight.rows.any()]
+        self._reached.refuse_lost(_gradients(self.adapters.weights), _gradients(weights))
+
+    @torch.no_grad()
+    def optimizer_step(self) -> tuple[bool, float]:
+        """Clips, steps and advances the schedule. Returns (was a step taken?, global gradient norm
+        before clipping).
+
+        Gradients that are not finite are refused, on all processes alike, since the norm is global:
+        weights, optimizer state and schedule stay as they are.
+        """
+        assert self.optimizer is not None, "this model only scores"
+        with span("optimizer step"):
+            grad_norm = self._grad_norm()
+            taken = math.isfinite(grad_norm)
+            if taken:
+                self._clip(grad_norm)
+                self.residency.settle()
+                self._step()
+                self.residency.changed()
+                self.rows_changed()
+                self.schedule_steps += 1
+            self.zero_grad()
+        return taken, grad_norm if taken else math.nan
+
+    def _step(self) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        for weight in self.learnt:
+            gradient = weight.parameter.grad
+            weight.rows.grad = None if gradient is None else local(gradient)
+        self.optimizer.step()
+        for weight in self.learnt:
+            weight.rows.grad = None
+
+    def _grad_norm(self) -> float:
+        first = self.placement.tensor_rank == 0  # of what all have whole, its own counts
+        counted = [weight for weight in self.learnt if first or weight.split is not None]
+        gradients = [weight.parameter.grad for weight in counted]
+        squares = [local(each).float().square().sum() for each in gradients if each is not None]
+        total = torch.stack(squares or [torch.zeros(())]).sum().to(self.where)
+        dist.all_reduce(total, group=self.placement.replica_group)
+        return float(total.sqrt())
+
+    def _clip(self, grad_norm: float) -> None:
+        largest = self.cfg.optimizer.clip_grad
+        scale = largest / (grad_norm + 1e-6)
+        if largest and scale < 1.0:
+            for gradient in _gradients(self.learnt):
+                gradient.mul_(scale)
+
+    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
+        """Moves this process's rows to the host, and gradients with `offload_grad`."""
+        self.residency.off(PARAMETERS, *([GRADIENTS] if offload_grad else []))
+
+    def load_param_and_grad(self, load_grad: bool = False) -> None:
+        """Brings rows back to the device, and gradients with `load_grad`."""
+        self.residency.on(PARAMETERS, *([GRADIENTS] if load_grad else []))
+
+    def offload_optimizer(self) -> None:
+        """Moves Adam's moments to the host."""
+        self.residency.off(ADAM)
+
+    def load_optimizer(self) -> None:
+        """Brings Adam's moments back to the device."""
+        self.residency.on(ADAM)
+
+    def rows_changed(self) -> None:
+        """Follows a write to the rows: what was rounded of them is old."""
+        self._pushed_is_old = True
+
+    @torch.no_grad()
+    def take_pushed(self) -> None:
+        """Takes weights in the dtype of the forward pass, which were read, as the rows."""
+        for weight in self.learnt:
+            if weight.pushed is not weight.rows:
+                weight.rows.copy_(weight.pushed)
+        self.residency.changed()
+
+    @torch.no_grad()
+    def finish_param_sync(self) -> None:
+        """Rounds the rows for whoever reads them in the dtype of the forward pass, and gathers what
+        adapters are merged with; a collective where there are any.
+        """
+        if self._pushed_is_old:
+            self._pushed_is_old = False
+            for weight in self.learnt:
+                if weight.pushed is not weight.rows:
+                    weight.pushed.copy_(weight.rows)
+            if self.adapters is not None:
+                self.adapters.gather(self.where)
+
+
+def _decays(weight: Weight) -> bool:
+    return weight.parameter.dim() > 1 and not weight.name.endswith("bias")
+
+
+def _gradients(weights: Iterable[Weight]) -> list[Tensor]:
+    found = [weight.parameter.grad for weight in weights]
+    return [local(gradient) for gradient in found if gradient is not None]

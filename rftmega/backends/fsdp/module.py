@@ -1,0 +1,168 @@
+"""Builds a decoder of transformers without its weights, and a head that needs no logits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rftmega.backends.fsdp.exchanges import copied
+from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES
+from rftmega.backends.fsdp.support import refusal_to_pack
+from rftmega.core.errors import CheckpointError
+from rftmega.model_providers.output_head import OutputHead, output_head
+from rftmega.models.hf.decoder import SEEING, read_config
+from rftmega.models.hf.meta_decoder import on_meta
+from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.lora.linear import LinearWithPair
+
+VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+
+
+class LogProbHead(nn.Module):
+    """LogProbHead gives log-probs of targets and entropies, without ever holding the logits."""
+
+    def __init__(self, head: OutputHead):
+        super().__init__()
+        self.linear, self.before, self.after = head
+        self.shard: VocabularyShard | None = None  # of this process; None: it has all words
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        """Maps hidden [N, H] and targets [N] to log-probs and entropies, both [N] float32."""
+        weight, bias = self.linear.weight, self.linear.bias
+        if self.before != 1.0:
+            hidden = hidden * self.before
+        if self.shard is None:
+            shard = VocabularyShard(0, len(weight), None)
+        else:
+            shard, hidden = self.shard, copied(hidden, self.shard.group)
+        pair = self.linear.factors(hidden) if isinstance(self.linear, LinearWithPair) else None
+        divisor = temperature / self.after
+        return linear_stats(hidden, weight, targets, divisor, shard, bias=bias, pair=pair)
+
+
+class ValueLayer(nn.Module):
+    """ValueLayer gives a number a token."""
+
+    def __init__(self, hidden: int, *, bias: bool):
+        super().__init__()
+        self.linear = nn.Linear(hidden, 1, bias=bias)
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+        """Maps hidden [N, H] to values [N] float32."""
+        return (self.linear(hidden)[:, 0].float(),)
+
+
+class Network(nn.Module):
+    """Network is a decoder and a head. Its forward pass gives one number or more a token."""
+
+    def __init__(self, decoder: nn.Module, head: LogProbHead | ValueLayer):
+        super().__init__()
+        self.decoder, self.head = decoder, head
+
+    def forward(
+        self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Computes the head's answers [N] for targets [N].
+
+        `fed` are the decoder's arguments, `places` [N] where the hidden states that choose the
+        targets lie in its flattened output.
+        """
+        hidden = self.decoder(**fed, use_cache=False).last_hidden_state
+        answers: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        return answers
+
+
+class SeeingNetwork(Network):
+    """SeeingNetwork is a decoder with a vision tower, and a head.
+
+    The tower runs in every pass of every process, whether there is a picture or not: gathering its
+    weights takes everybody.
+    """
+
+    def forward(
+        self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Computes the head's answers [N] for targets [N].
+
+        `fed` has besides `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: which row of the
+        tower's output stands in the token's place, from 1; 0 for words.
+        """
+        words: Any = self.decoder.language_model
+        tower: Any = self.decoder.visual
+        embedded = words.get_input_embeddings()(fed["input_ids"])
+        seen = tower(fed["pixels"], grid_thw=fed["grids"])
+        here = fed["features"] > 0
+        rows = (fed["features"] - 1).clamp(min=0)
+        embedded = torch.where(
+            here[..., None], seen.pooler_output[rows].to(embedded.dtype), embedded
+        )
+        more: dict[str, Any] = {}
+        if deep := getattr(seen, "deepstack_features", None):
+            more["visual_pos_masks"] = here
+            more["deepstack_visual_embeds"] = [each[rows[here]] for each in deep]
+        hidden = words(
+            inputs_embeds=embedded,
+            position_ids=fed["position_ids"],
+            use_cache=False,
+            **{EDGES: fed[EDGES]},
+            **more,
+        ).last_hidden_state
+        answers: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        return answers
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Built is a network on the meta device, and transformers' model around the same modules."""
+
+    network: Network
+    model: PreTrainedModel
+    names: dict[str, str]  # of the network's parameters -> as transformers names them
+    unpacked: str | None  # why rows are padded instead of packed
+
+
+def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
+    """Builds the model of a folder's config.json on the meta device, in float32.
+
+    Raises CheckpointError where transformers can't build it, or it can't be run rightly.
+    """
+    config = read_config(path)
+    unpacked = None
+    try:
+        model = on_meta(config, ATTENTION)
+        unpacked = refusal_to_pack(model)
+    except (ValueError, ImportError) as error:  # transformers knows that it takes its own only
+        unpacked = str(error)
+    except KeyError as error:  # it has a class for each attention, and none for ours
+        unpacked = f"it has no attention {error}"
+    if unpacked is not None:
+        model = _with_its_own_attention(path, config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if value_model:
+        hidden = config.get_text_config().hidden_size
+        with torch.device("meta"):
+            head: LogProbHead | ValueLayer = ValueLayer(hidden, bias=head_bias)
+        for parameter, name in zip(head.parameters(), (VALUE_WEIGHT, VALUE_BIAS), strict=False):
+            names[id(parameter)] = name
+    else:
+        head = LogProbHead(output_head(model))
+    sees = config.model_type in SEEING
+    if sees and unpacked is not None:
+        raise CheckpointError(
+            f"{path}: {unpacked}, so its rows would be padded, and rows with pictures are packed. Take backend=megatron."
+        )
+    network = (SeeingNetwork if sees else Network)(model.base_model, head)
+    own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}
+    return Built(network, model, own, unpacked)
+
+
+def _with_its_own_attention(path: str, config: Any) -> PreTrainedModel:
+    for attention in ("sdpa", "eager"):
+        try:
+            return on_meta(config, attention)
+        except (ValueError, ImportError) as error:
+            refused = error
+    raise CheckpointError(f"{path}: transformers builds no decoder of this: {refused}")

@@ -1,0 +1,99 @@
+"""FSDPRunner runs micro-batches of sharded models; forward and backward passes are collectives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.backends.fsdp.feed import Feed, feed
+from rftmega.backends.fsdp.manager import FSDPModelManager
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
+from rftmega.core.types import Rows
+from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.model_providers.tower import VisionTower
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel.watchdog import mark
+
+
+class FSDPRunner(ModelRunner):
+    """FSDPRunner is the ModelRunner of a model whose parameters are sharded over the processes.
+
+    Each process has rows of its own. All have the same number of micro-batches, some of which may
+    be empty: these feed one token that nobody counts, since gathering a layer takes everybody.
+    """
+
+    def __init__(self, manager: FSDPModelManager, stats: Any):
+        super().__init__(manager, manager.placement, stats)
+        self.manager = manager
+
+    def _slots(self, counts: Sequence[int]) -> int:
+        if self.manager.unpacked is None:
+            return max(sum(counts), 1)
+        return max(len(counts) * max(counts, default=0), 1)
+
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        recorder.count("ideal", len(batches))
+        if self.manager.description.tower is not None:
+            self.manager.read_ahead(batch.rows.pictures for batch in batches)
+        found = []
+        counted = torch.zeros((), dtype=torch.int64, device=self.manager.where)
+        try:
+            for number, batch in enumerate(batches, start=1):
+                mark()
+                if forward_only:
+                    found.append(self._forward(batch))
+                    continue
+                last = number == len(batches)
+                with self.manager.before_micro_batch(self.manager.network, last):
+                    total, count, collected = self.learnt(self._forward(batch), batch)
+                    total.backward()
+                counted += count
+                found.append(collected)
+        finally:
+            self.manager.gather_nothing()
+        if not forward_only:
+            self.manager.divide_gradients(int(self.ranks.sum_of_speakers(counted)))
+            self.manager.refuse_lost_gradient()
+        return found
+
+    def _forward(self, batch: MicroBatch) -> Any:
+        """Returns the statistics of all targets [B, T], 0 where there are none."""
+        rows = batch.rows
+        fed = feed(
+            rows.tokens,
+            rows.lengths,
+            packed=self.manager.unpacked is None,
+            where=self.manager.where,
+            pictures=self._pictures(rows),
+        )
+        answers = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
+        return self.stats(*[_in_rows(answer, fed) for answer in answers])
+
+    def _pictures(self, rows: Rows) -> FedPictures | None:
+        """Returns what the pictures of the rows feed the tower with; None for a model without one.
+
+        A micro-batch without pictures feeds it a black one, which stands nowhere.
+        """
+        tower = self.manager.description.tower
+        if not isinstance(tower, VisionTower):
+            return None
+        size, width = rows.tokens.shape
+        load = self.manager.pixels
+        fed = fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
+        if fed.pixels is not None:
+            return fed
+        grid = torch.tensor([[1, tower.merge, tower.merge]])
+        black = torch.zeros(tower.merge**2, tower.patch_width)
+        return replace(fed, pixels=black, grids=grid)
+
+
+def _in_rows(answers: Tensor, fed: Feed) -> Tensor:
+    """Puts the answers of an empty micro-batch's token aside, and the others into [B, T].
+
+    Differentiable even where there is no target, so that the backward pass reaches every layer.
+    """
+    size = fed.rows * fed.columns
+    canvas = answers.new_zeros(size + 1)  # the last one takes the filler
+    return canvas.index_put((fed.slots,), answers)[:size].unflatten(0, (fed.rows, fed.columns))

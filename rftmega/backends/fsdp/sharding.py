@@ -1,0 +1,97 @@
+"""Shards a network's parameters over the processes with torch's FSDP2, layer by layer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rftmega.backends.fsdp.mesh import ShardingMesh
+from rftmega.backends.fsdp.module import Network
+from rftmega.config import ParallelConfig
+from rftmega.core.errors import CheckpointError
+from rftmega.models.hf.meta_decoder import gathered_apart
+from rftmega.runtime import device
+
+
+def shard_parameters(
+    network: Network,
+    model: PreTrainedModel,
+    placement: ShardingMesh,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Splits every parameter by rows, in place; the network may be on the meta device.
+
+    `dtype` is that of the forward and backward pass. Main parameters and the reduction of gradients
+    are float32, as they are. What is gathered together: `meta_decoder.gathered_apart`.
+    """
+    narrow = dtype != torch.float32
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype if narrow else None, reduce_dtype=torch.float32 if narrow else None
+    )
+    on_cuda = device.current().type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_cuda) if parallel.cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": placement.mesh,
+        "mp_policy": precision,
+        "offload_policy": offload,
+        "reshard_after_forward": parallel.reshard_after_forward,
+    }
+    for each in gathered_apart(model, network.head):
+        fully_shard(each, **options)
+    fully_shard(network, **options)
+    for module in sharded_modules(network):
+        # Gradients are sums over the processes, not means: one global count divides them.
+        module.set_gradient_divide_factor(1.0)
+        # without this it asks for a multiplication in the reduction, which gloo does not have
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(network: nn.Module) -> Iterator[FSDPModule]:
+    """Yields the modules whose parameters are gathered together."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            yield module
+
+
+def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device) -> None:
+    """Gives a sharded network that is on the meta device memory of its own on `where`.
+
+    Parameters hold anything. Buffers that no checkpoint has, such as the angles of rotary
+    embeddings, are made anew by transformers. Raises CheckpointError for one that it leaves out.
+    """
+    network._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x.to(where))
+    model.tie_weights()
+    for module in model.modules():
+        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        floats = [x for x in buffers.values() if x is not None and x.is_floating_point()]
+        for buffer in floats:
+            buffer.fill_(torch.nan)
+        if buffers:
+            model._init_weights(module)
+        if any(bool(buffer.isnan().any()) for buffer in floats):
+            raise CheckpointError(
+                f"{type(module).__name__} of {type(model).__name__} has buffers {sorted(buffers)} that no checkpoint has and "
+                "that transformers does not make anew. Take backend=megatron, or another model."
+            )
+    for group in sharded_modules(network):
+        # settles each parameter's memory for good, padded to equal shards, before anybody keeps it
+        group.unshard()
+        group.reshard()
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Returns this process's rows of a parameter, a view."""
+    assert isinstance(parameter, DTensor)
+    held: Tensor = parameter._local_tensor.detach()
+    return held

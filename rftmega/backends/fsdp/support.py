@@ -1,0 +1,92 @@
+"""Finds out, before there are weights, how a decoder of transformers is run rightly.
+
+Nothing is listed by family. The model's own code runs on the meta device, and what it does there
+decides whether rows may be packed. `model_providers.output_head`: what becomes of its logits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
+from rftmega.models.hf.meta_decoder import words_of
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+PROBE = [0, 3, 5]  # edges of the rows that are tried
+
+
+def refusal_to_pack(model: PreTrainedModel) -> str | None:
+    """Returns why the rows of a model, built on the meta device with our attention, can't be
+    packed; None where they can.
+
+    Every layer must ask our attention once, with a window where its config says so, and nothing
+    else may carry anything from token to token.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if others := kinds - {SLIDING, FULL}:
+        return f"it has layers of type {sorted(others)[0]}"
+    words = words_of(model)
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is within chunks"
+    if getattr(model, "_is_stateful", False):
+        return "its layers carry a state"
+    mixing = [each for each in words.modules() if isinstance(each, nn.Conv1d | nn.RNNBase)]
+    if mixing:
+        return f"it has {type(mixing[0]).__name__} over tokens"
+    windows: list[int | None] = []
+
+    def noted(module: nn.Module, *given: Any, **named: Any) -> Any:
+        windows.append(named.get("sliding_window"))
+        return attend_rows(module, *given, **named)
+
+    try:
+        _run_on_meta(model, noted)
+    except Unpackable as error:
+        return str(error)
+    layers = config.num_hidden_layers
+    if len(windows) != layers:
+        return f"{len(windows)} of its {layers} layers take their attention from where it is chosen"
+    if sum(window is not None for window in windows) != _windowed(config):
+        return "its attention is not told its window"
+    return None
+
+
+def _windowed(config: Any) -> int:
+    """Returns the number of layers with a sliding window, by config.json."""
+    kinds = getattr(config, "layer_types", None)
+    if not getattr(config, "sliding_window", None):
+        return 0
+    if kinds is not None:
+        return sum(kind == SLIDING for kind in kinds)
+    used: bool = getattr(config, "use_sliding_window", True)
+    return config.num_hidden_layers if used else 0
+
+
+def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
+    kept = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
+    experts = model.get_experts_implementation()
+    if experts[""] is not None:
+        model.set_experts_implementation("batched_mm")  # the others fail on the meta device
+    positions = [
+        position for a, b in zip(PROBE, PROBE[1:], strict=False) for position in range(b - a)
+    ]
+    try:
+        words_of(model)(
+            input_ids=torch.zeros(1, PROBE[-1], dtype=torch.int64, device="meta"),
+            position_ids=torch.tensor([positions], device="meta"),
+            use_cache=False,
+            **{EDGES: Edges(PROBE)},
+        )
+    except Unpackable:
+        raise
+    except Exception as error:
+        raise Unpackable(f"its forward pass over packed rows fails: {error}") from error
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, kept)
+        model.set_experts_implementation(experts)

@@ -1,0 +1,115 @@
+"""MegatronActor: the policy, scored and trained under any layout."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rftmega.backends.megatron.adapters import Adapters
+from rftmega.backends.megatron.forward import LogProbs
+from rftmega.backends.megatron.manager import MegatronModelManager
+from rftmega.backends.megatron.model_runner import MegatronRunner
+from rftmega.backends.megatron.trainable import MegatronModel
+from rftmega.backends.runner.model_runner import MicroBatch
+from rftmega.config import RunConfig
+from rftmega.core.types import Column, LossFn, Metrics, Rows, TokenStats
+from rftmega.models.layers import router_replay
+from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
+from rftmega.runtime.parallel.topology import Topology
+
+
+class MegatronActor(MegatronModel):
+    """The policy.
+
+    Every process calls its methods with the whole batch and gets the whole result.
+    """
+
+    def __init__(self, cfg: RunConfig, placement: Topology, role: str = "actor"):
+        """Builds and loads the model. `role`: "actor", or "reference" for one that is only scored
+        (no optimizer).
+
+        Log-probs are of the distribution that is sampled from: `cfg.rollout.temperature` is the
+        engine's, too.
+        """
+        if role not in ("actor", "reference"):
+            raise ValueError(
+                f"role={role!r} is unknown. Choose actor or reference; a value model is a MegatronCritic."
+            )
+        super().__init__(MegatronModelManager(cfg, placement), placement)
+        if role == "actor":
+            self.prepare_to_learn()
+        self.runner = MegatronRunner(
+            self.manager, TokenStats, LogProbs(self.manager.description.vocabulary)
+        )
+        self.records = cfg.rollout.router_replay == "trainer"
+        if cfg.rollout.router_replay != "none":
+            experts = self.manager.description.experts
+            assert experts is not None, "validation refuses it for a dense model"
+            for chunk in self.manager.model:
+                router_replay.install(chunk, experts.layers)
+        residency, weights = self.manager.residency, self.manager.weights
+        self.reference: ReferenceWeights | Adapters | None = None
+        if role == "actor" and cfg.algorithm.kl.coef > 0:
+            # without its adapters the policy is the model that it began with: no second weights
+            if self.manager.adapters is None:
+                self.sum_of_frozen = self.manager.sum_of_weights()
+            self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
+        keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
+        self.average = (
+            AveragedWeights(residency, weights, cfg.algorithm.ema_beta) if keep_average else None
+        )
+        if self.average is not None:
+            self.runner.after_step = self.average.update
+        self.push_to_rollout: Callable[..., Metrics] | None = None
+
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
+        """Returns log-prob and entropy of every target on the host; no gradient.
+
+        `temperature`: None for the rollout's. Experts are those of `rows.routes`; where there are
+        none, and `rollout.router_replay` is trainer, the result has those that were chosen.
+        """
+        found: TokenStats[Column] = self.runner.score(
+            rows, temperature=temperature, record=self.records and rows.routes is None
+        )
+        return found
+
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        """Returns the same under the reference weights, which choose their own experts.
+
+        Raises AssertionError where none are kept.
+        """
+        assert self.reference is not None, (
+            "algorithm.kl.coef is 0, so no reference weights are kept"
+        )
+        with self.reference.swapped_in():
+            own: TokenStats[Column] = self.runner.score(replace(rows, routes=None))
+        return own
+
+    def sync_model_to_rollout(self, version: int) -> Metrics:
+        """Pushes the weights into the rollout engine, which answers under `version` from then on.
+
+        Raises RuntimeError where the strategy gave this actor no engine to push to
+        (`push_to_rollout`).
+        """
+        if self.push_to_rollout is None:
+            raise RuntimeError(
+                "This actor has no rollout engine: a strategy sets push_to_rollout once it has built one."
+            )
+        return self.push_to_rollout(version=version)
+
+    def get_forward_step_func(
+        self, loss_fn: LossFn | None = None
+    ) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """Megatron's `forward_step_func(data_iterator, model)`: to learn with `loss_fn`, or to
+        score without one.
+
+        The iterator gives (Rows, Experience on the device, or None to score).
+        """
+
+        def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+            rows, experience = next(data_iterator)
+            batch = MicroBatch(rows, self.runner.temperature, experience, loss_fn)
+            return self.runner.forward_step(iter([batch]), model)
+
+        return step

@@ -1,0 +1,139 @@
+"""MegatronRunner runs micro-batches through Megatron's pipeline schedule.
+
+Megatron's contract with `calculate_per_token_loss`: the loss function gives (local sum, local
+integer count, anything); gradients are divided once, by the count of all micro-batches and ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.backends.megatron.forward import (
+    HiddenProcessor,
+    custom_forward,
+    packed_length,
+    token_multiple,
+    unwrap,
+)
+from rftmega.backends.megatron.manager import MegatronModelManager
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
+from rftmega.core import expert_routes
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import Rows
+from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
+from rftmega.model_providers.tower import AudioTower
+from rftmega.models.layers.router_replay import FedRoutes
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel.micro_batches import fewest_micro_batches
+from rftmega.runtime.parallel.watchdog import mark
+
+
+class MegatronRunner(ModelRunner):
+    """MegatronRunner is the ModelRunner of a model in any 3D-parallel layout."""
+
+    def __init__(
+        self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None
+    ):
+        """`processor` makes `stats` from hidden states; None for a value model."""
+        super().__init__(manager, manager.topology, stats)
+        self.manager = manager
+        self.topology = manager.topology
+        self.processor = processor
+        # The interleaved schedule hands micro-batches round the stages in groups of as many as
+        # there are stages.
+        self.multiple_of = self.topology.pipeline if len(manager.model) > 1 else 1
+        self.at_least = fewest_micro_batches(self.topology.pipeline)
+
+    def _slots(self, counts: Sequence[int]) -> int:
+        multiple = token_multiple(self.manager.config)
+        return packed_length(counts, tensor_multiple=multiple, context=self.topology.context)
+
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        """Returns sums to be collected, or statistics, of each micro-batch on the last stage, [] on
+        the others.
+        """
+        # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here
+        # as two sums.
+        recorder.count("bubble", self.topology.pipeline - 1)
+        recorder.count("ideal", len(batches) * len(self.manager.model))
+        if self.manager.description.tower is not None:
+            self.manager.read_ahead(batch.rows.pictures for batch in batches)
+        found = self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
+        if not forward_only:
+            self.manager.refuse_lost_gradient()
+        return found
+
+    def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+        """Computes one micro-batch in one chunk, for Megatron's schedule.
+
+        Returns (output, its function on the last stage).
+        """
+        mark()
+        batch = next(batches)
+        rows = batch.rows
+        output = custom_forward(
+            model,
+            rows.tokens[:, :-1],
+            # The last token of a row predicts nothing here, so it is left out.
+            torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1,
+            None,
+            self.manager.config.sequence_parallel,
+            value_model=self.processor is None,
+            logits_processor=self.processor,
+            logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
+            temperature=batch.temperature,
+            max_batch_seqlen=None,  # the plan has a cap of its own
+            pictures=self._pictures(rows, model),
+            routes=self._routes(batch),
+        )
+        finish = partial(self._stats if batch.loss_fn is None else self._loss, batch, output)
+        # the schedule wants to see a tensor; all of them go to `finish`
+        shown = next(iter(output.values())) if isinstance(output, dict) else output
+        return shown, finish
+
+    def _routes(self, batch: MicroBatch) -> FedRoutes | None:
+        """Returns what the routers are given, or tell; None where they choose and nobody asks."""
+        if batch.rows.routes is None and batch.chosen is None:
+            return None
+        given: Any = batch.rows.routes
+        if isinstance(given, Ragged):
+            width, unknown = (
+                batch.rows.tokens.shape[1] - 1,
+                expert_routes.unknown(given.values.dtype),
+            )
+            given = given.padded(width=width, fill=unknown)
+        return FedRoutes(given, batch.chosen)
+
+    def _pictures(self, rows: Rows, model: Any) -> FedPictures | FedWaveforms | None:
+        """Returns what the pictures or waveforms of the rows feed the chunk with; None for a model
+        without a tower.
+        """
+        tower = self.manager.description.tower
+        if tower is None:
+            return None
+        size, width = rows.tokens.shape
+        feeds = unwrap(model).pre_process
+        if isinstance(tower, AudioTower):
+            frames = self.manager.frames if feeds else None
+            return fed_waveforms(rows.pictures, size, width - 1, load=frames)
+        load = self.manager.pixels if feeds else None
+        return fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
+
+    def _stats(
+        self, batch: MicroBatch, output: Any, shown: Any = None, non_loss_data: bool = True
+    ) -> Any:
+        return self.stats(output) if self.processor is None else self.stats(**output)
+
+    def _loss(self, batch: MicroBatch, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
+        """Returns Megatron's three: local sum with its graph, integer count, and what is
+        collected.
+        """
+        total, count, collected = self.learnt(self._stats(batch, output), batch)
+        # Context-parallel processes all have the whole rows, and their gradients add up: one of
+        # them counts.
+        counted = count if self.topology.context_rank == 0 else torch.zeros_like(count)
+        return total, counted.int(), collected

@@ -1,0 +1,62 @@
+"""Builds Megatron's optimizers from a run's options."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+
+from rftmega.backends.optimizers.offload import inner_optimizers
+from rftmega.config import OptimizerConfig
+
+MUON_MOMENTUM = 0.95  # as Muon's author has it, with Nesterov's
+
+
+def build_optimizer(
+    options: OptimizerConfig,
+    model: Sequence[Any],
+    config: TransformerConfig,
+    *,
+    shards: bool,
+    overrides: dict[ParamKey, Any] | None,
+) -> Any:
+    """Returns the optimizer of wrapped chunks of a model, chained where there are several.
+
+    `shards`: processes that hold the same parameters share the states.
+    `overrides`: exceptions from the learning rate and from weight decay; None: Megatron's own.
+    """
+    chosen = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=options.learning_rate,
+        min_lr=options.min_learning_rate,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_eps=options.epsilon,
+        clip_grad=options.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=shards,
+        overlap_param_gather=options.overlap_param_gather and shards,
+        muon_momentum=MUON_MOMENTUM,
+        muon_use_nesterov=True,
+        # of whole matrices, not of each shard by itself: the same under every layout
+        muon_tp_mode="duplicated",
+    )
+    if options.name == "muon":
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        return get_megatron_muon_optimizer(
+            chosen, list(model), config_overrides=overrides, use_gloo_process_groups=False
+        )
+    built = get_megatron_optimizer(
+        chosen, list(model), config_overrides=overrides, use_gloo_process_groups=False
+    )
+    if options.states != "float32":
+        from rftmega.backends.optimizers.low_precision_adam import ADAMS  # it imports torchao
+
+        for inner in inner_optimizers(built):
+            if inner.optimizer is not None:  # a process without trainable parameters has none
+                inner.optimizer = ADAMS[options.states](inner.optimizer.param_groups)
+    return built

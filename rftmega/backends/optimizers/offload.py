@@ -1,0 +1,58 @@
+"""Lists the tensors of a Megatron model and its optimizer, part by part, for `device.residency`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rftmega.backends.optimizers.moments import memory_of
+from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS
+
+
+def parts_of(
+    model: Iterable[Any], optimizer: Any, borrowed: Sequence[Tensor] = ()
+) -> dict[str, list[Tensor]]:
+    """Lists the parts of a wrapped (or bare) model and its optimizer; None where there is no
+    optimizer. `borrowed` parameters are another model's, and in no part.
+    """
+    chunks = list(model)
+    others = {id(tensor) for tensor in borrowed}
+    wrapped = [chunk for chunk in chunks if hasattr(chunk, "expert_parallel_buffers")]
+    buffers = [
+        buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    return {
+        # not .data, whose writes would not be counted
+        PARAMETERS: [p for chunk in chunks for p in chunk.parameters() if id(p) not in others],
+        GRADIENTS: [buffer.grad_data for buffer in buffers],
+        MAIN_PARAMETERS: list(main_parameters(optimizer)),
+        ADAM: [x for inner in inner_optimizers(optimizer) for state in _adam(inner) for x in state],
+    }
+
+
+def inner_optimizers(optimizers: Any) -> list[Any]:
+    """Megatron's optimizers inside a chain, a list, or alone."""
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, list | tuple):
+        return [inner for optimizer in optimizers for inner in inner_optimizers(optimizer)]
+    return list(getattr(optimizers, "chained_optimizers", [optimizers]))
+
+
+def main_parameters(optimizers: Any) -> Iterator[Tensor]:
+    """Yields the fp32 copies of half-precision parameters, of any kind of Megatron optimizer; an
+    fp32 one has none.
+    """
+    for inner in inner_optimizers(optimizers):
+        for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+            for group in getattr(inner, name, ()):
+                yield from (p.data for p in group if p is not None)
+
+
+def _adam(inner: Any) -> Iterator[list[Tensor]]:
+    if inner.optimizer is None:  # a process without trainable parameters
+        return
+    for state in inner.optimizer.state.values():
+        # the step count is a host number
+        moments = [x for x in state.values() if isinstance(x, Tensor) and x.dim() > 0]
+        yield [part for moment in moments for part in memory_of(moment)]

@@ -1,0 +1,398 @@
+"""A model over rows: micro-batches, optimizer steps, results back in the caller's order.
+
+The contract between a loss and a backend: a micro-batch gives a local sum and a local integer
+count. Gradients of the sums are added up over micro-batches and processes, and divided once, by the
+count of all. So a backend moves rows and sums; what is learnt is the LossFn's business.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rftmega.backends.runner.auxiliary import beside
+from rftmega.backends.runner.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
+from rftmega.config import RunConfig
+from rftmega.core import expert_routes
+from rftmega.core.errors import NothingLearnt
+from rftmega.core.expert_routes import ChosenExperts
+from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.ragged import Ragged
+from rftmega.core.types import (
+    COUNT,
+    Auxiliary,
+    Experience,
+    LossFn,
+    Metrics,
+    Rows,
+    TokenLoss,
+    TokenMetric,
+    Told,
+)
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower
+from rftmega.runtime.device.spans import recorder
+from rftmega.runtime.parallel import host_memory
+from rftmega.runtime.parallel.micro_batches import plan_micro_batches
+
+COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
+
+
+class Ranks(Protocol):
+    """Ranks tells which rows this process computes, and whose results count."""
+
+    @property
+    def data(self) -> int:
+        """Returns the number of processes, or groups of them, that rows are split over."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def speaks(self) -> bool:
+        """Returns whether this process reports the results of its rows: others have none, or the
+        same ones.
+        """
+
+    def sum_of_speakers(self, x: Tensor) -> Tensor:
+        """Adds up x, in place, over the processes that speak; every process gets the total."""
+
+
+class StepModel(Protocol):
+    """StepModel is a model with its optimizer, as a runner steps it."""
+
+    cfg: RunConfig
+    where: torch.device
+
+    @property
+    def description(self) -> ModelDescription: ...
+
+    @property
+    def learning_rate(self) -> float:
+        """Returns the learning rate of the next optimizer step."""
+
+    def train(self, learning: bool) -> None:
+        """Switches between learning, which may drop, and scoring."""
+
+    def zero_grad(self) -> None: ...
+
+    def optimizer_step(self) -> tuple[bool, float]:
+        """Returns (was a step taken?, global gradient norm before clipping)."""
+
+    def finish_param_sync(self) -> None:
+        """Completes parameters that the last step left to be gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """MicroBatch holds rows to compute and what to learn from them; without `experience` they are
+    only scored.
+    """
+
+    rows: Rows
+    temperature: float  # of the distribution that is scored
+    experience: Experience | None = None  # on the device
+    loss_fn: LossFn | None = None
+    # filled with what this process's layers chose; None: nobody asks
+    chosen: list[ChosenExperts] | None = None
+
+
+class ModelRunner:
+    """ModelRunner runs scoring passes and optimizer steps of one model; every process calls them
+    with the whole batch. A backend's subclass runs the micro-batches (`_run`).
+    """
+
+    # what the number of micro-batches is a multiple of, and at least
+    multiple_of, at_least = 1, 1
+
+    def __init__(self, model: StepModel, ranks: Ranks, stats: Any):
+        """`stats` (TokenStats or TokenValues) is what a forward gives."""
+        self.stepped, self.ranks, self.stats = model, ranks, stats
+        self.names = [each.name for each in fields(stats) if each.name != "routes"]
+        self.gives_values = "value" in self.names
+        self.cfg = model.cfg
+        self.temperature = self.cfg.rollout.temperature
+        self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
+        # called once an optimizer step that was taken
+        self.after_step: Callable[[], None] = lambda: None
+
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
+        """Runs this process's micro-batches, forward and, unless `forward_only`, backward, and
+        divides the gradients by the count of all processes.
+
+        Returns `learnt` of each to learn from, `stats` of each to score; [] on a process whose
+        results are another's.
+        """
+        raise NotImplementedError
+
+    def _slots(self, counts: Sequence[int]) -> int:
+        """Returns the slots, padding included, that rows of so many tokens take in a forward."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def score(
+        self, rows: Rows[Any], *, temperature: float | None = None, record: bool = False
+    ) -> Any:
+        """Returns `stats` of every target on the host, in columns like those of `rows`; no gradient.
+
+        `temperature`: None for the rollout's. `record`: with the routes that the tokens took.
+        """
+        self.stepped.finish_param_sync()
+        chosen = self.temperature if temperature is None else temperature
+        self.stepped.train(False)
+        indices = self._micro_batches(rows, passes=1)
+        batches = [
+            MicroBatch(self._fed(rows.select(index)), chosen, chosen=[] if record else None)
+            for index in indices
+        ]
+        stats = self._gathered(rows, indices, self._run(batches, forward_only=True))
+        if record:
+            return replace(stats, routes=self._gathered_routes(rows, indices, batches))
+        return stats
+
+    def _fed(self, rows: Rows[Any]) -> Rows:
+        """Returns rows as the model is fed them. Only a policy goes by routes, which are padded when
+        their micro-batch is computed: they are large.
+        """
+        fed = replace(rows, routes=None).padded()
+        return fed if self.gives_values else replace(fed, routes=rows.routes)
+
+    def _gathered_routes(
+        self, rows: Rows[Any], indices: Sequence[Tensor], batches: Sequence[MicroBatch]
+    ) -> Any:
+        """Gathers the routes of all rows, one copy a host, from what each process's layers chose."""
+        experts = self.stepped.description.experts
+        assert experts is not None, "a dense model has no routes"
+        kind, shape = expert_routes.kind_of(experts.number), (len(experts.layers), experts.active)
+        targets = (rows.lengths - 1).clamp(min=0)
+        starts = targets.cumsum(0) - targets
+
+        def write(memory: Sequence[Tensor]) -> None:
+            values = memory[0].view(-1, *shape)
+            for index, batch in zip(indices, batches, strict=True):
+                columns = batch.rows.tokens.shape[1] - 1
+                for slots, layer, chosen in batch.chosen or ():
+                    places = starts[index[slots // columns]] + slots % columns
+                    values[places, layer] = chosen.to("cpu", kind)
+
+        size = int(targets.sum()) * math.prod(shape)
+        (found,) = host_memory.current().filled([(kind, size)], write)
+        routes = Ragged.packed(found.view(-1, *shape), targets)
+        if isinstance(rows.tokens, Ragged):
+            return routes
+        return routes.padded(width=rows.tokens.shape[1] - 1, fill=expert_routes.unknown(kind))
+
+    def _gathered(self, rows: Rows[Any], indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
+        """Gathers statistics of all rows, one copy a host, from those of this process's
+        micro-batches.
+        """
+        own = []
+        if self.ranks.speaks:
+            for index, stats in zip(indices, found, strict=False):  # an auxiliary's follow
+                own.append((index, [getattr(stats, name) for name in self.names]))
+        targets = (rows.lengths - 1).clamp(min=0)
+        columns = host_memory.current().of_rows(targets, len(self.names), own)
+        if isinstance(rows.tokens, Ragged):
+            return self.stats(*columns)
+        return self.stats(*[column.padded(width=rows.tokens.shape[1] - 1) for column in columns])
+
+    def step(
+        self,
+        experience: Experience[Any],
+        loss_fn: LossFn,
+        *,
+        group_size: int = 1,
+        auxiliary: Auxiliary | None = None,
+        scored: Told | None = None,
+    ) -> Metrics:
+        """Takes one optimizer step on the rows of `experience` and of `auxiliary`; see
+        `interfaces.Policy.step`.
+
+        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite
+        gradients is skipped on all processes alike, and so is one whose losses count nothing: its
+        gradient is 0, and weight decay alone would move the weights. Raises NothingLearnt where a loss that has a
+        gradient gives the adapters none.
+        """
+        before = {name: recorder.counted(name) for name in COUNTED}
+        learning_rate = self.stepped.learning_rate
+        self.stepped.train(True)
+        self.stepped.zero_grad()
+        indices = self._micro_batches(experience, group_size, passes=1 + self.backward)
+        batches = self._to_learn(experience, indices, loss_fn, self.temperature)
+        losses = [(loss_fn, experience)]
+        if auxiliary is not None:
+            second = beside(loss_fn, experience, auxiliary, self.stats)
+            beside_indices = self._micro_batches(auxiliary.experience, passes=1 + self.backward)
+            batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
+            losses.append((second, auxiliary.experience))
+        found = self._run(batches, forward_only=False)
+        if scored is not None:
+            scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
+        metrics = self._mean([sums for sums, _ in found], losses)
+        empty = not metrics["count"]  # of all processes
+        taken, grad_norm = (False, 0.0) if empty else self.stepped.optimizer_step()
+        if empty:
+            self.stepped.zero_grad()
+        elif grad_norm == 0 and self.cfg.model.lora.rank:
+            self._refuse_lost_gradient(batches, [stats for _, stats in found])
+        if taken:
+            self.after_step()
+        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        metrics |= {
+            "optimizer_steps": float(taken),
+            "skipped_steps": float(not taken and not empty),
+            "empty_steps": float(empty),
+        }
+        return metrics | {COUNT + name: recorder.counted(name) - before[name] for name in COUNTED}
+
+    def _to_learn(
+        self,
+        experience: Experience[Any],
+        indices: Sequence[Tensor],
+        loss_fn: LossFn,
+        temperature: float,
+    ) -> list[MicroBatch]:
+        parts = [experience.select(index) for index in indices]
+        bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
+        return [
+            MicroBatch(self._fed(part.rows), temperature, seen.to(self.stepped.where), loss_fn)
+            for part, seen in zip(parts, bare, strict=True)
+        ]
+
+    def learnt(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+        """Returns the local sum of a micro-batch's loss with its graph, its integer count, and what
+        is collected: sums and statistics.
+        """
+        seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
+        loss = self._loss_of(stats, seen, batch)
+        total = (loss.value * loss.weight).sum()
+        return total, loss.count, (sums_of(loss), seen)
+
+    def _loss_of(self, stats: Any, seen: Any, batch: MicroBatch) -> TokenLoss:
+        assert batch.experience is not None and batch.loss_fn is not None
+        experience = batch.experience
+        # nothing was learnt since the rollout
+        if experience.old_logp is None and not self.gives_values:
+            experience = replace(experience, old_logp=seen.logp)
+        return batch.loss_fn(stats, experience)
+
+    def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
+        """Raises NothingLearnt, on every process, where the loss pulls at a log-prob though no
+        parameter has a gradient. Without a pull (a batch whose advantages are all 0) it is a step
+        like any other.
+        """
+        pulled = torch.zeros(1, dtype=torch.int64, device=self.stepped.where)
+        for batch, seen in zip(batches, found, strict=False):  # a stage without the loss has none
+            held = [getattr(seen, name).clone().requires_grad_() for name in self.names]
+            loss = self._loss_of(self.stats(*held), seen, batch)
+            pulls = torch.autograd.grad(
+                (loss.value * loss.weight).sum(), held, allow_unused=True, materialize_grads=True
+            )
+            pulled += sum(int(pull.count_nonzero()) for pull in pulls)
+        number = int(self.ranks.sum_of_speakers(pulled))
+        if number:
+            raise NothingLearnt(
+                f"The gradient of this step is exactly 0, though its loss pulls at {number} values: no gradient reaches the "
+                "adapters, and the run would learn nothing. Something between them and the loss is cut off, as recomputation "
+                "behind a frozen layer does; this is a bug of rftmega's, or of a plugin's. parallel.recompute=none may avoid it."
+            )
+
+    def _micro_batches(
+        self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int
+    ) -> list[Tensor]:
+        """Returns this process's rows of each; what they cost, over all processes, is counted as so
+        many `passes` forward.
+        """
+        lengths, pictures = batch.lengths, batch.pictures
+        plan = plan_micro_batches(
+            lengths.tolist(),
+            data_parallel=self.ranks.data,
+            token_cap=self.cfg.trainer.max_tokens_per_micro_batch,
+            attention_cap=self.cfg.trainer.max_attention_per_micro_batch or None,
+            attention_weight=self.cfg.trainer.attention_weight,
+            multiple_of=self.multiple_of,
+            at_least=self.at_least,
+            group_size=group_size,
+            patches=None if pictures is None else pictures.patches,
+            patch_cap=self.cfg.trainer.max_patches_per_micro_batch or None,
+            patch_weight=self.cfg.trainer.patch_weight,
+        )
+        self._count(
+            [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
+            passes,
+        )
+        if pictures is not None:
+            self._count_pictures([pictures.select(rows) for own in plan for rows in own], passes)
+        return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
+
+    def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
+        """Counts a pass. `fed`: tokens of each row, by data-parallel rank and micro-batch."""
+        rows = [tokens for batches in fed for batch in batches for tokens in batch]
+        recorder.count("tokens", sum(rows))
+        recorder.count("slots", sum(self._slots(batch) for batches in fed for batch in batches))
+        recorder.count(
+            "flops",
+            passes * forward_flops(self.stepped.description, rows, value_head=self.gives_values),
+        )
+
+    def _count_pictures(self, fed: Sequence[RowPictures], passes: int) -> None:
+        """Counts the tower's part of a pass. `fed`: the pictures of each micro-batch, in which a
+        picture of several rows is one.
+        """
+        tower = self.stepped.description.tower
+        assert tower is not None, "a model without a tower has no pictures"
+        media = [each for batch in fed for each in batch.distinct.values()]
+        if isinstance(tower, AudioTower):
+            flops = len(media) * ear_flops(tower, self.stepped.description.hidden)
+        else:
+            grids = [each.grid for each in media if isinstance(each, PlacedPicture)]
+            flops = tower_flops(tower, grids)
+        learns = not self.cfg.model.freeze_vision
+        recorder.count("flops", (passes if learns else 1) * flops)
+
+    def _mean(
+        self,
+        micro_sums: Sequence[dict[str, Tensor]],
+        losses: Sequence[tuple[LossFn, Experience[Any]]],
+    ) -> Metrics:
+        """Returns the sums of all micro-batches and ranks, divided by the count of all; one
+        collective.
+        """
+        # Stages that never see the loss learn its metrics' names from a batch of no rows.
+        names = list(
+            dict.fromkeys(
+                name for loss_fn, experience in losses for name in self._names(loss_fn, experience)
+            )
+        )
+        totals = torch.zeros(len(names), 2, dtype=torch.float64, device=self.stepped.where)
+        for sums in micro_sums:
+            totals += torch.stack(
+                [sums[name] if name in sums else totals.new_zeros(2) for name in names]
+            )
+        total = dict(zip(names, self.ranks.sum_of_speakers(totals).tolist(), strict=True))
+        return {name: value / max(count, 1) for name, (value, count) in total.items()} | {
+            "count": total["loss"][1]
+        }
+
+    def _names(self, loss_fn: LossFn, experience: Experience[Any]) -> list[str]:
+        nothing = experience.select(torch.zeros(0, dtype=torch.int64)).padded()
+        empty = nothing.advantage
+        return list(
+            sums_of(
+                loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))
+            )
+        )
+
+
+def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
+    """Returns name -> [2]: the sum and the count of every metric and of the loss, which add up over
+    micro-batches and ranks.
+    """
+    whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)
+    return {
+        name: torch.stack([(metric.value * metric.weight).sum().double(), metric.count.double()])
+        for name, metric in (loss.metrics | {"loss": whole}).items()
+    }
