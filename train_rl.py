@@ -9,7 +9,7 @@ from rftmega.runtime.parallel import preemption
 if __name__ == "__main__":
     preemption.listen()  # before anything that takes time
 
-from rftmega.launch import api, command_line  # noqa: E402
+from rftmega.run import api, command_line  # noqa: E402
 
 
 def main() -> int:

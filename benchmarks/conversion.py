@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.timing import seconds
 from rftmega.config import ParallelConfig
-from rftmega.conversion import convert
 from rftmega.converters import instances, table
 from rftmega.models.hf.hf_folder import PlannedTensor, shards_of, write_index, write_shard
+from rftmega.run.conversion import convert
 from tests.ranks import run_ranks
 
 SHAPE = {

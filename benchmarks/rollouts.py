@@ -21,8 +21,8 @@ from rftmega.rollout.pool.engine_pool import EnginePool
 from rftmega.rollout.pool.pending_requests import PendingRequests, Stop, Tasks
 from rftmega.rollout.pool.request_queues import Counted
 from rftmega.rollout.requests.order import ordered
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

@@ -28,8 +28,8 @@ from rftmega.rollout.pool.request_queues import Counted
 from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.order import ordered
 from rftmega.rollout.requests.partial_completion import PartialCompletion
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from tests.calling_model import END, HEAD, TAIL, save_calling, talkative
 from tests.layouts import build_manager
 from tests.ranks import run_ranks

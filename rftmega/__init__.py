@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rftmega.launch.api import RunResult, train
+    from rftmega.run.api import RunResult, train
 
 __all__ = ["RunResult", "__version__", "train"]
 
@@ -51,6 +51,6 @@ def __getattr__(name: str) -> Any:
     """Imports what is asked for: a part of the package must not import the whole."""
     if name not in __all__:
         raise AttributeError(f"module 'rftmega' has no attribute {name!r}")
-    from rftmega.launch import api
+    from rftmega.run import api
 
     return getattr(api, name)

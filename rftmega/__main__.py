@@ -73,7 +73,7 @@ def main() -> int:
 def _run(name: str, rest: Sequence[str]) -> int:
     if name == "train":
         preemption.listen()  # before anything that takes time
-        from rftmega.launch import api, command_line
+        from rftmega.run import api, command_line
 
         api.prepare()
         return command_line.run("Trains a language model by reinforcement.")

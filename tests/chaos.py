@@ -29,9 +29,9 @@ from rftmega import config as configuration
 from rftmega.checkpoints import retention
 from rftmega.checkpoints.reader import read_manifest
 from rftmega.config import RunConfig
-from rftmega.launch import api, preflight
-from rftmega.launch.local_launcher import launch
 from rftmega.monitoring.observers.checkpointing import WITHIN
+from rftmega.run import api, preflight
+from rftmega.run.local_launcher import launch
 from rftmega.runtime.parallel import watchdog
 from tests.e2e.conftest import UNLIKE, numbers_of, write_arithmetic
 
@@ -123,7 +123,7 @@ def run(
         [*COMMON, *options, f"trainer.output={output}", "faults.max_restarts=2"],
     )
     preflight.preflight(config, processes, local=True)
-    preload = ["rftmega.launch.preloaded", "tests.chaos"]
+    preload = ["rftmega.run.preloaded", "tests.chaos"]
     return launch(
         processes,
         rank,

@@ -20,9 +20,9 @@ from rftmega.config import (
     TrainerConfig,
 )
 from rftmega.core.types import Rows
-from rftmega.launch.train import backend_of
+from rftmega.run.placement.backend import TrainablePolicy, TrainableValues
+from rftmega.run.train import backend_of
 from rftmega.runtime.parallel.topology import Topology
-from rftmega.strategy.backend import TrainablePolicy, TrainableValues
 
 
 def config_of(

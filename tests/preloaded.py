@@ -11,6 +11,6 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: E402, F401
 
 import rftmega.backends.fsdp.backend  # noqa: E402
 import rftmega.backends.megatron  # noqa: E402
-import rftmega.strategy.reinforcement  # noqa: E402
-import rftmega.strategy.supervised  # noqa: E402
+import rftmega.run.placement.reinforcement  # noqa: E402
+import rftmega.run.placement.supervised  # noqa: E402
 import rftmega.weights  # noqa: E402, F401

@@ -9,14 +9,11 @@ import torch
 torch.set_num_threads(1)  # a pool of threads would not survive a fork; each command sets its own
 
 with warnings.catch_warnings():  # filters of a program that only imports are its own
-    import rftmega.launch.preloaded
+    import rftmega.run.preloaded
 
     # isort: split
     import rftmega.backends.fsdp.backend
     import rftmega.backends.megatron
-    import rftmega.launch.command_line
-    import rftmega.launch.local_launcher
-    import rftmega.launch.preflight
     import rftmega.rollout.engines.scripted
     import rftmega.rollout.engines.transformers
     import rftmega.rollout.engines.vllm  # noqa: F401

@@ -199,7 +199,7 @@ def test_imports_follow_the_map() -> None:
             "rollout may not import dispatch",
         ),
         (
-            "rftmega/strategy/bad.py",
+            "rftmega/run/placement/bad.py",
             "def f():\n    from rftmega.backends.megatron import MegatronActor",
             "strategy may not import megatron",
         ),
@@ -235,7 +235,7 @@ def test_imports_follow_the_map() -> None:
             "converters may not import config",
         ),
         (
-            "rftmega/planning/bad.py",
+            "rftmega/run/planning/bad.py",
             "import torch.distributed as dist",
             "torch.distributed belongs in",
         ),
@@ -268,28 +268,28 @@ def test_imports_follow_the_map() -> None:
             "validation may not import data",
         ),
         (
-            "rftmega/strategy/bad.py",
+            "rftmega/run/placement/bad.py",
             "from rftmega.lightrft.strategy import StrategyBase",
             "strategy may not import lightrft",
         ),
         (
-            "rftmega/launch/bad.py",
+            "rftmega/run/bad.py",
             "from rftmega.lightrft.strategy import StrategyBase",
             "launch may not import lightrft",
         ),
         (
-            "rftmega/strategy/bad.py",
+            "rftmega/run/placement/bad.py",
             "from rftmega.monitoring.performance.throughput import Throughput",
             "strategy may not import observe",
         ),
         (
             "rftmega/monitoring/bad.py",
-            "from rftmega.launch.process import joined",
+            "from rftmega.run.process import joined",
             "observe may not import launch",
         ),
         (
             "rftmega/checkpoints/bad.py",
-            "from rftmega.strategy.phases import DevicePhases",
+            "from rftmega.run.placement.phases import DevicePhases",
             "checkpoint may not import strategy",
         ),
     ],

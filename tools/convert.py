@@ -105,7 +105,7 @@ def run(chosen: argparse.Namespace) -> int:
         import rftmega.runtime.device.before_megatron  # noqa: F401
 
         # isort: split
-        from rftmega.conversion.run_checkpoint import checkpoint_in, write_model
+        from rftmega.run.conversion.run_checkpoint import checkpoint_in, write_model
 
         if (own := checkpoint_in(chosen.source)) is not None:
             return write_model(own, chosen.target, chosen.model, chosen.base, verify=chosen.verify)
@@ -124,8 +124,8 @@ def run(chosen: argparse.Namespace) -> int:
 
     # isort: split
     from rftmega.config import ParallelConfig
-    from rftmega.conversion import convert
-    from rftmega.conversion.progress_bar import progress_bar
+    from rftmega.run.conversion import convert
+    from rftmega.run.conversion.progress_bar import progress_bar
     from rftmega.runtime.parallel import process_group
 
     bar = partial(progress_bar, chosen.source)
@@ -153,7 +153,7 @@ def run(chosen: argparse.Namespace) -> int:
                 count = convert.verify(chosen.source, chosen.target, progress=progress.update)
             sys.stdout.write(f"{count} tensors are equal, byte by byte\n")
         if chosen.command == "verify" and chosen.logits:
-            from rftmega.conversion.logits import logit_difference
+            from rftmega.run.conversion.logits import logit_difference
 
             sys.stdout.write(
                 f"logits differ by {logit_difference(chosen.source, chosen.target):.1e} at most\n"
@@ -163,8 +163,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 def of_adapters(chosen: argparse.Namespace) -> int:
     """Merges or extracts adapters, and says what of them was lost."""
-    from rftmega.conversion import adapters
-    from rftmega.conversion.progress_bar import progress_bar
+    from rftmega.run.conversion import adapters
+    from rftmega.run.conversion.progress_bar import progress_bar
 
     one, target = chosen.source, chosen.target
     with progress_bar(one, chosen.command) as bar:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rftmega.config import ModelConfig, RunConfig
 from rftmega.core.errors import ConfigError, exit_code_of
-from rftmega.launch.hub import fetched
+from rftmega.run.hub import fetched
 
 TASKS = 256  # sums of a file that is written where there is no data
 ASKED = "What is {} + {}? Put the final answer within \\boxed{{}}."
@@ -51,7 +51,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def write(chosen: argparse.Namespace) -> int:
-    from rftmega.launch.first_run import as_yaml, first_run
+    from rftmega.run.first_run import as_yaml, first_run
     from rftmega.tools import plan
 
     begin = time.perf_counter()

@@ -25,10 +25,10 @@ def show(chosen: argparse.Namespace) -> int:
     import math
 
     from rftmega.checkpoints.reader import is_distributed
-    from rftmega.conversion.run_checkpoint import checkpoint_in, listed, shown
     from rftmega.model_providers.description import describe
     from rftmega.model_providers.hf_config import read_hf_config
     from rftmega.models.hf.hf_folder import HFFolder
+    from rftmega.run.conversion.run_checkpoint import checkpoint_in, listed, shown
 
     if (checkpoint := checkpoint_in(chosen.folder)) is not None:
         return shown(checkpoint, tensors=chosen.tensors, check=chosen.check)

@@ -169,8 +169,8 @@ def local(chosen: argparse.Namespace) -> int:
 def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     """Checks, writes, and where it is asked submits. The exit code."""
     from rftmega import config as configuration
-    from rftmega.launch import preflight
-    from rftmega.launch.hub import fetched
+    from rftmega.run import preflight
+    from rftmega.run.hub import fetched
     from rftmega.runtime import device
     from rftmega.runtime.parallel.private import keep_private
 

@@ -50,13 +50,13 @@ from typing import TYPE_CHECKING, Any
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError, exit_code_of
-from rftmega.launch.hub import fetched
+from rftmega.run.hub import fetched
 
 if TYPE_CHECKING:
-    from rftmega.planning.backends import Recommendation
-    from rftmega.planning.fit import Machine, Misfit
-    from rftmega.planning.models import PlannedModel
-    from rftmega.planning.search import Proposal
+    from rftmega.run.planning.backends import Recommendation
+    from rftmega.run.planning.fit import Machine, Misfit
+    from rftmega.run.planning.models import PlannedModel
+    from rftmega.run.planning.search import Proposal
 
 GB = 1e9
 KINDS = (
@@ -121,9 +121,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def machine_of(chosen: argparse.Namespace) -> "Machine":
     """Returns the machine that `add_machine`'s options describe. Raises ConfigError for none."""
-    from rftmega.planning.fit import Machine
-    from rftmega.planning.memory import Budget
-    from rftmega.planning.times import Speeds
+    from rftmega.run.planning.fit import Machine
+    from rftmega.run.planning.memory import Budget
+    from rftmega.run.planning.times import Speeds
 
     if chosen.gpus < 1 or chosen.gpus_per_node < 1 or chosen.gpu_memory <= chosen.reserved_gb:
         raise ConfigError(
@@ -151,10 +151,10 @@ def machine_of(chosen: argparse.Namespace) -> "Machine":
 
 
 def show(chosen: argparse.Namespace) -> int:
-    from rftmega.planning.backends import recommended
-    from rftmega.planning.fit import misfits, refused
-    from rftmega.planning.models import models_of
-    from rftmega.planning.search import Found, found_layout
+    from rftmega.run.planning.backends import recommended
+    from rftmega.run.planning.fit import misfits, refused
+    from rftmega.run.planning.models import models_of
+    from rftmega.run.planning.search import Found, found_layout
     from rftmega.tools.plan_splits import show_splits
 
     begin = time.perf_counter()
@@ -207,13 +207,13 @@ def figures(
     models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
 ) -> dict[str, Any]:
     """All numbers of a plan."""
-    from rftmega.planning.data_plane import on_each_host
-    from rftmega.planning.fit import stages_of
-    from rftmega.planning.memory import cache_of, load_of, on_device, on_host
-    from rftmega.planning.models import POLICY
-    from rftmega.planning.push_buffers import push_of, sampled
-    from rftmega.planning.states import sharers
-    from rftmega.planning.times import seconds
+    from rftmega.run.planning.data_plane import on_each_host
+    from rftmega.run.planning.fit import stages_of
+    from rftmega.run.planning.memory import cache_of, load_of, on_device, on_host
+    from rftmega.run.planning.models import POLICY
+    from rftmega.run.planning.push_buffers import push_of, sampled
+    from rftmega.run.planning.states import sharers
+    from rftmega.run.planning.times import seconds
     from rftmega.runtime.parallel.layout import nodes_of_engine
 
     world, policy, rl = machine.trainers(config), models[POLICY], config.algorithm.task == "rl"

@@ -11,9 +11,9 @@ from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rftmega.planning.fit import Machine
-    from rftmega.planning.models import PlannedModel
-    from rftmega.planning.splits import DeviceSplit
+    from rftmega.run.planning.fit import Machine
+    from rftmega.run.planning.models import PlannedModel
+    from rftmega.run.planning.splits import DeviceSplit
 
 GB = 1e9
 WIDTH = 100  # columns
@@ -32,8 +32,8 @@ def show_splits(
 
     Raises ConfigError where there is none.
     """
-    from rftmega.planning.splits import best_of, bounds_of, bytes_under_way, chosen_schedule
-    from rftmega.planning.splits import splits_of as found_splits
+    from rftmega.run.planning.splits import best_of, bounds_of, bytes_under_way, chosen_schedule
+    from rftmega.run.planning.splits import splits_of as found_splits
 
     if config.strategy != "separate" or config.algorithm.task != "rl":
         raise ConfigError(
@@ -125,7 +125,7 @@ def _advice(config: RunConfig, best: Mapping[str, "DeviceSplit"], schedule: str)
 
 def _price(config: RunConfig, machine: "Machine", mean_length: float) -> list[str]:
     """Says what a bound costs, and what was assumed."""
-    from rftmega.planning.splits import bounds_of, bytes_under_way
+    from rftmega.run.planning.splits import bounds_of, bytes_under_way
 
     batch, most = config.trainer.prompts_per_step, bounds_of(config)[-1]
     memory = ", ".join(

@@ -91,8 +91,8 @@ def show(chosen: argparse.Namespace) -> int:
     from rftmega.core.errors import ConfigError
     from rftmega.model_providers.description import describe, layout_violations
     from rftmega.model_providers.hf_config import read_hf_config
-    from rftmega.planning.push_buffers import DTYPES
-    from rftmega.planning.push_plan import Engines, placements
+    from rftmega.run.planning.push_buffers import DTYPES
+    from rftmega.run.planning.push_plan import Engines, placements
     from rftmega.weights.plan import Balance, spread
 
     hf_config = read_hf_config(chosen.folder)

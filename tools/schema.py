@@ -30,7 +30,7 @@ def main(given: list[str] | None = None) -> int:
 
 def write(chosen: argparse.Namespace) -> int:
     from rftmega.config import plugins_of
-    from rftmega.launch.json_schema import json_schema
+    from rftmega.run.json_schema import json_schema
 
     plugins = plugins_of(chosen.config) if chosen.config else ()
     sys.stdout.write(json.dumps(json_schema(plugins), indent=1, ensure_ascii=False) + "\n")

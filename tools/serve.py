@@ -101,8 +101,8 @@ class Servers:
             devices_of,
             environment_of,
         )
+        from rftmega.run.placement.engines import unquantised
         from rftmega.runtime import device
-        from rftmega.strategy.engines import unquantised
 
         device.current()
         self._arguments = arguments_of_run(config, unquantised=unquantised(config))

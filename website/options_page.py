@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from rftmega.launch.json_schema import json_schema
+from rftmega.run.json_schema import json_schema
 
 BOUNDS = {
     "minimum": "at least {}",

@@ -58,7 +58,7 @@ CHECKED = (
     "vllm.device_allocator.cumem",
     "vllm.v1.attention.backends.flash_attn",
     "vllm.lora.model_manager",
-    "rftmega.launch.train",
+    "rftmega.run.train",
     "rftmega.rollout.engines.vllm",
     "trl.trainer.grpo_trainer",
     "datasets",

@@ -19,10 +19,10 @@ from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch,
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
 from rftmega.rollout.engines import Engine
+from rftmega.run.placement.colocated import ColocatedPolicy, ColocatedValues
+from rftmega.run.placement.phases import POLICY
+from rftmega.run.placement.reinforcement import ReinforcementStrategy
 from rftmega.runtime.device.residency import ADAM, MAIN_PARAMETERS
-from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
-from rftmega.strategy.phases import POLICY
-from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.trainer.experience import complete
 
 

@@ -14,11 +14,11 @@ from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoints.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
-from rftmega.planning.models import POLICY, models_of
-from rftmega.planning.states import states
+from rftmega.run.placement.export import export
+from rftmega.run.planning.models import POLICY, models_of
+from rftmega.run.planning.states import states
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
 from rftmega.runtime.parallel.topology import Topology
-from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights, Exporter
 from tests import plain_adapters

@@ -11,9 +11,9 @@ from transformers import Qwen2AudioForConditionalGeneration
 
 from rftmega.backends.megatron import MegatronActor
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.conversion import convert
 from rftmega.data.media.audio_processor import ear_of
 from rftmega.lightrft.padded_experience import Samples
+from rftmega.run.conversion import convert
 from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter
 from tests.audio_rows import (

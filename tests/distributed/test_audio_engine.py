@@ -13,8 +13,8 @@ from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt, Sampling
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.rollout.pool.colocated_weights import ColocatedWeights
-from rftmega.strategy.colocated import ColocatedPolicy
-from rftmega.strategy.phases import DevicePhases
+from rftmega.run.placement.colocated import ColocatedPolicy
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.weights import EngineWeights, Exporter
 from tests.audio_rows import audio_rows, rows_with_waveforms, with_files
 from tests.distributed.test_vision import likelihood

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, TrainerConfig
-from rftmega.launch.train import backend_of
-from rftmega.strategy.export import export
+from rftmega.run.placement.export import export
+from rftmega.run.train import backend_of
 from rftmega.tools import convert, inspect_checkpoint
 from rftmega.trainer.experience import given
 from tests.layouts import config_of, rows_of

@@ -31,11 +31,11 @@ from rftmega.checkpoints.states import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.models.hf import hf_folder
+from rftmega.run.placement.export import export as export_model
 from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.runtime.parallel import seeds
 from rftmega.runtime.parallel.nodes import versions
 from rftmega.runtime.parallel.topology import Topology
-from rftmega.strategy.export import export as export_model
 from rftmega.trainer.experience import given
 from tests import optional
 from tests.layouts import config_of, rows_of

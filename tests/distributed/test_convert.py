@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from rftmega.checkpoints.distributed import write_manifest
 from rftmega.checkpoints.reader import FORMAT, MANIFEST, PROGRESS
 from rftmega.config import ParallelConfig
-from rftmega.conversion import convert
-from rftmega.conversion.target import begin, written_alone
 from rftmega.core.errors import CheckpointError, LockedError
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.checksums import files_of, known_sums
+from rftmega.run.conversion import convert
+from rftmega.run.conversion.target import begin, written_alone
 from rftmega.runtime.parallel.folder_lock import FILE as LOCK
 from tests.block_scales import quantise_folder
 from tests.layouts import build_critic, build_manager, packed_logits

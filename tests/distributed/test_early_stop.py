@@ -14,8 +14,8 @@ from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Metrics, Prompt, Rollout, Sampling
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.stop_consensus import EVERY
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights
 from tests.layouts import build_actor
 from tests.ranks import VLLM, run_ranks

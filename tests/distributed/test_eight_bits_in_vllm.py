@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt, Sampling
+from rftmega.run.placement.engines import modules_kept
 from rftmega.runtime import device
-from rftmega.strategy.engines import modules_kept
 from rftmega.weights import EngineWeights
 from tests.block_scales import PLAIN, meant, quantised
 from tests.layouts import build_manager

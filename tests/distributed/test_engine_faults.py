@@ -22,8 +22,8 @@ from rftmega.rollout.pool.engine_pool import ServerPool
 from rftmega.rollout.servers import server as server_module
 from rftmega.rollout.servers.server import Server
 from rftmega.rollout.servers.server_engine import ServerEngine
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from rftmega.weights.transports.shared_weights import SharedWeights
 from tests.layouts import build_actor
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.core.types import Experience
 from rftmega.rollout.engines import ScriptedEngine
-from rftmega.strategy import engines
+from rftmega.run.placement import engines
 from rftmega.weights import Exporter
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
@@ -51,7 +51,7 @@ def follows_body(
     world: Any, folder: Path, output: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> None:
     from rftmega.backends.megatron import MegatronBackend
-    from rftmega.strategy.reinforcement import ReinforcementStrategy
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, parallel, optimizer)
     config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)

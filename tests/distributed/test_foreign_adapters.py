@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rftmega.config import LoRA, ParallelConfig
-from rftmega.conversion import adapters
 from rftmega.core.errors import CheckpointError
+from rftmega.run.conversion import adapters
 from tests import plain_adapters
 from tests.layouts import build_policy
 from tests.ranks import run_ranks

@@ -16,9 +16,9 @@ from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.launch.train import backend_of
+from rftmega.run.placement.export import export
+from rftmega.run.train import backend_of
 from rftmega.runtime.device.residency import GRADIENTS, PARTS
-from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from rftmega.weights import Exporter
 from tests.allocations import most_bytes

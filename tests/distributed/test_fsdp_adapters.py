@@ -19,10 +19,10 @@ from rftmega.config.options.adapters import OF_ATTENTION
 from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.models.hf.peft_folder import names_of_pairs
 from rftmega.models.lora import linear
-from rftmega.planning.models import POLICY, models_of
-from rftmega.planning.states import states
+from rftmega.run.placement.export import export
+from rftmega.run.planning.models import POLICY, models_of
+from rftmega.run.planning.states import states
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, PARAMETERS, PARTS
-from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights
 from tests import plain_adapters

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.launch.train import backend_of
 from rftmega.rollout.engines.transformers import TransformersEngine
-from rftmega.strategy.export import export
-from rftmega.strategy.supervised import SupervisedStrategy
+from rftmega.run.placement.export import export
+from rftmega.run.placement.supervised import SupervisedStrategy
+from rftmega.run.train import backend_of
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights
 from tests.layouts import build_policy, config_of, rows_of

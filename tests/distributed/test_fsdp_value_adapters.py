@@ -15,8 +15,8 @@ from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingLearnt
 from rftmega.models.lora import linear
-from rftmega.planning.models import POLICY, models_of
-from rftmega.planning.states import states
+from rftmega.run.planning.models import POLICY, models_of
+from rftmega.run.planning.states import states
 from rftmega.runtime.device.residency import ADAM, PARAMETERS, PARTS
 from tests.distributed.test_critic import PROMPTS, ROWS, save_reward_model
 from tests.distributed.test_value_adapters import (

@@ -33,7 +33,7 @@ def body(world: Any, folder: Path, output: Path) -> dict[str, str]:
     from rftmega.backends.megatron import MegatronBackend
     from rftmega.rollout.engines.transformers import TransformersEngine
     from rftmega.rollout.pool.engine_pool import EnginePool
-    from rftmega.strategy.reinforcement import ReinforcementStrategy
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
     from rftmega.trainer import Algorithm
     from rftmega.weights import push
 

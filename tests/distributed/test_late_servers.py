@@ -15,7 +15,7 @@ from rftmega.rollout.pool import streaming_pool
 from rftmega.rollout.pool.streaming_pool import StreamingPool
 from rftmega.rollout.servers import fleet_client
 from rftmega.rollout.servers.vllm import auth
-from rftmega.strategy.phases import DevicePhases
+from rftmega.run.placement.phases import DevicePhases
 from tests.distributed.test_fleet_push import TEMPERATURE, Trainer
 from tests.fleets import KEY, two_servers_elsewhere
 from tests.layouts import rows_of

@@ -37,7 +37,7 @@ def test_a_rank_that_is_killed():
 """
 FAILING_RUN = """
 import os, sys
-from rftmega.launch.local_launcher import launch
+from rftmega.run.local_launcher import launch
 from tests.distributed.test_left_behind import broken_rank
 if __name__ == "__main__":
     sys.exit(launch({ranks}, broken_rank, preload=["rftmega.runtime.parallel.process_group"]))

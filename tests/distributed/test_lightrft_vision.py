@@ -38,7 +38,7 @@ GREEDY = {"temperature": 0.0}
 def strategy_of(world: Any, folder: Path, parallel: ParallelConfig, *, most_videos: int = 0) -> Any:
     from rftmega.backends.megatron import MegatronBackend
     from rftmega.lightrft.megatron_strategy import LightRFTStrategy
-    from rftmega.strategy.reinforcement import ReinforcementStrategy
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, parallel, token_cap=120)
     config.rollout = RolloutConfig(

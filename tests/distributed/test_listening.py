@@ -18,7 +18,7 @@ def work(launcher):
 """
 PROGRAM = """
 import os
-from rftmega.launch import local_launcher
+from rftmega.run import local_launcher
 from work_of_a_rank import work
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rftmega.core.errors import ConfigError, NodeFault, RFTMegaError
-from rftmega.launch.local_launcher import _rank, launch
+from rftmega.run.local_launcher import _rank, launch
 from rftmega.runtime import device  # noqa: F401  of the programs below
 from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.orphans import end_with_parent
@@ -70,7 +70,7 @@ def launching(call: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def program_of(call: str) -> str:
-    return f"import sys\nfrom rftmega.launch.local_launcher import launch\nfrom {__name__} import *\nsys.exit({call})"
+    return f"import sys\nfrom rftmega.run.local_launcher import launch\nfrom {__name__} import *\nsys.exit({call})"
 
 
 def launched(call: str) -> subprocess.CompletedProcess[str]:
@@ -217,7 +217,7 @@ def test_a_process_that_ends_with_its_parent_looks_whether_it_is_still_there(par
 def test_a_rank_of_torchrun_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
-        "from rftmega.launch import api\n"
+        "from rftmega.run import api\n"
         "from tests.distributed.test_local import stands_still\n"
         "api.end_with_torchrun()\n"
         "stands_still()\n"

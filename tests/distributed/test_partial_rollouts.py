@@ -17,9 +17,9 @@ from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.environments import SingleTurnEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.rollout_schedules import JournaledStream
 from tests.distributed.test_engine_faults import Pushes

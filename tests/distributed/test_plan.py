@@ -17,11 +17,11 @@ from rftmega.converters import table
 from rftmega.core.types import Experience, Rows
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.planning.activations import layer_bytes
-from rftmega.planning.models import POLICY, PlannedModel, models_of
-from rftmega.planning.push_buffers import push_of
-from rftmega.planning.sharded import gathered
-from rftmega.planning.states import states
+from rftmega.run.planning.activations import layer_bytes
+from rftmega.run.planning.models import POLICY, PlannedModel, models_of
+from rftmega.run.planning.push_buffers import push_of
+from rftmega.run.planning.sharded import gathered
+from rftmega.run.planning.states import states
 from rftmega.runtime.parallel.layout import place_of
 from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import EngineWeights

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.launch.train import backend_of
+from rftmega.run.train import backend_of
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny

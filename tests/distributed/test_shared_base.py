@@ -15,12 +15,12 @@ from rftmega.backends.megatron import MegatronActor, MegatronBackend, MegatronCr
 from rftmega.config import LoRA, RunConfig
 from rftmega.config.options.algorithms import GAE
 from rftmega.core.types import Experience
-from rftmega.planning.memory import on_host, resident
-from rftmega.planning.models import models_of
+from rftmega.run.placement.colocated import ColocatedPolicy, ColocatedValues
+from rftmega.run.placement.phases import DevicePhases
+from rftmega.run.planning.memory import on_host, resident
+from rftmega.run.planning.models import models_of
 from rftmega.runtime.device.residency import Residency
 from rftmega.runtime.parallel.topology import Topology
-from rftmega.strategy.colocated import ColocatedPolicy, ColocatedValues
-from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_critic import experience_of, square_loss
 from tests.distributed.test_value_adapters import LAYOUTS, Case
 from tests.layouts import config_of

@@ -14,13 +14,13 @@ from rftmega.backends.megatron import MegatronBackend, backend
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, GroupNorm
 from rftmega.core.types import Prompt, Sampling
-from rftmega.planning.fit import stages_of
-from rftmega.planning.memory import Budget, on_device
-from rftmega.planning.models import models_of
 from rftmega.rollout.engines import ScriptedEngine
+from rftmega.run.placement import engines
+from rftmega.run.placement.reinforcement import ReinforcementStrategy
+from rftmega.run.planning.fit import stages_of
+from rftmega.run.planning.memory import Budget, on_device
+from rftmega.run.planning.models import models_of
 from rftmega.runtime.device.residency import ADAM, PARTS
-from rftmega.strategy import engines
-from rftmega.strategy.reinforcement import ReinforcementStrategy
 from rftmega.trainer.experience import ExperienceMaker, collect, complete
 from tests.layouts import config_of
 from tests.ranks import run_ranks
@@ -153,7 +153,7 @@ def test_an_engine_starts_where_the_plan_says_so(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the models are tiny, so is what an engine works in
-    monkeypatch.setattr("rftmega.planning.engine.BATCHED", 64)
+    monkeypatch.setattr("rftmega.run.planning.engine.BATCHED", 64)
     folder, cases = save_tiny(tmp_path, "qwen3", **SIZES), CASES[processes]
     started = run_ranks(processes, start_body, folder, list(cases.values()))
     for (name, case), found in zip(cases.items(), zip(*started, strict=True), strict=True):

@@ -155,7 +155,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     from rftmega.backends.megatron.training_state import adam_steps, schedule_steps
     from rftmega.lightrft.megatron_strategy import LightRFTStrategy
     from rftmega.lightrft.strategy import StrategyBase, is_actor
-    from rftmega.strategy.reinforcement import ReinforcementStrategy
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, ParallelConfig(tensor=2))
     config.algorithm.ema_beta = 0.5

@@ -20,8 +20,8 @@ from rftmega.rollout.pool.streaming_pool import StreamingPool
 from rftmega.rollout.servers import server as server_module
 from rftmega.rollout.servers import server_engine
 from rftmega.rollout.servers.server_engine import ServerEngine
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_engine_faults import Pushes
 from tests.layouts import build_actor
 from tests.ranks import run_ranks

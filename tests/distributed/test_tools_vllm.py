@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Rollout, Sampling
 from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy.phases import DevicePhases
 from tests.distributed.test_tools import SEEDS, Folder, scores, told
 from tests.layouts import build_actor, rows_of
 from tests.ranks import VLLM, run_ranks

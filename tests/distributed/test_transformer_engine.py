@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from rftmega.checkpoints.reader import NORMS
 from rftmega.config import ParallelConfig
-from rftmega.conversion import convert
 from rftmega.models.layers import latent_attention
+from rftmega.run.conversion import convert
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
 from tests.block_engine import BlockEngine
 from tests.distributed import test_value_adapters

@@ -18,11 +18,11 @@ from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.backends.megatron import adapters
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import NothingLearnt
-from rftmega.launch.train import backend_of
-from rftmega.planning.models import POLICY, models_of
-from rftmega.planning.states import states
+from rftmega.run.placement.export import export
+from rftmega.run.planning.models import POLICY, models_of
+from rftmega.run.planning.states import states
+from rftmega.run.train import backend_of
 from rftmega.runtime.device.residency import GRADIENTS
-from rftmega.strategy.export import export
 from rftmega.trainer.experience import given
 from tests import plain_adapters
 from tests.distributed.test_critic import (

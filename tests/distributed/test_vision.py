@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText
 
 from rftmega.backends.megatron import MegatronActor
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.conversion import convert
 from rftmega.core.types import Experience, Rows, TokenLoss
+from rftmega.run.conversion import convert
 from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
 from tests.layouts import build_critic, config_of

@@ -15,8 +15,8 @@ from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Completion, Prompt, Rows, Sampling
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.rollout.pool.colocated_weights import ColocatedWeights
-from rftmega.strategy.colocated import ColocatedPolicy
-from rftmega.strategy.phases import DevicePhases
+from rftmega.run.placement.colocated import ColocatedPolicy
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.weights import EngineWeights, Exporter
 from tests.distributed.test_vision import likelihood
 from tests.layouts import build_actor, rows_of

@@ -21,9 +21,9 @@ from rftmega.core.errors import EngineError
 from rftmega.core.types import Completion, Experience, Prompt, Sampling
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.rollout.pool.colocated_weights import ColocatedWeights
+from rftmega.run.placement.colocated import ColocatedPolicy
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.collectives import gather_objects
-from rftmega.strategy.colocated import ColocatedPolicy
-from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights, Exporter
 from tests.block_scales import plain_folder, quantise_folder
 from tests.layouts import build_actor, build_manager, rows_of

@@ -24,9 +24,9 @@ from rftmega.rollout.servers import server as server_module
 from rftmega.rollout.servers import server_engine as servers_module
 from rftmega.rollout.servers.server import Server
 from rftmega.rollout.servers.server_engine import ServerEngine
+from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.watchdog import HUNG, watched
-from rftmega.strategy.phases import DevicePhases
 from rftmega.weights import EngineWeights
 from rftmega.weights.transports.shared_weights import SharedWeights
 from tests.distributed.test_engine_faults import PROMPTS, SEEDS, at_least

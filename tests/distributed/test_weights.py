@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rftmega.config import ParallelConfig
-from rftmega.conversion import convert
 from rftmega.core.errors import CheckpointError
+from rftmega.run.conversion import convert
 from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
 from tests.block_scales import quantise_folder, quantised

@@ -19,7 +19,7 @@ import torch
 
 import train_rl
 from rftmega.config import RunConfig
-from rftmega.launch import api
+from rftmega.run import api
 from rftmega.runtime.device.spans import REDUCE, recorder
 
 plain_rank = api.rank

@@ -20,7 +20,7 @@ ENGINE = ("rollout.engine=transformers", "trainer.export=true", "trainer.eval_ev
 
 def run_body(world: object, config: Path, backend: str, *options: str) -> None:
     import train_rl
-    from rftmega.launch import train
+    from rftmega.run import train
     from rftmega.runtime.parallel import process_group
 
     with pytest.MonkeyPatch.context() as patch:

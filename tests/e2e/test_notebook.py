@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from rftmega.launch.notebook import line_of
+from rftmega.run.notebook import line_of
 from tests.e2e.conftest import ROOT, metrics_of
 
 NOTEBOOK = ROOT / "examples/first_steps.ipynb"

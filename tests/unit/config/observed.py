@@ -29,7 +29,6 @@ from rftmega.config import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
-from rftmega.launch.train import task_of
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.monitoring import callbacks
@@ -39,10 +38,11 @@ from rftmega.monitoring.observers.trajectories import Trajectories
 from rftmega.rollout import engines as rollout_engines
 from rftmega.rollout.servers import server_engine as servers
 from rftmega.rollout.servers.vllm import auth
+from rftmega.run.placement import engines, reinforcement, supervised
+from rftmega.run.train import task_of
 from rftmega.runtime import device
 from rftmega.runtime.parallel import nodes, process_group
 from rftmega.runtime.parallel.process_group import World
-from rftmega.strategy import engines, reinforcement, supervised
 from rftmega.trainer import Algorithm
 from tests.fleets import set_servers
 from tests.rollouts import Alone
@@ -184,7 +184,7 @@ class Model:
 
 
 class Strategy:
-    """Both of rftmega.strategy's, as far as train_rl.py uses them."""
+    """Both of rftmega.run.placement's, as far as train_rl.py uses them."""
 
     def __init__(self, config: RunConfig, seen: Seen, data_parallel: int):
         self.seen = seen

@@ -12,7 +12,7 @@ from rftmega.config.load import recipe
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
-from rftmega.launch.option_reference import option_reference
+from rftmega.run.option_reference import option_reference
 
 ROOT = Path(__file__).parents[3]
 

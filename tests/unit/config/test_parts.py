@@ -15,7 +15,7 @@ from rftmega.config.renamed import RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
-from rftmega.launch.option_reference import option_reference
+from rftmega.run.option_reference import option_reference
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from rftmega.config import load
 from rftmega.config.paths import READ, WRITTEN, misplaced
 from rftmega.config.tree import options, walk
 from rftmega.core.errors import ConfigError
-from rftmega.launch.option_reference import documented
+from rftmega.run.option_reference import documented
 
 # options that speak of files and folders, and name none
 NO_PATHS = {

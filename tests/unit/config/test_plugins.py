@@ -12,8 +12,8 @@ import pytest
 from rftmega.config import load, plugins_of, without_secrets
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
-from rftmega.launch import command_line
-from rftmega.launch.option_reference import option_reference
+from rftmega.run import command_line
+from rftmega.run.option_reference import option_reference
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import program
 

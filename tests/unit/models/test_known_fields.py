@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.config import load
 from rftmega.core.errors import CheckpointError, ConfigError
-from rftmega.launch.preflight import preflight
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models import known_fields
+from rftmega.run.preflight import preflight
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import save_tiny_vision
 

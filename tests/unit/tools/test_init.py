@@ -10,12 +10,12 @@ import yaml
 from rftmega import config as configuration
 from rftmega.config.validation import violations
 from rftmega.examples.arithmetic import warm_start
-from rftmega.launch import preflight
-from rftmega.launch.command_line import run
-from rftmega.planning.fit import Machine, misfits, push_bound
-from rftmega.planning.memory import Budget
-from rftmega.planning.models import POLICY, models_of
-from rftmega.planning.times import Speeds
+from rftmega.run import preflight
+from rftmega.run.command_line import run
+from rftmega.run.planning.fit import Machine, misfits, push_bound
+from rftmega.run.planning.memory import Budget
+from rftmega.run.planning.models import POLICY, models_of
+from rftmega.run.planning.times import Speeds
 from rftmega.tools import init, plan
 from tests.tiny_models import save_tiny
 from tests.unit.model_providers.test_published import COMMON, PUBLISHED

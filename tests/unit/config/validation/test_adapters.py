@@ -9,10 +9,10 @@ from rftmega.config import LoRA, load
 from rftmega.config.options.algorithms import GAE
 from rftmega.config.validation.adapters import adapters
 from rftmega.core.errors import ConfigError
-from rftmega.launch.preflight import preflight
+from rftmega.run.preflight import preflight
 from tests import plain_adapters
 from tests.tiny_models import save_tiny
-from tests.unit.launch.test_preflight import P, config_of
+from tests.unit.run.test_preflight import P, config_of
 
 PUSHED = (
     *("model.lora.rank=8", "model.lora.push=adapters", "rollout.engine=vllm"),

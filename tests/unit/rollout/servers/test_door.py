@@ -12,9 +12,9 @@ import pytest
 
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError
-from rftmega.launch.preflight import preflight
 from rftmega.rollout.servers.vllm.auth import ADAPTER, KEY, PATHS, SAMPLES, Door, given_key, headers
 from rftmega.rollout.servers.vllm.protocol import SOCKET
+from rftmega.run.preflight import preflight
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **scope: Any) -> tuple[bool, list[dict[str, Any]]]:

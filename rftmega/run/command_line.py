@@ -1,0 +1,112 @@
+"""Reads the command line and reports the end of a run: arguments, refusals, exit codes.
+
+Importing this costs nothing.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rftmega import config as configuration
+from rftmega.core.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
+from rftmega.run.api import check, train
+from rftmega.run.hub import fetched
+from rftmega.run.option_reference import option_reference
+from rftmega.runtime.parallel.private import keep_private
+
+FIRST_RECORDS = 8  # of each file that a dry run reads
+FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
+where my_function(prompts, completions, **columns) gives a number for each completion (docs/rewards.md)."""
+
+
+def run(description: str | None) -> int:
+    """Checks the config of the command line, then trains: here, or in `--processes` ranks of this
+    machine.
+
+    Returns the exit code, after a message for what the user can mend.
+    """
+    given = arguments(description)
+    keep_private()  # to the end of this process: what it closes last writes files, too
+    code = 0
+    try:
+        if given.dry_run:
+            shown(given)
+        else:
+            result = train(given.config, processes=given.processes, overrides=given.overrides)
+            code = result.exit_code
+    except RanksFailed as error:  # the launcher has said why
+        code = error.exit_code
+    except RFTMegaError as error:
+        code = reported(error)
+    except KeyboardInterrupt:
+        return 130
+    if code in FINAL_CODES and (mark := os.environ.get("RFTMEGA_REFUSED")):  # tools/run.sbatch
+        with contextlib.suppress(OSError):
+            Path(mark).write_text(f"{code}\n")
+    return code
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage="%(prog)s CONFIG [option=value ...] [--processes N] [--dry-run]",
+        epilog=f"{FROM_PYTHON}\n\n"
+        "Options, their defaults and meaning (CONFIG is a YAML file of them):\n"
+        + reference(sys.argv[1:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="option=value",
+        default=[],
+        help="dotted overrides, e.g. parallel.tensor=2",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="start this many processes here (otherwise launch with torchrun)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print layout, batch arithmetic and parameters a rank, read the first records, check the reward, and exit",
+    )
+    return parser.parse_intermixed_args()
+
+
+def reference(argv: Sequence[str]) -> str:
+    """Returns the options that --help shows: those of a user's own parts, too, where a CONFIG that
+    has plugins is given.
+    """
+    files = [
+        word
+        for word in argv
+        if not word.startswith("-") and "=" not in word and Path(word).is_file()
+    ]
+    overrides = [word for word in argv if not word.startswith("-") and "=" in word]
+    if not {"-h", "--help"}.intersection(argv) or not files:
+        return option_reference()
+    try:
+        return option_reference(configuration.plugins_of(files[0], overrides))
+    except ConfigError as error:
+        return f"{option_reference()}\n\n{error}"
+
+
+def shown(given: argparse.Namespace) -> None:
+    """Prints layout, batch arithmetic and parameters a rank, and checks the first records of the
+    data with the reward.
+    """
+    from rftmega.run import preflight
+    from rftmega.run.train import look
+    from rftmega.runtime.parallel.process_group import launched_size
+
+    config = fetched(configuration.load(given.config, given.overrides))
+    check(config, given.processes)
+    processes = launched_size() if given.processes is None else given.processes
+    sys.stdout.write(preflight.dry_run(config, processes) + "\n")
+    sys.stdout.write(f"looked at   {look(config, FIRST_RECORDS)}\n")

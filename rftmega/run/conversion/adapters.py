@@ -1,0 +1,265 @@
+"""Merges adapters into a model's folder, and finds the adapters that are nearest to what two folders
+differ by. A model is read one tensor at a time.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rftmega.checkpoints.reader import PROGRESS
+from rftmega.config.options.adapters import EMBEDDING, HEAD, HF_TARGETS
+from rftmega.converters.adapters import EMBEDDING_DOWN, WEIGHT, pair_names
+from rftmega.core.errors import CheckpointError, ConfigError
+from rftmega.core.json_files import read_json_object
+from rftmega.models.hf import export_folder
+from rftmega.models.hf.checksums import files_of, sum_of, write_sums
+from rftmega.models.hf.hf_folder import (
+    HFFolder,
+    PlannedTensor,
+    copy_companions,
+    shards_of,
+    write_index,
+    write_shard,
+)
+from rftmega.models.hf.peft_folder import PEFTFolder, write_config, write_pairs
+from rftmega.run.conversion.target import (
+    FILE_BYTES,
+    Progress,
+    begin,
+    fingerprint,
+    note,
+    written_alone,
+)
+
+EXACT = 1024  # rows or columns up to which all singular values are computed
+SPARE, ROUNDS = 16, 6  # of the randomised method (Halko et al., arXiv:0909.4061) for larger ones
+
+
+class Merged(NamedTuple):
+    """Merged says what a merge did."""
+
+    pairs: int
+    lost: float  # |what rounding took of the products| / |the products|
+    changed: str | None  # what config.json says otherwise than before
+
+    def __str__(self) -> str:
+        said = f"{self.pairs} pairs are merged; rounding took {self.lost:.2%} of what they add"
+        return f"{said}\n{self.changed}" if self.changed else said
+
+
+class Extracted(NamedTuple):
+    """Extracted says what adapters hold of a difference."""
+
+    pairs: int
+    lost: float  # |what the pairs lack of the difference| / |the difference|, of their weights
+    beside: list[str]  # names of other tensors that differ, which adapters can't hold
+
+    def __str__(self) -> str:
+        said = f"{self.pairs} pairs; they lack {self.lost:.2%} of what their weights differ by"
+        if not self.beside:
+            return said
+        return f"{said}\n{len(self.beside)} other tensors differ, which adapters do not hold: {self.beside[0]}, ..."
+
+
+def merge(
+    source: Path, adapter: Path, target: Path, *, progress: Progress = lambda _: None
+) -> Merged:
+    """Writes the model of `source` with the pairs of a PEFT folder added to its weights: in
+    float32, rounded once to the dtype of the weight. Resumes what was broken off.
+
+    Raises CheckpointError for an adapter of another kind, on a module that the model lacks, or on an
+    embedding that is the output head as well.
+    """
+    files, pairs = HFFolder(source), PEFTFolder(adapter)
+    modules = set(pairs.modules)
+    strangers = sorted(module for module in modules if module + WEIGHT not in files)
+    if strangers:
+        raise CheckpointError(
+            f"{adapter} has adapters for {strangers[0]!r} ({len(strangers)} such), which {source} does not hold."
+        )
+    if found := _tied_embedding(files, modules):
+        raise CheckpointError(
+            f"{adapter} has an adapter for {found!r}, which is the output head of {source} as well: PEFT adds it to the "
+            "embedding alone, and a merged folder can't. Untie the folder first."
+        )
+    _compare_copies(files, pairs)
+    planned = [
+        PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names
+    ]
+    shards = shards_of(planned, FILE_BYTES)
+    job = {"source": fingerprint(files), "adapter": fingerprint(pairs.files)}
+    with written_alone(target):
+        finished = begin(target, job)
+        done: dict[str, dict[str, Any]] = {}
+        for file, wanted in shards.items():
+            done[file] = finished.get(file) or _merged_file(target / file, wanted, files, pairs)
+            progress(sum(tensor.bytes for tensor in wanted))
+        changed = copy_companions(source, target)
+        write_index(target, shards)
+        of_files = {file: said["sum"] for file, said in done.items()}
+        for path in files_of(target):
+            if path.name not in done:
+                of_files[path.name] = sum_of(path, "xxh3")
+        write_sums(target, of_files)
+        (target / PROGRESS).unlink()
+    added, lost = (math.fsum(said[name] for said in done.values()) for name in ("added", "lost"))
+    return Merged(len(modules), _share(lost, added), changed)
+
+
+def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
+    """Raises CheckpointError where the adapter was learnt beside other frozen weights than those of a
+    folder.
+    """
+    for name in files.names:
+        shape = files.shape_of(name)
+
+        def is_held(copy: Tensor, name: str = name, shape: tuple[int, ...] = shape) -> bool:
+            weight = files.whole(name, shape)
+            return torch.equal(copy.to(weight.dtype), weight)
+
+        pairs.compare(name, shape, is_held)
+    pairs.refuse_copies([pairs.looked_at])
+
+
+def _merged_file(
+    path: Path, wanted: Sequence[PlannedTensor], files: HFFolder, pairs: PEFTFolder
+) -> dict[str, Any]:
+    """Writes one file of a merged model, and notes it."""
+    modules = set(pairs.modules)
+    squares = {"added": 0.0, "lost": 0.0}
+
+    def merged() -> Iterator[tuple[str, Tensor]]:
+        for name, dtype, shape in wanted:
+            weight = files.whole(name, shape)
+            if (module := name.removesuffix(WEIGHT)) in modules:
+                a, b = pairs.pair(module, *shape)
+                product = pairs.scaling * (b.float() @ a.float())
+                whole = weight.float() + product
+                weight = whole.to(dtype)
+                squares["added"] += _square(product)
+                squares["lost"] += _square(whole - weight.float())
+            yield name, weight
+
+    written = write_shard(path, wanted, merged())
+    said = {"file": path.name, "sum": f"xxh3:{written.file}", **squares}
+    note(path.parent, said)
+    return said
+
+
+def extract(
+    base: Path,
+    trained: Path,
+    target: Path,
+    *,
+    rank: int,
+    targets: Sequence[str] = HF_TARGETS,
+    progress: Progress = lambda _: None,
+) -> Extracted:
+    """Writes a PEFT folder whose pairs are the nearest of `rank` to what the weights of two folders
+    differ by (Eckart and Young, doi:10.1007/BF02288367), for linear layers that `targets` name.
+
+    Raises CheckpointError for folders of different models, ConfigError for a rank that a layer
+    can't have, for a target that the model lacks, for an embedding that is the output head as well,
+    or where no such layer differs.
+    """
+    if rank < 1:
+        raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
+    one, other = HFFolder(base), HFFolder(trained)
+    _refuse_another_model(one, other)
+    has = {_target(name) for name in one.names}
+    if targets is not HF_TARGETS and (unknown := sorted(set(targets) - has)):
+        raise ConfigError(
+            f"--targets: {base} has no {', '.join(unknown)}. Choose from: {', '.join(n for n in HF_TARGETS if n in has)}."
+        )
+    named = {name.removesuffix(WEIGHT) for name in one.names if _target(name) in targets}
+    if found := _tied_embedding(one, named):
+        raise ConfigError(
+            f"--targets: {found} is the output head of {base} as well, which a pair beside the embedding does not change. "
+            f"Leave {EMBEDDING} out."
+        )
+    pairs: dict[str, Tensor] = {}
+    beside: list[str] = []
+    added = lost = 0.0
+    for name in one.names:
+        shape = one.shape_of(name)
+        difference = other.whole(name, shape).float() - one.whole(name, shape).float()
+        progress(math.prod(shape) * one.dtype_of(name).itemsize)
+        module = name.removesuffix(WEIGHT)
+        if module not in named or module == name or len(shape) != 2:
+            beside += [name] if difference.any() else []
+            continue
+        if rank > min(shape):
+            raise ConfigError(
+                f"--rank {rank} is above the {min(shape)} that {name} of {shape} has."
+            )
+        up, down = nearest(difference, rank)
+        a, b = pair_names(module)
+        turned = a.endswith(EMBEDDING_DOWN)  # PEFT's A looks up the rows of the weight
+        pairs |= {a: up.T.contiguous(), b: down.T.contiguous()} if turned else {a: down, b: up}
+        added += _square(difference)
+        lost += _square(difference - up @ down)
+    if not added:
+        raise ConfigError(f"No layer of {', '.join(targets)} differs between {base} and {trained}.")
+    draft = export_folder.begin(target)
+    planned = [
+        PlannedTensor(name, matrix.dtype, tuple(matrix.shape)) for name, matrix in pairs.items()
+    ]
+    modules = write_pairs(draft, planned, iter(pairs.items()))
+    write_config(draft, base=str(base), rank=rank, alpha=rank, targets=modules)
+    export_folder.settle(draft, target)
+    return Extracted(len(pairs) // 2, _share(lost, added), beside)
+
+
+def nearest(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Returns (B [rows, rank], A [rank, columns]) whose product is the nearest to a matrix: of its
+    `rank` largest singular values, whose roots both have.
+    """
+    if min(matrix.shape) <= EXACT:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same adapters each time
+            sought = min(rank + SPARE, *matrix.shape)
+            left, values, columns = torch.svd_lowrank(matrix, q=sought, niter=ROUNDS)
+        right = columns.T
+    roots = values[:rank].sqrt()
+    return left[:, :rank] * roots, roots[:, None] * right[:rank]
+
+
+def _target(name: str) -> str:
+    """Returns the module that a tensor is the weight of, such as q_proj."""
+    return name.removesuffix(WEIGHT).rpartition(".")[2]
+
+
+def _tied_embedding(files: HFFolder, modules: Iterable[str]) -> str:
+    """Returns the embedding among the modules where it is the output head as well; "" otherwise."""
+    found = next((name for name in modules if name.rpartition(".")[2] == EMBEDDING), "")
+    config = read_json_object(files.folder / "config.json") if found else {}
+    untied = HEAD + WEIGHT in files and not config.get("tie_word_embeddings")
+    return "" if untied else found
+
+
+def _refuse_another_model(one: HFFolder, other: HFFolder) -> None:
+    if odd := sorted(set(one.names) ^ set(other.names)):
+        raise CheckpointError(
+            f"Only one of {one.folder} and {other.folder} holds {odd[0]!r} ({len(odd)} such)."
+        )
+    for name in one.names:
+        shapes = one.shape_of(name), other.shape_of(name)
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{name} is {shapes[0]} in {one.folder} and {shapes[1]} in {other.folder}."
+            )
+
+
+def _square(matrix: Tensor) -> float:
+    return float(matrix.double().square().sum())
+
+
+def _share(part: float, whole: float) -> float:
+    """Returns the ratio of two norms, of which the squares are given."""
+    return math.sqrt(part / whole) if whole else 0.0

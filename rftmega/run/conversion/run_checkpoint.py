@@ -1,0 +1,101 @@
+"""A run's own checkpoint for the command line: found, listed, and written as a Hugging Face folder."""
+
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from rftmega.checkpoints import retention
+from rftmega.checkpoints.reader import MANIFEST, Reader, read_manifest
+from rftmega.checkpoints.training import KIND, TrainingReader
+from rftmega.core.errors import ConfigError
+
+
+def checkpoint_in(folder: Path) -> Path | None:
+    """Returns the training checkpoint that a folder is, or the latest of those in it; None where it
+    is something else.
+    """
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return None
+    for each in (folder, folder / "checkpoints"):
+        if (each / retention.LATEST).is_file():
+            return retention.find(each, None)
+    is_one = (folder / MANIFEST).is_file() and read_manifest(folder).get("kind") == KIND
+    return folder if is_one else None
+
+
+def write_model(
+    checkpoint: Path, target: Path, name: str, base: Path | None, *, verify: bool
+) -> int:
+    """Writes the model of this name (see `trained.SavedModel`), and says what it is."""
+    from rftmega.run.conversion import trained
+    from rftmega.run.conversion.progress_bar import progress_bar
+
+    if verify:
+        raise ConfigError(
+            f"--verify: every piece of {checkpoint} is checked as it is read. Leave it out."
+        )
+    model = trained.SavedModel(checkpoint, name, base)
+    with progress_bar(model.base, "to Hugging Face") as bar:
+        changed = trained.to_hf(model, target, progress=bar.update)
+    step = model.reader.manifest["step"]
+    sys.stdout.write(f"{target}: the {model.name} after step {step}\n")
+    if changed:
+        sys.stdout.write(f"{changed}\n")
+    return 0
+
+
+def shown(folder: Path, *, tensors: bool, check: bool) -> int:
+    """Lists the models of a checkpoint, what its run has read, and how to make folders of them."""
+    reader, say = TrainingReader(folder), sys.stdout.write
+    manifest = reader.manifest
+    pieces = [box for boxes in reader.stored.values() for box in boxes]
+    say(f"kind        a run's checkpoint, after step {manifest['step']}\n")
+    for name, said in manifest["models"].items():
+        own = [key for key in reader.stored if key.startswith(f"{name}/weights/")]
+        layout = {key: value for key, value in said["layout"].items() if value not in (1, 0, False)}
+        adapters = f", adapters {said['adapters']}" if "adapters" in said else ""
+        say(
+            f"model       {name}: {said['hf_config'].get('model_type')} in {said['dtype'].removeprefix('torch.')}, "
+            f"{len(own)} tensors of weights{adapters}, from {said['path']}, cut for {layout or 'one rank'}\n"
+        )
+    size = sum(box.length for box in pieces)
+    say(f"tensors     {len(reader.stored)} in {len(pieces)} pieces, {size:,} bytes\n")
+    for name, known in manifest.get("inputs", {}).items():
+        told = ", ".join(f"{kind} {value}" for kind, value in known.items())
+        say(f"read        {name}: {told}\n")
+    if check:
+        check_pieces(reader)
+    for key, boxes in reader.stored.items() if tensors else ():
+        say(f"{key}  {manifest['shapes'][key]}  {boxes[0].dtype}  {len(boxes)} piece(s)\n")
+    say(f"as a folder of Hugging Face: rftmega convert to-hf {folder} OUT\n")
+    return 0
+
+
+def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str, str]]:
+    """Says what is in one of Megatron's distributed checkpoints. Returns (name, shape, dtype, pieces)
+    of its tensors.
+    """
+    reader = Reader(folder)
+    layout = reader.manifest["layout"] or "one rank"
+    pieces = [box for boxes in reader.stored.values() for box in boxes]
+    rows = [
+        (key, tuple(reader.manifest["shapes"][key]), boxes[0].dtype, f"{len(boxes)} piece(s)")
+        for key, boxes in reader.stored.items()
+    ]
+    size = sum(box.length for box in pieces)
+    sys.stdout.write(f"kind        Megatron distributed checkpoint, cut for {layout}\n")
+    sys.stdout.write(f"tensors     {len(rows)} in {len(pieces)} pieces, {size:,} bytes\n")
+    if check:
+        check_pieces(reader)
+    return rows
+
+
+def check_pieces(reader: Reader) -> None:
+    """Reads every piece. Raises CheckpointError where one is not as it was written."""
+    pieces = [box for boxes in reader.stored.values() for box in boxes]
+    for box in tqdm(pieces, unit="piece", file=sys.stderr):
+        target = torch.empty(box.shape, dtype=getattr(torch, box.dtype))
+        reader.fill(target, box.key, box.offset)
+    sys.stdout.write("checksums   all as in the manifest\n")

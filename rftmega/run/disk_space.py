@@ -1,0 +1,30 @@
+"""Estimates what a run writes to disk."""
+
+from rftmega.config import RunConfig
+from rftmega.run.planning.models import POLICY, models_of
+from rftmega.runtime import device
+
+FLOAT, ADAM = 4, 8  # bytes a parameter: in float32, and its two moments
+
+
+def needed(config: RunConfig) -> dict[str, int]:
+    """Returns folder -> bytes that must be free there when the run starts: of the models that it
+    exports, and of one checkpoint.
+    """
+    models = models_of(config, auto=str(device.current().train_dtype).removeprefix("torch."))
+    policy, averages = models[POLICY], config.algorithm.ema_beta > 0
+    exported = (1 + averages) * policy.model.parameters * policy.itemsize
+    found = {config.trainer.output: config.trainer.export * exported}
+    if config.checkpoint.every:
+        learnt = [planned for planned in models.values() if planned.optimizer is not None]
+        saved = sum(
+            planned.model.parameters * (kept_of(planned.itemsize) + ADAM) for planned in learnt
+        )
+        saved += averages * FLOAT * policy.model.parameters + config.checkpoint.hf * exported
+        found[config.checkpoint.folder or f"{config.trainer.output}/checkpoints"] = saved
+    return found
+
+
+def kept_of(itemsize: int) -> int:
+    """Returns the bytes of a parameter and, where it is narrow, its main copy."""
+    return itemsize + FLOAT * (itemsize < FLOAT)

@@ -1,0 +1,257 @@
+"""Starts N processes of the same program on this machine, through torchrun's own agent."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from setproctitle import setproctitle
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import api as elastic
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from rftmega.core import errors
+from rftmega.core.errors import FAULTS, RFTMegaError
+from rftmega.runtime import device
+from rftmega.runtime.parallel import fork_server, preemption
+from rftmega.runtime.parallel.folder_lock import process_start
+from rftmega.runtime.parallel.orphans import end_with_parent
+from rftmega.runtime.parallel.watchdog import HUNG
+
+GRACE = 2.0  # seconds
+COMPLAINTS, STOP = "complaints", "stop"
+
+
+def launch(
+    processes: int,
+    work: Callable[..., int],
+    *arguments: Any,
+    preload: Sequence[str],
+    max_restarts: int = 0,
+    stops: bool = False,
+) -> int:
+    """Runs work(*arguments) on `processes` ranks and waits.
+
+    The exit code for this process, which is what `work` gave where all ranks came to their end.
+    When one fails all are ended, and started again up to `max_restarts` times.
+
+    With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`preemption.asked`); without,
+    they end the ranks like Ctrl-C. Ranks end with this process, however it ends. Where the device
+    allows it, they are forked from a server that has imported the modules `preload` once, which is
+    most of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would only be
+    raised again.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
+    # what it would say is said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if device.current().start_method == "forkserver":
+        _start_server(preload)
+    launcher = os.getpid(), process_start(os.getpid())
+    with tempfile.TemporaryDirectory() as told, tempfile.TemporaryDirectory() as agent_files:
+        folder = Path(told)
+        (folder / COMPLAINTS).mkdir()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id="local",
+            rdzv_backend="c10d",
+            rdzv_configs={"store_type": "file"},  # one of TCP would listen to other hosts, too
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method=device.current().start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=agent_files),
+        )
+        with _signals(folder / STOP if stops else None) as came, _main_of_ranks():
+            for restarts in range(max_restarts + 1):
+                try:
+                    # one that has ended stays closed
+                    config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"
+                    given = (launcher, folder, restarts, stops, work, *arguments)
+                    return max(elastic_launch(config, _rank)(*given).values())
+                except ChildFailedError as error:
+                    if said := sorted(
+                        (folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime
+                    ):
+                        raise _told(said[0]) from None
+                    then = (
+                        f"all start again ({restarts + 1} of {max_restarts})"
+                        if restarts < max_restarts
+                        else "this is the end"
+                    )
+                    sys.stderr.write(
+                        f"error: {_what(error)}; the other ranks were ended, {then}.\n"
+                    )
+                except SignalException:
+                    sys.stderr.write(f"stopped by {came[0].name}; all ranks were ended.\n")
+                    return 128 + came[0]
+    return 1
+
+
+def _told(complaint: Path) -> RFTMegaError:
+    """Reads the error that a rank wrote, one of ours: its class and exit code on the first line,
+    and the message.
+    """
+    head, _, message = complaint.read_text().partition("\n")
+    name, code = head.split()
+    kind = getattr(errors, name, RFTMegaError)  # of a user's own: not there
+    error: RFTMegaError = kind(message)
+    error.exit_code = int(code)
+    return error
+
+
+def _what(error: ChildFailedError) -> str:
+    rank, first = error.get_first_failure()
+    if first.exitcode < 0:
+        return f"rank {rank} (pid {first.pid}) was killed by {signal.Signals(-first.exitcode).name}"
+    return f"rank {rank} (pid {first.pid}) exited with {first.exitcode}" + " (it hung)" * (
+        first.exitcode == HUNG
+    )
+
+
+def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
+    """Opens the store where the ranks meet, on loopback: torch's own listens to other hosts, too.
+
+    The agent keeps its port.
+    """
+    listener = socket.create_server((address, port))
+    bound = listener.getsockname()[1]
+    return TCPStore(
+        address, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _start_server(preload: Sequence[str]) -> None:
+    """Starts the server that ranks are forked from, deaf to signals from its first moment: it ends
+    with this process.
+    """
+    multiprocessing.set_forkserver_preload([fork_server.__name__, *preload])
+    os.environ[fork_server.LAUNCHER] = str(os.getpid())
+    handlers = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, *preemption.SIGNALS)
+    }
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[fork_server.LAUNCHER]
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _main_of_ranks() -> Iterator[None]:
+    """Makes processes that multiprocessing starts within a `with` block take rank_main.py for the
+    main module.
+    """
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, find_spec("rftmega.run.rank_main")
+    try:
+        yield
+    finally:
+        main.__spec__ = before
+
+
+@contextmanager
+def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
+    """Lets the first Ctrl-C or SIGTERM (gives which) end the ranks within a `with` block, and
+    further ones not interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
+
+    The agent's own handler raises for each of them, also out of the code that waits for the ranks
+    to end.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *preemption.SIGNALS)}
+    every_time = elastic._terminate_process_handler
+    came: list[signal.Signals] = []
+
+    def once(signum: int, frame: Any) -> None:
+        if stop_file and signum in preemption.SIGNALS:
+            stop_file.touch()
+            return
+        for ended in handlers:
+            signal.signal(ended, signal.SIG_IGN)
+        came.append(signal.Signals(signum))
+        # what the ranks get: they may take another one for a request
+        raise SignalException("stopped", signal.SIGKILL)
+
+    elastic._terminate_process_handler = once
+    if stop_file:
+        for number in preemption.SIGNALS:
+            signal.signal(number, once)
+        if preemption.asked():  # before
+            stop_file.touch()
+    try:
+        yield came
+    finally:
+        elastic._terminate_process_handler = every_time
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _rank(
+    launcher: tuple[int, int | None],
+    folder: Path,
+    restarts: int,
+    stops: bool,
+    work: Callable[..., int],
+    *arguments: Any,
+) -> int:
+    """Runs one rank: its title names it in `ps`.
+
+    What is the user's to mend goes to the launcher, anything else is a traceback.
+
+    It is killed when the launcher ends: a signal that it can hear would be a request to save, in a
+    folder that may be another run's by then.
+    """
+    # the launcher, or the server of its forks, which ends with it
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    pid, started = launcher
+    if process_start(pid) != started:  # before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Ctrl-C reaches every process of a terminal; the launcher ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if stops:
+        preemption.listen()
+    else:
+        preemption.unlisten()
+    preemption.request.file = folder / STOP
+    rank = os.environ["RANK"]
+    # the agent has 0 there, as it is another one each time
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    setproctitle(f"rftmega rank {rank}")
+    try:
+        return work(*arguments)
+    except FAULTS as error:
+        time.sleep(GRACE)
+        sys.stderr.write(f"[rank {rank}] {error}\n")
+        sys.exit(1)
+    except RFTMegaError as error:
+        draft = folder / rank
+        draft.write_text(f"{type(error).__name__} {error.exit_code}\n{error}")
+        draft.rename(folder / COMPLAINTS / rank)
+        sys.exit(1)
+    except Exception:
+        # a collective fails within milliseconds of a peer's death, and it is the peer that is to be
+        # named
+        time.sleep(GRACE)
+        sys.stderr.write(
+            "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
+        )
+        sys.exit(1)

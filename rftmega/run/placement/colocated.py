@@ -1,0 +1,65 @@
+"""A colocated run's policy and value models take the device before they compute."""
+
+from typing import Any
+
+from rftmega.core.types import (
+    Auxiliary,
+    Column,
+    Experience,
+    LossFn,
+    Metrics,
+    Rows,
+    TokenStats,
+    Told,
+)
+from rftmega.run.placement.backend import TrainablePolicy, TrainableValues
+from rftmega.run.placement.phases import DevicePhases
+
+
+class ColocatedPolicy:
+    """ColocatedPolicy brings what the policy needs to the device before it computes."""
+
+    def __init__(self, actor: TrainablePolicy, phases: DevicePhases):
+        self.actor = actor
+        self.phases = phases
+
+    def log_probs(
+        self, rows: Rows[Column], *, temperature: float | None = None
+    ) -> TokenStats[Column]:
+        self.phases.score()
+        return self.actor.log_probs(rows, temperature=temperature)
+
+    def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        self.phases.score()
+        return self.actor.reference_log_probs(rows)
+
+    def step(
+        self,
+        experience: Experience[Any],
+        loss_fn: LossFn,
+        *,
+        group_size: int = 1,
+        auxiliary: Auxiliary | None = None,
+        scored: Told | None = None,
+    ) -> Metrics:
+        self.phases.update()
+        return self.actor.step(
+            experience, loss_fn, group_size=group_size, auxiliary=auxiliary, scored=scored
+        )
+
+
+class ColocatedValues:
+    """ColocatedValues brings a value model to the device before it computes; DevicePhases knows it
+    by `name`.
+    """
+
+    def __init__(self, model: TrainableValues, phases: DevicePhases, name: str):
+        self.model, self.phases, self.name = model, phases, name
+
+    def values(self, rows: Rows[Column]) -> Column:
+        self.phases.score(self.name)
+        return self.model.values(rows)
+
+    def step(self, experience: Experience[Any], loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
+        self.phases.update(self.name)
+        return self.model.step(experience, loss_fn, group_size=group_size)

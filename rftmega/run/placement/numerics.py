@@ -1,0 +1,19 @@
+"""EngineNumerics tells how exactly engine and trainer can agree, and lets all processes agree on
+whether they do.
+"""
+
+from rftmega.run.placement.backend import Trainable
+from rftmega.runtime.parallel.collectives import all_reduce
+
+
+class EngineNumerics:
+    """See `interfaces.Numerics`."""
+
+    def __init__(self, policy: Trainable, *, is_main: bool):
+        self.dtype = str(policy.dtype).removeprefix("torch.")
+        self.has_experts = policy.description.experts is not None
+        self.is_main = is_main
+
+    def agreed(self, exceeded: bool) -> bool:
+        """Returns True everywhere where any process passes True; a collective."""
+        return bool(all_reduce(int(exceeded), "max"))

@@ -1,0 +1,87 @@
+"""Bytes of every phase of a run, as measured and, beside them, as they were predicted."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rftmega.config import RunConfig
+from rftmega.core.types import Metrics
+from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.run.planning.memory import resident
+from rftmega.run.planning.models import GRADIENTS, POLICY, models_of
+from rftmega.run.planning.push_buffers import push_buffers
+from rftmega.runtime import device
+from rftmega.runtime.device.residency import Residency
+from rftmega.runtime.parallel.layout import place_of
+from rftmega.runtime.parallel.process_group import World
+
+MIB = 2**20
+Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
+
+
+def predicted(config: RunConfig, world: World) -> Predicted:
+    """Predicts by `rftmega.run.planning` the bytes that this process will hold at the end of each
+    phase.
+    """
+    auto = str(device.current().train_dtype).removeprefix("torch.")
+    models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
+    if config.backend == "fsdp":  # gradients are freed by then
+        phases = resident(models, config, world.size, dict.fromkeys(models, 0))
+        return {phase: parts | {GRADIENTS: 0} for phase, parts in phases.items()}
+    stages = {
+        name: place_of(world.rank, world.size, planned.parallel).stage
+        for name, planned in models.items()
+    }
+    phases = resident(models, config, world.size, stages)
+    if "push" in phases:
+        phases["push"] = phases["push"] | {
+            "push_buffers": push_buffers(models[POLICY], config, world.size)[world.rank]
+        }
+    return phases
+
+
+class Memory:
+    """Memory measures this process's memory, phase by phase, in MiB.
+
+    `take` gives the most of each phase, which may hold the device several times in a step:
+    memory_<phase>_<kind>_mib, of living tensors by kind, and memory_<phase>_<kind>_mib_predicted;
+    memory_<phase>_<name>_mib, of `device.memory`.
+    """
+
+    def __init__(self, models: Mapping[str, Residency], predicted: Predicted):
+        self.models, self.predicted = models, predicted
+        self._metrics: Metrics = {}
+        self._phase: str | None = None
+
+    def begin(self, phase: str) -> None:
+        self._phase = phase
+        device.current().forget_peak()
+
+    def end(self, **more: int) -> None:
+        """Measures the phase that began last, once: Adam has no states before its first step.
+
+        `more`: bytes by kind.
+        """
+        if self._phase is None:
+            return
+        measured: Counter[str] = Counter(more)
+        for held in self.models.values():
+            measured.update(held.bytes())
+        predicted = self.predicted.get(self._phase, {})
+        for kind in measured.keys() | predicted.keys():
+            if measured[kind] or predicted.get(kind, 0):
+                self._keep(kind, measured[kind])
+            if kind in predicted and (measured[kind] or predicted[kind]):
+                foretold = predicted[kind] / MIB
+                self._metrics[f"memory_{self._phase}_{kind}_mib_predicted"] = foretold
+        for name, size in device.current().memory().items():
+            self._keep(name, size)
+        self._phase = None
+
+    def take(self) -> Metrics:
+        """Returns what was measured since the last call."""
+        found, self._metrics = self._metrics, {}
+        return found
+
+    def _keep(self, what: str, size: int) -> None:
+        name = f"memory_{self._phase}_{what}_mib"
+        self._metrics[name] = max(self._metrics.get(name, 0.0), size / MIB)

@@ -1,0 +1,210 @@
+"""ReinforcementStrategy builds and places policy, engine and weight transfer of a run."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rftmega.checkpoints.run_checkpoints import TrainedModel, TrainingCheckpoints, of_run
+from rftmega.config import LoRA, RunConfig, served_rank, why_merged
+from rftmega.core.errors import ConfigError
+from rftmega.core.interfaces import (
+    Environment,
+    Host,
+    Numerics,
+    Policy,
+    RolloutEngine,
+    ValueModel,
+    WeightSync,
+)
+from rftmega.core.shards import AdapterSource
+from rftmega.environments import SingleTurnEnvironment
+from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
+from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
+from rftmega.rollout.pool.streaming_pool import StreamingPool
+from rftmega.run.placement import engines
+from rftmega.run.placement.backend import Backend, Trainable, TrainableValues
+from rftmega.run.placement.colocated import ColocatedPolicy, ColocatedValues
+from rftmega.run.placement.export import export, rehearse
+from rftmega.run.placement.numerics import EngineNumerics
+from rftmega.run.placement.phase_memory import predicted
+from rftmega.run.placement.phases import POLICY, DevicePhases
+from rftmega.runtime.parallel import host_memory
+from rftmega.runtime.parallel.process_group import World, undone
+from rftmega.runtime.parallel.seeds import set_seed
+
+log = logging.getLogger(__name__)
+Built = TypeVar("Built", bound=Trainable)
+
+
+class ReinforcementStrategy:
+    """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice
+    of one), and they take turns; separate, vLLM servers beside the processes are the engines.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        backend: Backend,
+        *,
+        stop_ids: Sequence[int],
+        environment: Environment | None = None,
+    ):
+        """`environment`: what rollouts go on in; None: a single turn."""
+        self.config, self.is_main = config, world.is_main
+        if config.strategy == "separate" and world.local_size != world.size:
+            raise ConfigError(
+                f"strategy=separate shares memory with its servers, so all {world.size} processes must be on one host; this one "
+                f"has {world.local_size} of them. Take strategy=colocated."
+            )
+        set_seed(config.trainer.seed)
+        self.backend = backend
+        actor = self.actor = backend.policy(config)
+        rehearse(actor, config)
+        self._built(actor)
+        self.label = actor.label
+        judges = self._build_value_models()
+        judge = judges.get("reward_model")
+        self._frozen: dict[str, int] = {}
+        if judge is not None and judge.sum_of_frozen is not None:
+            self._frozen["reward.model_path"] = judge.sum_of_frozen
+        self.trained: dict[str, TrainedModel] = {
+            name: model for name, model in judges.items() if name == "critic"
+        } | {POLICY: actor}
+        separate = config.strategy == "separate"
+        if world.is_main:
+            log.info(
+                "policy: %s, %s parameters in %s, %s; engines: %d x %s, %s",
+                actor.description.family,
+                f"{actor.description.parameters:,}",
+                str(actor.dtype).removeprefix("torch."),
+                actor.layout,
+                config.rollout.servers if separate else world.size // config.rollout.tensor,
+                config.rollout.engine,
+                config.strategy,
+            )
+        models = {POLICY: actor.residency} | {
+            name: model.residency for name, model in judges.items()
+        }
+        self.phases = DevicePhases(
+            models, offload=config.trainer.offload, predicted=predicted(config, world)
+        )
+        self.phases.start()
+        self.local_engine = engines.create(
+            config,
+            world,
+            vocabulary=actor.description.vocabulary,
+            stop_ids=stop_ids,
+            experts=actor.description.experts,
+        )
+        with undone(world, self.local_engine.close):
+            self._join_engine(world, environment or SingleTurnEnvironment(), judges)
+
+    def _join_engine(
+        self, world: World, environment: Environment, judges: Mapping[str, TrainableValues]
+    ) -> None:
+        """Connects the engine with the models: who has the device when, who asks it, and what brings
+        it the weights.
+        """
+        config, actor = self.config, self.actor
+        separate = config.strategy == "separate"
+        if not separate:
+            self.phases.engine = self.local_engine
+            self.local_engine.sleep()  # it holds all that it may, and the trainer comes back
+        self.phases.push()
+        self.host: Host = host_memory.current()
+        self.numerics: Numerics = EngineNumerics(actor, is_main=world.is_main)
+        self._bucket_bytes = config.trainer.push_bucket_mib * 2**20
+        self.policy: Policy = ColocatedPolicy(actor, self.phases)
+        faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
+        self.critic: ValueModel | None = faces.get("critic")
+        self.reward_model: ValueModel | None = faces.get("reward_model")
+        face: Any = ServerPool if separate else EnginePool
+        if config.trainer.max_staleness:
+            face = StreamingPool if separate else PartialRolloutPool
+        self.engine_processes = world.size if separate else config.rollout.tensor
+        pool: EnginePool = face(
+            self.local_engine,
+            self.phases,
+            world,
+            environment,
+            processes_per_engine=self.engine_processes,
+            restarts=config.faults.engine_restarts,
+            reward_limit=config.reward.timeout,
+            repeats=config.faults.rollout_repeats,
+            most_running=config.rollout.max_running,
+        )
+        self.engine: RolloutEngine = pool
+        self.weights: WeightSync = self._weight_sync(pool)
+        actor.push_to_rollout = self.weights.push
+
+    def _weight_sync(self, pool: EnginePool) -> WeightSync:
+        """Returns what brings the policy to the engines, as model.lora.push says."""
+        actor = self.actor
+        if not served_rank(self.config):
+            if self.is_main and self.config.model.lora.rank:
+                log.info(
+                    "Engines get merged weights: %s. push_lost_share says how much of what adapters add is lost by rounding.",
+                    why_merged(self.config) or "model.lora.push=merged",
+                )
+            rounds = bool(self.config.model.lora.rank) and actor.dtype != torch.float32
+            return pool.weight_sync(actor.shards(), bucket_bytes=self._bucket_bytes, rounds=rounds)
+        adapters = actor.adapters()
+        assert adapters is not None, "model.lora.push=adapters needs adapters"
+        source = AdapterSource(adapters, actor.replica_group)
+        return pool.adapter_sync(actor.frozen_shards(), source, bucket_bytes=self._bucket_bytes)
+
+    def _build_value_models(self) -> dict[str, TrainableValues]:
+        """Builds those that the config asks for: the critic, with the layout and the optimizer of
+        its own section, and the reward model, with the policy's layout and no optimizer. Where the
+        policy has adapters the critic has fresh ones of the same kind.
+        """
+        config, found = self.config, {}
+        lora = replace(config.model.lora, path="")
+        if config.algorithm.advantage.needs_critic:
+            chosen = config.critic
+            model = replace(config.model, path=chosen.path or config.model.path, lora=lora)
+            own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
+            found["critic"] = self._built(self.backend.value_model(own, role="critic"))
+        if config.reward.model:
+            model = replace(config.model, path=config.reward.model_path, lora=LoRA())
+            own = replace(config, model=model)
+            found["reward_model"] = self._built(self.backend.value_model(own, role="reward"))
+        for name, built in found.items():
+            if self.is_main:
+                log.info(
+                    "%s: %s, %s",
+                    name,
+                    built.path,
+                    built.layout,
+                )
+        return found
+
+    def _built(self, model: Built) -> Built:
+        """Moves a model off the device as soon as it is built, where models take turns: the next
+        one needs the memory.
+        """
+        if self.config.trainer.offload:
+            model.residency.only()
+        return model
+
+    def export(self, folder: str | Path) -> None:
+        """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average
+        is kept; every process calls it.
+        """
+        self.phases.push()
+        export(self.actor, folder, self.config.trainer)
+
+    @cached_property
+    def checkpoints(self) -> TrainingCheckpoints:
+        """Builds the checkpoints of policy and critic, as checkpoint.* says."""
+        return of_run(self.config, self.trained, self.export, self._frozen)
+
+    def close(self) -> None:
+        """Ends the engine, which must be gone before the process groups are."""
+        self.engine.close()

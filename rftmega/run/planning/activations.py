@@ -1,0 +1,144 @@
+"""Bytes of activations of one process, after the tally of Korthikanti et al. 2022
+(arXiv:2205.05198, section 4).
+
+Theirs is of GPT's layer; ours is the same count for RMS norms, a gated MLP that keeps its inner
+results, grouped or latent attention that keeps no matrix of scores, experts, and no dropout.
+Routing is taken to be even.
+
+Legend: n tokens of a micro-batch on this process, t tensor-parallel processes, s the share of a
+token-wise activation that one of them keeps: 1 / t with sequence parallelism, else 1.
+"""
+
+from dataclasses import dataclass
+
+from rftmega.config import ParallelConfig
+from rftmega.model_providers.description import ModelDescription, stage_layers
+from rftmega.run.planning.models import PlannedModel
+
+CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_probs.py)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load is the work of one process."""
+
+    tokens: int  # of a micro-batch, all context-parallel processes together
+    micro_batches: int  # of an optimizer step, a data-parallel rank
+
+
+def layer_bytes(
+    model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int
+) -> float:
+    """Returns the bytes that a layer keeps for the backward pass, a token."""
+    s = 1 / parallel.tensor if parallel.sequence else 1.0
+    # Inputs of both norms, and of what follows them; a reciprocal deviation in float32 each.
+    norms = itemsize * 4 * model.hidden * s + 8 * s
+    return (
+        norms
+        + _attention(model, parallel.tensor, itemsize)
+        + _mlp(model, parallel, layer, itemsize)
+    )
+
+
+def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
+    heads = model.heads / t
+    if latent := model.latent:
+        rank = latent.query_rank or 0
+        key = latent.plain_dim + latent.rope_dim
+        # before and after their norms, on every process
+        narrow = 2 * rank + 2 * latent.key_value_rank + latent.rope_dim
+        # Queries twice (before and after the rotation), keys, the joint keys and values that they
+        # are cut from, the output.
+        wide = heads * (2 * key + key + latent.plain_dim + latent.value_dim + latent.value_dim)
+        return itemsize * (narrow + wide) + 4 * heads
+    groups = max(model.groups / t, 1)
+    joint = heads + 2 * groups  # the values are a part of it, so all of it stays
+    rotated = heads + groups
+    normed = heads + groups if model.qk_norm else 0
+    # 4: a log-sum in float32
+    return itemsize * model.head_dim * (joint + rotated + normed + heads) + 4 * heads
+
+
+def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int) -> float:
+    """Returns the gated MLP's bytes a token: gate and up, the activated gate, their product."""
+    experts = model.experts
+    if experts is None or layer not in experts.layers:
+        return itemsize * 4 * model.ffn / parallel.tensor
+    s = 1 / parallel.tensor if parallel.sequence else 1.0
+    # sent there and brought back
+    routed = experts.active * (2 * model.hidden + 4 * experts.ffn) * itemsize * s
+    router = 3 * 4 * experts.number * s
+    return routed + router + itemsize * 4 * experts.shared_ffn / parallel.tensor
+
+
+def _chunk_bytes(
+    model: ModelDescription, parallel: ParallelConfig, stage: int, itemsize: int
+) -> tuple[float, float]:
+    """Returns bytes (of the fullest chunk of a stage, of its fullest layer), kept a token without
+    recomputation.
+    """
+    sparse = model.experts.layers if model.experts else frozenset()
+    of_kind = {
+        kind: layer_bytes(model, parallel, layer, itemsize)
+        for layer in (
+            *[layer for layer in range(model.layers) if layer not in sparse][:1],
+            *sorted(sparse)[:1],
+        )
+        for kind in [layer in sparse]
+    }
+    layers = [
+        [of_kind[layer in sparse] for layer in chunk]
+        for chunk in stage_layers(model.layers, parallel)[stage]
+    ]
+    return max(map(sum, layers)), max(max(chunk) for chunk in layers)
+
+
+def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
+    """Chunks of layers whose activations a stage keeps at once: 1F1B, or its interleaved form
+    (their section 4.2.3).
+    """
+    p, v = parallel.pipeline, parallel.virtual_pipeline
+    if v == 1:
+        return min(micro_batches, p - stage)
+    return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
+
+
+def training(planned: PlannedModel, stage: int, load: Load) -> int:
+    """Returns bytes at the peak of an optimizer step: what is kept of micro-batches in flight, and
+    one layer at work.
+    """
+    model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
+    n = load.tokens / parallel.context
+    s = 1 / parallel.tensor if parallel.sequence else 1.0
+    chunk, layer = _chunk_bytes(model, parallel, stage, itemsize)
+    working = layer  # gradients of what one layer kept
+    if parallel.recompute == "full":
+        size = max(map(len, stage_layers(model.layers, parallel)[stage]))
+        chunk, working = size * itemsize * model.hidden * s, 2 * layer
+    boundary = itemsize * model.hidden * s if parallel.pipeline > 1 else 0  # what a chunk hands on
+    return int(
+        n * (chunks_in_flight(parallel, stage, load.micro_batches) * (chunk + boundary) + working)
+    )
+
+
+def scoring(planned: PlannedModel, load: Load) -> int:
+    """Returns the bytes of one layer at work, nothing kept."""
+    model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
+    return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
+
+
+def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) -> int:
+    """Returns the bytes of the last stage's log-probs: hidden states, logits of a chunk of tokens,
+    and the gradients of both and of the output weight.
+    """
+    if planned.value or stage != planned.parallel.pipeline - 1:
+        return 0
+    model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
+    n, width = load.tokens / parallel.context, -(-model.vocabulary // parallel.tensor)
+    chunk = min(n, CHUNK) * width
+    half = itemsize if itemsize < 4 else 0
+    if not learns:  # logits and their exponentials
+        return int(n * model.hidden * itemsize + chunk * 8)
+    weight = width * model.hidden * (4 + half)
+    # beside these the forward pass's last chunk, and the gradient in half precision
+    return int(2 * n * model.hidden * itemsize + chunk * (12 + half) + weight)

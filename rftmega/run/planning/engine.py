@@ -1,0 +1,75 @@
+"""Computes the memory of an engine's process: its slice of the weights, its KV cache, room to work
+in.
+"""
+
+from functools import lru_cache
+from math import prod
+
+from rftmega.config import RolloutConfig
+from rftmega.converters import Rule
+from rftmega.core.shards import is_linear, volume
+from rftmega.model_providers.description import ModelDescription
+from rftmega.run.planning.models import PlannedModel
+from rftmega.weights.engine_needs import needed_boxes
+
+EIGHT_BITS = 1 + 4 / 128**2  # bytes of a number and its part of a scale
+BATCHED = 8192  # tokens that vLLM computes at once
+
+
+def weight_bytes(
+    planned: PlannedModel, ranks: int, itemsize: int = 2, *, quantization: str = "none"
+) -> int:
+    """Returns the bytes of weights on the fullest of `ranks` processes that share an engine."""
+    if not planned.rules:
+        return itemsize * _by_shapes(planned, ranks)
+    experts = planned.model.experts.number if planned.model.experts else 0
+    total = 0.0
+    for rule in planned.rules:
+        if rule.exported:
+            layers = sum(map(rule.speaks_of, range(planned.model.layers))) if rule.per_layer else 1
+            eight_bits = quantization != "none" and all(map(is_linear, rule.hf_names(0, 0)))
+            size = EIGHT_BITS if eight_bits else itemsize
+            total += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks) * size
+    return int(total)
+
+
+def held_bytes(planned: PlannedModel, rollout: RolloutConfig) -> int:
+    """Returns `weight_bytes` of the engines that a run asks for."""
+    return weight_bytes(planned, rollout.tensor, quantization=rollout.quantization)
+
+
+def _by_shapes(planned: PlannedModel, ranks: int) -> int:
+    """Returns the elements of a model that no table knows: matrices are split, vectors are not."""
+    assert planned.groups is not None
+    shapes = [shape for group in planned.groups.apart for shape in group]
+    shapes += planned.groups.whole_pass
+    return sum(prod(shape) // (ranks if len(shape) > 1 else 1) for shape in shapes)
+
+
+@lru_cache(4096)
+def _elements(rule: Rule, ranks: int) -> int:
+    return sum(volume(box) for _, box in needed_boxes(rule, 0, ranks))
+
+
+def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
+    """Returns the bytes of a token in the KV cache of one process.
+
+    Latent attention keeps the narrow vector whole on each.
+    """
+    if model.latent:
+        return model.layers * (model.latent.key_value_rank + model.latent.rope_dim) * itemsize
+    return model.layers * 2 * max(1, model.groups // ranks) * model.head_dim * itemsize
+
+
+def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
+    """Returns the bytes of a forward pass over `BATCHED` tokens and of `sequences` logits and
+    probabilities (float32).
+    """
+    wide = 3 * model.ffn // ranks
+    if model.experts:
+        wide = max(
+            wide,
+            3 * model.experts.active * model.experts.ffn // ranks
+            + model.experts.active * model.hidden,
+        )
+    return BATCHED * (4 * model.hidden + wide) * itemsize + sequences * model.vocabulary * 8

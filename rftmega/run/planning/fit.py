@@ -1,0 +1,172 @@
+"""Checks whether a run fits into its devices and hosts (`search`: which layouts do)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config.tree import value_of
+from rftmega.config.validation import violations
+from rftmega.core.errors import CheckpointError
+from rftmega.model_providers.description import heads_violations, layout_violations
+from rftmega.run.planning import engine
+from rftmega.run.planning.data_plane import on_each_host
+from rftmega.run.planning.memory import Budget, Bytes, cache_of, on_device, on_host
+from rftmega.run.planning.models import POLICY, PlannedModel
+from rftmega.run.planning.push_buffers import bound_of
+from rftmega.run.planning.times import Speeds
+from rftmega.runtime.parallel.layout import nodes_of_engine
+
+GB = 1e9
+CHANGING = ("parallel", "optimizer", "rollout", "trainer", "critic")  # sections
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machine is the hardware that a run is to fit: `devices` of `budget` each; bytes of a node's
+    host memory (0: ignored).
+    """
+
+    devices: int
+    budget: Budget
+    speeds: Speeds
+    host: float = 0.0
+
+    def trainers(self, config: RunConfig) -> int:
+        """Devices that the trainer has: all but those of separate servers."""
+        if config.strategy != "separate":
+            return self.devices
+        return self.devices - config.rollout.servers * config.rollout.tensor
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Misfit tells why a run does not fit.
+
+    `over`: by how many times; `phase`: in which, or "host".
+    """
+
+    reason: str
+    over: float
+    phase: str
+
+
+def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
+    """Returns, for the first process of each stage (of the policy, or of the model that has most),
+    its stage in every model.
+    """
+    most = max(planned.parallel.pipeline for planned in models.values())
+    ranks = [world // most * number for number in range(most)]
+    return [
+        {name: rank // (world // planned.parallel.pipeline) for name, planned in models.items()}
+        for rank in ranks
+    ]
+
+
+def misfits(
+    models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int
+) -> list[Misfit]:
+    """Lists why the models do not fit; empty where everything fits."""
+    found, world, budget = [], machine.trainers(config), machine.budget
+    if config.algorithm.task == "rl" and (misfit := engine_misfit(models[POLICY], config, budget)):
+        found.append(misfit)
+    worst: dict[str, Misfit] = {}
+    hosts = 0.0
+    stages = stages_of(models, world)
+    for number, place in enumerate(stages):
+        for phase, parts in on_device(models, config, world, place, budget, push_buffers).items():
+            over = sum(parts.values()) / budget.memory
+            if over > 1 and (phase not in worst or over > worst[phase].over):
+                worst[phase] = Misfit(_said(phase, number, parts, budget), over, phase)
+        held = sum(on_host(models, config, world, place).values())
+        hosts = max(hosts, held * min(world, machine.speeds.node))
+    hosts += sum(on_each_host(config, models[POLICY].model.experts).values())
+    if machine.host and hosts > machine.host:
+        found.append(
+            Misfit(
+                f"a host needs {hosts / GB:.0f} GB of its {machine.host / GB:.0f}",
+                hosts / machine.host,
+                "host",
+            )
+        )
+    return found + list(worst.values())
+
+
+def engine_misfit(policy: PlannedModel, config: RunConfig, budget: Budget) -> Misfit | None:
+    """Returns why an engine has no room for a completion; None where it has."""
+    cache = cache_of(policy, config, budget)
+    if cache.sequences >= 1:
+        return None
+    needed = engine.held_bytes(policy, config.rollout)
+    needed += engine.working_bytes(policy.model, config.rollout.tensor, config.rollout.max_batch)
+    return Misfit(
+        f"rollout: the engine's weights and work take {needed / GB:.1f} GB; rollout.memory_fraction="
+        f"{config.rollout.memory_fraction:g} gives {cache.budget / GB:.1f}, no room for a completion's cache",
+        1 + needed / budget.memory,
+        "rollout",
+    )
+
+
+def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
+    largest = sorted(parts, key=lambda kind: -parts[kind])[:2]
+    named = ", ".join(f"{kind.replace('_', ' ')} {parts[kind] / GB:.1f}" for kind in largest)
+    return f"{phase} on stage {stage} needs {sum(parts.values()) / GB:.1f} GB of {budget.memory / GB:g} ({named})"
+
+
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """Returns a copy with other values.
+
+    Where the critic has the policy's layout or optimizer, it goes along.
+    """
+    # copy.copy would read the whole config again: RunConfig is restored from its options
+    sections = {name: replace(getattr(config, name)) for name in CHANGING}
+    found = replace(config, **sections)
+    for name, value in changes.items():
+        *path, leaf = name.split(".")
+        setattr(value_of(found, ".".join(path)), leaf, value)
+    for section in ("parallel", "optimizer"):
+        if getattr(config.critic, section) == getattr(config, section):
+            setattr(found.critic, section, getattr(found, section))
+    return found
+
+
+def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str, PlannedModel]:
+    """Returns the models in the layouts of `config`."""
+    own = {
+        "critic": (config.critic.parallel, config.critic.optimizer),
+        "reward_model": (config.parallel, None),
+    }
+    return {
+        name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer)))
+        for name, planned in models.items()
+    }
+
+
+def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> list[str]:
+    """Lists what the config's own checks refuse, files aside."""
+    found = violations(config, machine.trainers(config), data=False)
+    for name, planned in models.items():
+        parallel: ParallelConfig = config.critic.parallel if name == "critic" else config.parallel
+        if planned.groups is None:
+            found += layout_violations(planned.model, parallel)
+            continue
+        try:
+            planned.groups_of(parallel.tensor)
+        except CheckpointError as error:
+            found.append(str(error))
+    if config.algorithm.task == "rl":
+        found += heads_violations(models[POLICY].model, config.rollout.tensor, "rollout.tensor")
+        over = nodes_of_engine(config.rollout.tensor, machine.speeds.node)
+        if not over or (over > 1 and config.strategy == "separate"):
+            found.append(
+                f"rollout.tensor={config.rollout.tensor} does not fit a node's {machine.speeds.node} devices: an engine lies "
+                "within a node, or, in the trainer's processes, has whole nodes."
+            )
+    return found
+
+
+def push_bound(policy: PlannedModel, config: RunConfig) -> int:
+    """Returns the bytes of a run's push buffers that are hardly exceeded."""
+    if config.algorithm.task != "rl" or config.strategy == "separate":
+        return 0
+    return bound_of(policy, config.rollout.tensor, config.trainer.push_bucket_mib * 2**20)

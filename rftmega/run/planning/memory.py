@@ -1,0 +1,250 @@
+"""Bytes of one process in each phase of a run, by kind: what is on the device together, and what is
+on the host.
+
+Phases are those of `strategy.phases.DevicePhases`: start (a colocated engine starts), rollout
+(it generates), score, update (training) and push, of another model than the policy with its name
+behind: update_critic.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
+from rftmega.core.shards import is_linear
+from rftmega.run.planning import activations, engine, sharded, tower
+from rftmega.run.planning.activations import Load
+from rftmega.run.planning.models import ADAM, GRADIENTS, PARAMETERS, POLICY, PlannedModel
+from rftmega.run.planning.states import (
+    MOMENTS,
+    alone,
+    elements_of,
+    frozen_bytes,
+    shared_bytes,
+    states,
+)
+from rftmega.runtime.parallel.micro_batches import fewest_micro_batches
+
+Bytes = dict[str, int]  # by kind
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budget is the memory of one device.
+
+    `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use.
+    """
+
+    memory: float
+    reserved: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Cache is the KV cache of one engine."""
+
+    budget: float  # bytes a process that vLLM may take
+    bytes: int  # left for the cache; below 0 where weights and work leave none
+    sequences: float  # of the longest kind that fit into it at once
+
+
+def resident(
+    models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
+) -> dict[str, Bytes]:
+    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device.
+
+    `stages`: this process's.
+    """
+    held = {
+        name: {} if planned.parallel.cpu_offload else states(planned, world, stages[name])
+        for name, planned in models.items()
+    }
+    phases: dict[str, Bytes] = {}
+    if config.algorithm.task == "rl":
+        phases = {"start": {}, "rollout": {}} if config.strategy == "colocated" else {"rollout": {}}
+    for name, planned in models.items():
+        suffix = "" if name == POLICY else f"_{name}"
+        phases[f"score{suffix}"] = {PARAMETERS: held[name].get(PARAMETERS, 0)}
+        if planned.optimizer is not None:
+            phases[f"update{suffix}"] = held[name]
+    if config.algorithm.task == "rl":
+        phases["push"] = {PARAMETERS: held[POLICY].get(PARAMETERS, 0)}
+    if config.algorithm.task == "rl" and config.trainer.offload:
+        return phases
+    everything: Bytes = {PARAMETERS: -shared_bytes(models, stages)}
+    for parts in held.values():
+        everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
+    freed = {kind: size for kind, size in everything.items() if kind != GRADIENTS}
+    found = {
+        phase: freed if config.backend == "fsdp" and not phase.startswith("update") else everything
+        for phase in phases
+    }
+    if "start" in found:  # Adam has no states before its first step
+        found["start"] = {kind: size for kind, size in found["start"].items() if kind != ADAM}
+    return found
+
+
+def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
+    """Returns the load of an update, if all rows are as long as they may be."""
+    data = world // (parallel.tensor * parallel.pipeline * parallel.context)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    rows = max(1, rows_of(config) // config.algorithm.updates_per_epoch // data)
+    share = math.ceil(rows / fewest_micro_batches(parallel.pipeline))
+    fit = max(1, min(share, config.trainer.max_tokens_per_micro_batch // longest))
+    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+    return Load(min(fit, rows) * longest, math.ceil(rows / fit / multiple) * multiple)
+
+
+def rows_of(config: RunConfig) -> int:
+    """Returns the rows of a step."""
+    answers = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
+    return config.trainer.prompts_per_step * (
+        answers or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
+    )
+
+
+def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:
+    """Returns the KV cache of an engine on devices of `budget`."""
+    ranks = config.rollout.tensor
+    share = config.rollout.memory_fraction * budget.memory
+    left = (
+        share
+        - engine.held_bytes(policy, config.rollout)
+        - engine.working_bytes(policy.model, ranks, config.rollout.max_batch)
+    )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return Cache(
+        share, int(left), max(0.0, left) / (engine.cache_bytes(policy.model, ranks) * longest)
+    )
+
+
+def on_device(
+    models: Mapping[str, PlannedModel],
+    config: RunConfig,
+    world: int,
+    stages: Mapping[str, int],
+    budget: Budget,
+    push_buffers: int,
+) -> dict[str, Bytes]:
+    """Returns phase -> kind -> bytes of a CUDA device, at its fullest.
+
+    A colocated engine takes all that it may.
+    """
+    phases = {
+        phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()
+    }
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    for name, planned in models.items():
+        suffix = "" if name == POLICY else f"_{name}"
+        stage, parallel = stages[name], planned.parallel
+        load = load_of(config, parallel, world)
+        patches = tower.patches_of(planned, config, load)
+        rows = max(
+            1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world
+        )
+        # of its own rows two numbers a token
+        scored = 2 * 4 * rows * longest
+        phases[f"score{suffix}"] |= {
+            "activations": activations.scoring(planned, load) + scored,
+            "log_probs": activations.log_probs(planned, stage, load, learns=False),
+        }
+        if planned.optimizer is not None:
+            learnt = experience_bytes(config) * rows // config.algorithm.updates_per_epoch
+            phases[f"update{suffix}"] |= {
+                "activations": activations.training(planned, stage, load) + learnt,
+                "log_probs": activations.log_probs(planned, stage, load, learns=True),
+            }
+        if planned.groups is not None:
+            for phase, learns in ((f"score{suffix}", False), (f"update{suffix}", True)):
+                if phase in phases:
+                    phases[phase]["gathered"] = sharded.gathered(planned, world, learns=learns)
+        if patches and not stage:
+            phases[f"score{suffix}"]["tower"] = tower.scoring(planned, stage, patches)
+            if planned.optimizer is not None:
+                phases[f"update{suffix}"]["tower"] = tower.training(planned, stage, load, patches)
+    if config.algorithm.task == "rl":
+        phases["push"]["push_buffers"] = push_buffers
+        if config.strategy == "colocated":
+            policy, rollout = models[POLICY], config.rollout
+            cache = cache_of(policy, config, budget)
+            working = engine.working_bytes(policy.model, rollout.tensor, rollout.max_batch)
+            whole = {
+                "engine_weights": engine.held_bytes(policy, rollout),
+                "engine_working": working,
+                "kv_cache": max(0, cache.bytes),
+            }
+            phases["rollout"] |= whole
+            phases["start"] |= whole
+            phases["push"]["engine_weights"] = whole["engine_weights"]
+    for parts in phases.values():
+        parts["reserved"] = int(budget.reserved)
+    return phases
+
+
+def experience_bytes(config: RunConfig) -> int:
+    """Returns the tensors of one row of an Experience and its Samples (rftmega/core/types.py), if it is
+    as long as it may be.
+    """
+    algorithm = config.algorithm
+    floats = (
+        4 + (2 if algorithm.advantage.needs_critic else 0) + (1 if algorithm.kl.coef > 0 else 0)
+    )
+    return (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * (
+        8 + 1 + 4 * floats
+    )
+
+
+def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
+    """Returns (the weights of one process that learn, bytes of each as further weights are kept)."""
+    if planned.groups is None:
+        return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
+    shards = sharded.shards_of(planned, world)
+    return sharded.learnt_of(planned.groups, shards), sharded.FLOAT
+
+
+def on_host(
+    models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
+) -> Bytes:
+    """Returns the bytes that one process keeps on the host: copies of weights, what has left the
+    device, what a save writes from (`data_plane.on_each_host`: what all processes have in common).
+    """
+    policy, found = models[POLICY], Bytes()
+    elements, itemsize = _held(policy, world, stages[POLICY])
+    there = config.parallel.cpu_offload
+    offloads = config.algorithm.task == "rl" and config.trainer.offload and not there
+    held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
+    # gradients are forgotten, not moved
+    moved = {name: sum(parts.values()) - parts[GRADIENTS] for name, parts in held.items()}
+    if config.algorithm.kl.coef > 0 and not config.model.lora.rank:
+        found["reference"] = elements * itemsize
+    if config.algorithm.ema_beta > 0:
+        # and what an optimizer step's weights are copied to
+        found["average"] = elements * (4 + itemsize)
+    if found and not offloads and not there:
+        found["policy"] = elements * itemsize  # where it waits while the device holds others
+    if there:
+        found["sharded"] = sum(sum(parts.values()) for parts in held.values())
+    # of the first of equal holders, which writes; kept for the next save
+    if config.checkpoint.every:
+        found["checkpoint"] = elements * 4 if config.algorithm.ema_beta > 0 else 0
+        for name, planned in models.items():
+            if (optimizer := planned.optimizer) is not None:
+                # moments are float32 there
+                wider = held[name][ADAM] * (MOMENTS["float32"] / MOMENTS[optimizer.states] - 1)
+                frozen = frozen_bytes(planned, stages[name]) + sharded.frozen_bytes(planned, world)
+                found["checkpoint"] += moved[name] - frozen + int(wider)
+    if offloads:
+        shared = shared_bytes(models, stages)
+        found["offload"] = sum(moved.values()) - shared
+        if config.model.lora.base_on_host == "int8":
+            own = [name for name, planned in models.items() if planned.adapted]
+            for name in own[:1] if shared else own:
+                found["offload"] -= _packed_away(models[name], stages[name])
+    return found
+
+
+def _packed_away(planned: PlannedModel, stage: int) -> int:
+    """Returns the bytes by which 8 bits, and a scale for some of them, make a base smaller."""
+    linear = [rule for rule in planned.rules if all(map(is_linear, rule.hf_names(0, 0)))]
+    elements = elements_of(replace(planned, rules=linear), stage)
+    return int(elements * (planned.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))

@@ -1,0 +1,111 @@
+"""Bytes of weights, gradients and Adam of one process of FSDP2 (torch 2.13), and of what it gathers.
+
+Each parameter is split by rows into equal blocks over the processes of a replica; the last one may
+be short, its memory is not. What is gathered together is gathered one ahead of the computation.
+"""
+
+from math import prod
+
+from rftmega.models.hf.gathered_groups import Groups, Shape
+from rftmega.run.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
+
+OF_A_LINEAR = 2  # dimensions of a pair's matrices; of experts' pairs one more
+FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in
+
+
+def shards_of(planned: PlannedModel, world: int) -> int:
+    """Returns the blocks that the rows of a parameter, or of a share of it, are sharded into."""
+    return world // planned.parallel.replicas // planned.parallel.tensor
+
+
+def elements_of(groups: Groups, shards: int) -> int:
+    """Returns the elements of the model that one process has memory for."""
+    return sum(_rows(shapes, shards) for shapes in (*groups.apart, groups.whole_pass))
+
+
+def pairs_of(groups: Groups, shards: int) -> int:
+    """Returns the elements of adapters that one process has memory for."""
+    return sum(_rows(shapes, shards) for shapes in groups.pairs)
+
+
+def learnt_of(groups: Groups, shards: int) -> int:
+    """Returns the elements of one process that learn."""
+    if not groups.pairs:
+        return elements_of(groups, shards)
+    return pairs_of(groups, shards) + _rows(groups.beside, shards)
+
+
+def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
+    return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape in shapes)
+
+
+def states(planned: PlannedModel, world: int) -> dict[str, int]:
+    """Returns bytes by part of each process, on the device or, with `cpu_offload`, on the host.
+
+    Gradients as they are before the optimizer step, Adam's moments after the first.
+    """
+    assert planned.groups is not None
+    groups, shards = planned.groups, shards_of(planned, world)
+    held = learnt_of(groups, shards)
+    narrow = planned.itemsize if planned.itemsize < FLOAT else 0  # rows rounded, for pushes
+    learns = planned.optimizer is not None
+    return {
+        PARAMETERS: frozen_bytes(planned, world) + (FLOAT + narrow) * held,
+        GRADIENTS: FLOAT * held * learns,
+        MAIN_PARAMETERS: 0,
+        ADAM: 2 * FLOAT * held * learns,
+    }
+
+
+def frozen_bytes(planned: PlannedModel, world: int) -> int:
+    """Returns the bytes of a frozen model, and of every A whole, which it is merged with (of an
+    embedding B as well; experts are sharded as their pairs are, and merged with what is there); of a
+    model without adapters 0.
+    """
+    groups = planned.groups
+    if groups is None or not groups.pairs:
+        return 0
+    shards = shards_of(planned, world)
+    frozen = elements_of(groups, shards) - _rows(groups.beside, shards)
+    matrices = [shape for shapes in groups.pairs for shape in shapes[::2]]
+    whole = sum(prod(shape) for shape in matrices if len(shape) == OF_A_LINEAR)
+    whole += sum(map(prod, groups.looked_up))
+    return planned.itemsize * (frozen + whole)
+
+
+def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
+    """Returns the bytes of whole parameters and gradients at the peak of a pass, and of the buffers
+    that they come and go in.
+
+    Of a group: what the others sent is in one buffer, which is kept until the next has come, and is
+    copied from there into the parameters. Gradients of the group are copied into another buffer,
+    whose sum over the processes is on its way while the next group computes.
+    """
+    assert planned.groups is not None
+    groups, shards = planned.groups, shards_of(planned, world)
+    wide = planned.itemsize
+    pairs = [shards * _rows(shapes, shards) for shapes in groups.pairs]
+    model = [shards * _rows(shapes, shards) for shapes in groups.apart]
+    apart = [sum(both) for both in zip(model, pairs, strict=True)] if pairs else model
+    gradients = [*pairs[:-1], pairs[-1] + shards * _rows(groups.beside, shards)] if pairs else apart
+    always = shards * _rows(groups.whole_pass, shards)
+    buffers = apart if shards > 1 else [0] * len(apart)
+    # a gradient of the output weight is among what log-probs take
+    grown = [*gradients[:-1], gradients[-1] if planned.value else 0]
+    zero3 = planned.parallel.reshard_after_forward
+    at_once = [0 if zero3 else sum(apart) - size for size in apart]
+    last = len(apart) - 1
+    peaks: list[float] = []
+    for number, size in enumerate(apart):
+        before = max(0, number - 1)
+        arriving = buffers[before] * (before != number) + buffers[number]
+        peaks.append(wide * (arriving + size + at_once[number]))
+        if not learns:
+            continue
+        ahead = buffers[before] * (zero3 and before != number)
+        behind = FLOAT * gradients[number + 1] if number < last else 0
+        computing = size + behind / wide
+        leaving = FLOAT * gradients[number] / wide
+        peaks.append(wide * (ahead + grown[number] + at_once[number] + max(computing, leaving)))
+    whole = wide * always * (2 if learns and not pairs else 1)
+    return int(max(peaks) + whole)

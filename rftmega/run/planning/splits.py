@@ -1,0 +1,113 @@
+"""Splits devices between a trainer and separate servers, and bounds what a step takes under each
+schedule of rollouts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rftmega.config import RunConfig
+from rftmega.run.planning.data_plane import ANSWERS, tokens_of
+from rftmega.run.planning.fit import Machine, changed, misfits, push_bound, refused
+from rftmega.run.planning.memory import cache_of
+from rftmega.run.planning.models import POLICY, PlannedModel
+from rftmega.run.planning.times import generated, seconds
+
+SYNCHRONOUS, AHEAD = "synchronous", "one ahead"
+BOUNDS = (1, 2, 4)  # of trainer.max_staleness, beside the config's own
+
+
+@dataclass(frozen=True)
+class DeviceSplit:
+    """DeviceSplit is a number of devices for the trainer, and of servers on the others."""
+
+    trainers: int
+    servers: int
+    rollout: float  # seconds of a step's answers, waited for
+    learning: float  # seconds of the trainer's part of a step
+    steps: Mapping[str, float]  # schedule -> seconds a step at least
+
+
+def splits_of(
+    models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, *, mean_length: float
+) -> tuple[list[DeviceSplit], list[str]]:
+    """Returns the splits of all devices that fit; and of the others why not, each reason once.
+
+    Layout and rollout.tensor stay as the config has them, so that the data-parallel size and the
+    number of servers differ.
+    """
+    ranks = config.rollout.tensor
+    found: list[DeviceSplit] = []
+    reasons: dict[str, None] = {}
+    for servers in range(1, (machine.devices - 1) // ranks + 1):
+        candidate = changed(config, {"rollout.servers": servers})
+        problems = refused(models, candidate, machine)
+        if not problems:
+            over = misfits(models, candidate, machine, push_bound(models[POLICY], candidate))
+            problems = [reason.reason for reason in over]
+        if problems:
+            reasons |= dict.fromkeys(problems)
+            continue
+        found.append(_split(models, candidate, machine, mean_length))
+    return found, list(reasons)
+
+
+def bounds_of(config: RunConfig) -> list[int]:
+    """Returns the bounds of staleness that are compared."""
+    return sorted({*BOUNDS, config.trainer.max_staleness} - {0})
+
+
+def chosen_schedule(config: RunConfig) -> str:
+    """Returns the schedule that the config asks for."""
+    if config.rollout.ahead:
+        return AHEAD
+    most = config.trainer.max_staleness
+    return bound_name(most) if most else SYNCHRONOUS
+
+
+def bound_name(most: int) -> str:
+    return f"staleness {most}"
+
+
+def best_of(splits: Sequence[DeviceSplit], schedule: str) -> DeviceSplit:
+    """Returns the split with the least time a step; of equal ones that which waits least in
+    synchronous steps.
+    """
+    return min(splits, key=lambda split: (split.steps[schedule], split.steps[SYNCHRONOUS]))
+
+
+def bytes_under_way(config: RunConfig, most: int) -> int:
+    """Returns the bytes of the host that the groups beyond a step's own take, if all are as long as
+    they may be and have ended.
+    """
+    return most * tokens_of(config) * ANSWERS
+
+
+def _split(
+    models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, mean_length: float
+) -> DeviceSplit:
+    policy, trainers, servers = models[POLICY], machine.trainers(config), config.rollout.servers
+    cache = cache_of(policy, config, machine.budget)
+    phases = seconds(models, config, trainers, None, None, machine.speeds)
+    learning = sum(sum(parts.values()) for parts in phases.values())
+    prompts = config.trainer.prompts_per_step / servers
+
+    def rolled(under_way: int) -> tuple[float, float]:
+        """Returns the seconds that a server works at a step's answers, and those of the longest."""
+        each = generated(
+            policy,
+            config,
+            prompts,
+            cache,
+            machine.speeds,
+            under_way=under_way,
+            mean_length=mean_length,
+        )
+        return sum(each.busy.values()), each.longest
+
+    rollout = max(rolled(1))
+    steps = {SYNCHRONOUS: rollout + learning, AHEAD: max(rollout, learning)}
+    for most in bounds_of(config):
+        busy, longest = rolled(most + 1)
+        # An answer that begins with a step's batch must end within most + 1 steps, or it is dropped.
+        steps[bound_name(most)] = max(learning, busy, longest / (most + 1))
+    return DeviceSplit(trainers, servers, rollout, learning, steps)

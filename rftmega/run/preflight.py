@@ -1,0 +1,463 @@
+"""Refuses, in one error, everything that can be refused before a process group or a model exists."""
+
+import os
+from pathlib import Path
+
+from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
+from rftmega.config.validation import violations
+from rftmega.converters import shard_shape, table
+from rftmega.converters.adapters import adapted_layers
+from rftmega.converters.block_scales import block_scales
+from rftmega.core.errors import CheckpointError, ConfigError
+from rftmega.core.json_files import read_json_object
+from rftmega.core.shards import LINEAR, OF_WORDS
+from rftmega.model_providers.description import (
+    ModelDescription,
+    describe,
+    heads_violations,
+    layout_violations,
+)
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.installed import installed, uses_transformer_engine
+from rftmega.model_providers.output_head import output_head
+from rftmega.model_providers.placement import holdings
+from rftmega.models.hf.adapted_layers import adapted_of
+from rftmega.models.hf.decoder import (
+    beyond_its_positions,
+    describe_any,
+    read_config,
+    tower_of,
+    unknown_to_transformers,
+)
+from rftmega.models.hf.hf_folder import HFFolder
+from rftmega.models.hf.meta_decoder import on_meta
+from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
+from rftmega.models.hf.peft_folder import PEFTFolder
+from rftmega.models.hf.tensor_plan import styles_of
+from rftmega.models.known_fields import ignore
+from rftmega.rollout.servers.vllm import auth
+from rftmega.run import run_end
+from rftmega.runtime import device
+from rftmega.runtime.device import hardware
+from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
+from rftmega.weights.receivers.fp8 import BLOCK
+
+EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
+HEAD = "score.weight"  # of a value model
+VLLM_CPU_LATENT_SIZE = 576
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def preflight(
+    config: RunConfig, world_size: int, *, local: bool = False, on: device.Device | None = None
+) -> None:
+    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes
+    (`local`: of this host), on devices like this process's own or of another kind (`on`).
+    """
+    here, on = on is None, on or device.current()
+    ignore(config.model.ignore_config_fields)
+    found = violations(config, world_size)
+    if here:
+        found += hardware.refusals(hardware.found())
+    try:
+        model = _described(config, config.model.path)
+    except CheckpointError as error:
+        if not any(config.model.path in reason for reason in found):
+            found.append(str(error))
+    else:
+        found += _layout_violations(config, config.model.path, model, config.parallel)
+        if config.backend == "fsdp":
+            longest = config.rollout.max_row_tokens
+            found += beyond_its_positions(read_config(config.model.path), longest)
+            found += _output_head(config)
+        found += _value_models(config, model) + _adapters(config, model)
+        megatron = config.backend == "megatron"
+        if (
+            megatron
+            and here
+            and on.type == "cuda"
+            and model.experts
+            and not uses_transformer_engine()
+        ):
+            found.append(
+                f"Experts on CUDA need Transformer Engine's grouped products; this run would be {installed().told}. "
+                "Install it as docs/cluster.md says, or take a dense model."
+            )
+        if megatron and config.model.fp8 != "none" and here:
+            found += _products_of_eight_bits(config, model, on)
+        if config.algorithm.task == "rl":
+            found += _engine(config, model, on) + _router_replay(config, model, on)
+            found += _engine_of_eight_bits(config, model, on)
+        longest = config.rollout.max_row_tokens
+        if longest > model.max_positions:
+            found.append(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "
+                f"{model.max_positions} positions (max_position_embeddings). Shorten one of them."
+            )
+    devices = on.devices() if local else None
+    servers = config.rollout.servers * config.rollout.tensor if config.strategy == "separate" else 0
+    if devices is not None and world_size + servers > devices:
+        beside = f" and {servers} of vLLM's" if servers else ""
+        found.append(
+            f"--processes {world_size}{beside} are more than the {devices} CUDA device(s) here; each needs its own."
+        )
+    if config.faults.max_restarts and not local:
+        found.append(
+            f"faults.max_restarts={config.faults.max_restarts} needs --processes: whoever starts the ranks starts them again "
+            "(torchrun --max-restarts)."
+        )
+    found += run_end.refusals(config) + _quantised(config) + (_key(config) if here else [])
+    if found:
+        raise ConfigError.listing("This run can't start", found)
+
+
+def _key(config: RunConfig) -> list[str]:
+    """Refuses, on the process that speaks to servers elsewhere, what is no key of theirs."""
+    elsewhere = config.rollout.addresses or config.rollout.roster
+    if config.strategy != "separate" or not elsewhere or os.environ.get("RANK", "0") != "0":
+        return []
+    try:
+        auth.given_key()
+    except ValueError as error:
+        return [f"{error} Servers of rollout.addresses and rollout.roster ask for it."]
+    return []
+
+
+def _described(config: RunConfig, path: str) -> ModelDescription:
+    """Describes a model as the run's backend does, from its config.json.
+
+    Raises CheckpointError where the backend does not know it.
+    """
+    if config.backend == "fsdp":
+        read = read_config(path)
+        return describe_any(read, tower_of(path, read))
+    return describe(read_hf_config(path))
+
+
+def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
+    chosen = config.rollout.router_replay
+    if chosen == "none":
+        return []
+    given = f"rollout.router_replay={chosen}"
+    if model.experts is None:
+        return [f"{given}: this model has no experts. Set it to none."]
+    if chosen == "engine" and config.strategy == "separate" and model.tower is not None:
+        return [
+            f"{given} with strategy=separate: servers tell nothing of prompts with pictures or sound. Set it to trainer, or "
+            "strategy to colocated."
+        ]
+    if chosen == "engine" and config.strategy == "separate" and on.type != "cuda":
+        return [
+            f"{given} with strategy=separate: vLLM's servers tell of experts on CUDA alone. Set it to trainer, or strategy to "
+            "colocated."
+        ]
+    return []
+
+
+def _products_of_eight_bits(
+    config: RunConfig, model: ModelDescription, on: device.Device
+) -> list[str]:
+    """Lists why the trainer can't multiply in numbers of 8 bits."""
+    said = f"model.fp8={config.model.fp8}"
+    engine = installed().transformer_engine
+    if engine is None or engine < EIGHT_BITS:
+        told = installed().told or "on a CPU, which has no such products"
+        least = ".".join(map(str, EIGHT_BITS))
+        return [
+            f"{said} needs Transformer Engine {least} or later on CUDA; this run would be {told}. Set it to none."
+        ]
+    if config.model.fp8 not in on.products_of_eight_bits():
+        can = " or ".join(on.products_of_eight_bits()) or "none"
+        return [
+            f"{said}: this device does not multiply so. Set it to {can} (blockwise is Hopper's, mxfp8 Blackwell's)."
+        ]
+    if model.tower or model.latent:
+        return [
+            f"{said}: models with latent attention, or that see or hear, can't have it yet. Set it to none."
+        ]
+    odd = {size for size in (model.hidden, model.ffn // config.parallel.tensor) if size % 16}
+    if odd:
+        return [
+            f"{said} needs matrices whose sides are multiples of 16; {config.model.path} has {min(odd)}. Set it to none."
+        ]
+    return []
+
+
+def _engine_of_eight_bits(
+    config: RunConfig, model: ModelDescription, on: device.Device
+) -> list[str]:
+    """Lists why vLLM can't compute the model's linear layers with numbers of 8 bits."""
+    rollout = config.rollout
+    if rollout.quantization == "none" or rollout.engine != "vllm" or config.backend != "megatron":
+        return []
+    given = f"rollout.quantization={rollout.quantization}"
+    if not on.multiplies_eight_bits():
+        return [
+            f"{given}: vLLM multiplies such numbers on CUDA, and on CPUs with AMX. Here rollout.engine=transformers computes "
+            "with the same rounded weights, in float32."
+        ]
+    if model.latent or model.tower:
+        return [
+            f"{given}: models with latent attention, or that see or hear, can't have it. Set it to none."
+        ]
+    rules = [rule for rule in table(read_hf_config(config.model.path)) if rule.per_layer]
+    names = [(rule, name) for rule in rules if rule.exported for name in rule.hf_names(0, 0)]
+    layers = {
+        name.split(".")[-2]
+        for rule, name in names
+        if rule.per_expert or name.endswith("_proj.weight")
+    }
+    unknown = layers - set(LINEAR)
+    if unknown:
+        return [
+            f"{given}: {', '.join(sorted(unknown))} are no layers that it knows. Set it to none."
+        ]
+    experts = model.experts
+    sizes = {
+        "queries": model.heads * model.head_dim,
+        "keys": model.groups * model.head_dim,
+        "an MLP": 0 if experts and len(experts.layers) == model.layers else model.ffn,
+        "an expert": experts.ffn if experts else 0,
+        "the shared expert": experts.shared_ffn if experts else 0,
+    }
+    return [
+        f"{given}: the {size} rows of {what} over rollout.tensor={rollout.tensor} processes are no multiple of {BLOCK}, the rows "
+        "that share a scale. Lower rollout.tensor, or set it to none."
+        for what, size in sizes.items()
+        if size % (BLOCK * rollout.tensor)
+    ]
+
+
+def _layout_violations(
+    config: RunConfig, path: str, model: ModelDescription, parallel: ParallelConfig
+) -> list[str]:
+    if config.backend == "megatron":
+        return layout_violations(model, parallel)
+    if parallel.tensor == 1:
+        return []
+    try:
+        styles_of(on_meta(read_config(path), "eager"), parallel.tensor)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _output_head(config: RunConfig) -> list[str]:
+    """Lists why log-probs can't be made by the model's output head under backend=fsdp."""
+    if config.algorithm.task == "reward_model":
+        return []
+    try:
+        output_head(on_meta(read_config(config.model.path), "eager"))
+    except (CheckpointError, ValueError, ImportError) as error:
+        return [f"model.path={config.model.path}: {error}"]
+    return []
+
+
+def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
+    """Lists why the model can't have the adapters that it is to have, or begin with those of a
+    folder.
+    """
+    lora = config.model.lora
+    if not lora.rank or model.tower:
+        return []
+    try:
+        targets = _adapted(config, config.model.path)
+        if lora.push == "adapters" and model.experts:
+            return [
+                "model.lora.push=adapters: the model has experts, whose weights vLLM does not take in a push once it serves "
+                "adapters. Leave it out: engines get merged weights then."
+            ]
+        of_words = sorted(targets & set(OF_WORDS))
+        kind = read_json_object(Path(config.model.path) / "config.json").get("model_type")
+        if lora.push == "adapters" and of_words and kind not in SERVED_WORDS:
+            return [
+                f"model.lora.push=adapters: vLLM leaves adapters on {', '.join(of_words)} out of models of {kind}; it serves "
+                f"them in those of {', '.join(SERVED_WORDS)}. Set model.lora.push=merged, "
+                f"or leave them out of model.lora.targets."
+            ]
+        if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
+            PEFTFolder(lora.path, option="model.lora.path").check(lora, targets)
+    except (ConfigError, CheckpointError) as error:
+        return [str(error)]
+    return []
+
+
+def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[str]:
+    """Returns the layers of a folder's model that have adapters, by the last parts of their names."""
+    lora = config.model.lora
+    if config.backend == "fsdp":
+        model = on_meta(read_config(path), "eager")
+        return adapted_of(model, lora.targets, value=value).targets
+    rules = table(read_hf_config(path), value_head=value)
+    layers = adapted_layers(rules, rank=lora.rank, targets=lora.targets)
+    return frozenset(target for layer in layers for target in layer.targets)
+
+
+def _quantised(config: RunConfig) -> list[str]:
+    """Lists why the trained weights can't be written quantised, where they are to be."""
+    if not config.trainer.export_quantised:
+        return []
+    if block_scales(read_json_object(Path(config.model.path) / "config.json")) is None:
+        return [
+            f"trainer.export_quantised=true: model.path={config.model.path} has no 8-bit weights with scales (no "
+            "quantization_config in its config.json), which the trained ones could be written like. Leave it out."
+        ]
+    return []
+
+
+def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
+    found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
+    if config.rollout.engine == "vllm" and on.type == "cpu":
+        found += _vllm_on_a_cpu(model)
+    path = config.model.path
+    if config.rollout.engine == "transformers" and (unknown := unknown_to_transformers(path)):
+        found.append(f"rollout.engine=transformers: {unknown}. Set rollout.engine=vllm.")
+    return found
+
+
+def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
+    """Lists what vLLM's CPU kernels can't compute of `model`."""
+    if latent := model.latent:
+        size = latent.key_value_rank + latent.rope_dim
+        if size == VLLM_CPU_LATENT_SIZE:
+            return []
+        return [
+            f"vLLM's CPU kernels for latent attention know kv_lora_rank + qk_rope_head_dim = {VLLM_CPU_LATENT_SIZE} only, not "
+            f"{size}. Take rollout.engine=transformers for a small model of this family."
+        ]
+    if model.head_dim in VLLM_CPU_HEAD_DIMS:
+        return []
+    known = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
+    return [
+        f"rollout.engine=vllm: its kernels for CPUs know no head size {model.head_dim} (head_dim of the model), only {known}. "
+        "Set rollout.engine=transformers."
+    ]
+
+
+def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
+    """Lists what is wrong with critic and reward model, where there are such."""
+    found = []
+    if config.algorithm.advantage.needs_critic and (
+        config.critic.path or config.critic.parallel != config.parallel
+    ):
+        path = config.critic.path or config.model.path
+        reasons = _value_model(
+            config, "critic", "critic.path", path, config.critic.parallel, policy
+        )
+        found += reasons or _adapters_of_critic(config, path)
+    path = config.reward.model_path
+    if config.reward.model and path:
+        reasons = _value_model(
+            config, "reward model", "reward.model_path", path, config.parallel, policy
+        )
+        if not reasons and list(Path(path).glob("*.safetensors")) and HEAD not in HFFolder(path):
+            reasons = [
+                f"reward.model_path={path} holds no {HEAD}: a policy says nothing about answers. Give a reward model."
+            ]
+        found += reasons
+    return found
+
+
+def _adapters_of_critic(config: RunConfig, path: str) -> list[str]:
+    """Lists why the critic can't have adapters on the policy's targets."""
+    if not config.model.lora.rank:
+        return []
+    try:
+        _adapted(config, path, value=True)
+    except ConfigError as error:
+        return [f"For the critic, critic.path={path}: {error}"]
+    return []
+
+
+def _value_model(
+    config: RunConfig,
+    what: str,
+    option: str,
+    path: str,
+    parallel: ParallelConfig,
+    policy: ModelDescription,
+) -> list[str]:
+    longest = config.rollout.max_row_tokens
+    try:
+        model = _described(config, path)
+    except CheckpointError as error:
+        return [f"{option}: {error}"]
+    reasons = _layout_violations(config, path, model, parallel)
+    found = [f"For the {what}: {reason}" for reason in reasons]
+    if model.vocabulary != policy.vocabulary:
+        found.append(
+            f"{option}={path} knows {model.vocabulary} tokens, the policy {policy.vocabulary}: it reads the policy's tokens. "
+            "Take one with the policy's tokenizer."
+        )
+    if model.max_positions < longest:
+        found.append(
+            f"{option}={path} knows {model.max_positions} positions; it reads rows of up to {longest} tokens."
+        )
+    return found
+
+
+def dry_run(config: RunConfig, world_size: int) -> str:
+    """Returns the process layout, the batch arithmetic and the parameters a rank, as text."""
+    model, parallel = _described(config, config.model.path), config.parallel
+    replica = parallel.tensor * parallel.context * parallel.pipeline
+    data = world_size // replica
+    layout = layout_name(parallel, data)
+    if config.backend == "fsdp":
+        shards = world_size // parallel.replicas // parallel.tensor
+        shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
+        layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
+    answers = {
+        "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,
+        "sft": 1,
+        "reward_model": 2,
+    }[config.algorithm.task]
+    rows = config.trainer.prompts_per_step * answers
+    batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
+    lines = [
+        f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
+        f"backend     {config.backend}",
+        f"processes   {world_size} = {layout}",
+        f"engines     {_engines(config, world_size)}",
+        f"batch       {batch} a step, "
+        f"{config.algorithm.steps_per_rollout} optimizer step(s) of about {rows // config.algorithm.updates_per_epoch} rows, "
+        f"about {rows / config.algorithm.updates_per_epoch / data:g} rows a data-parallel rank",
+        f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
+    ]
+    if config.backend == "fsdp":
+        each = -(-model.parameters * parallel.replicas // world_size)
+        return "\n".join([*lines, f"parameters a rank: about {each:,}"])
+    rules = table(read_hf_config(config.model.path))
+    lines.append("parameters a rank (of one replica):")
+    for rank in replicas(world_size, parallel)[0]:
+        place = place_of(rank, world_size, parallel)
+        held = holdings(rules, model, parallel, **place._asdict())
+        parameters = sum(shard_shape(item.rule, item.rank, item.ranks).numel() for item in held)
+        lines.append(
+            f"  rank {rank}: tensor {place.tensor_rank}, stage {place.stage}: {parameters:,}"
+        )
+    return "\n".join(lines)
+
+
+def _engines(config: RunConfig, world_size: int) -> str:
+    if config.algorithm.task != "rl":
+        return "none"
+    engines = (
+        config.rollout.servers
+        if config.strategy == "separate"
+        else world_size // config.rollout.tensor
+    )
+    return f"{engines} x {config.rollout.engine}, {config.rollout.tensor} process(es) each, {config.strategy}"
+
+
+def slow_modules(config: RunConfig) -> list[str]:
+    """Return the modules of the chosen backend and engine, whose import takes seconds."""
+    found = [
+        "rftmega.backends.fsdp.backend" if config.backend == "fsdp" else "rftmega.backends.megatron"
+    ]
+    if (
+        config.algorithm.task != "rl"
+        or config.strategy == "separate"
+        or config.rollout.engine == "scripted"
+    ):
+        return found
+    return [*found, f"rftmega.rollout.engines.{config.rollout.engine}"]

@@ -1,0 +1,16 @@
+"""Import what every rank needs, once, in the server that `--processes` forks ranks from."""
+
+import warnings
+
+warnings.filterwarnings("ignore")  # Megatron names every accelerator that is not installed
+
+# isort: split
+import rftmega.data
+import rftmega.monitoring.callbacks
+import rftmega.monitoring.observers.checkpointing
+import rftmega.monitoring.observers.evaluate
+import rftmega.monitoring.observers.metric_writers
+import rftmega.rewards
+import rftmega.run.placement.reinforcement
+import rftmega.run.placement.supervised
+import rftmega.trainer  # noqa: F401

@@ -1,0 +1,59 @@
+"""RunResult tells how a training ended, as numbers, a table and a plot."""
+
+import html
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rftmega.monitoring.history import Step, changes, read_history
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """RunResult tells how a training ended. A notebook shows it as a table."""
+
+    metrics: dict[str, float | None]  # of the last step, as metrics.jsonl has them
+    output: Path  # the run's folder, trainer.output
+    stopped: bool  # by a signal, before the last step; the same call goes on from there
+    exit_code: int  # of train_rl.py: 0, or faults.requeue_code where it was stopped
+
+    @property
+    def history(self) -> list[Step]:
+        """Returns the metrics of all steps; the first is the evaluation before training."""
+        return read_history(self.output / "metrics.jsonl")
+
+    def table(self, *names: str) -> Any:
+        """Returns a pandas.DataFrame, a row a step, with the metrics of these names, or with all.
+
+        Raises ImportError without pandas.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("A table needs pandas: pip install pandas.") from error
+        frame = pandas.DataFrame(self.history).set_index("step")
+        return frame[list(names)] if names else frame.drop(columns="time")
+
+    def plot(self, *names: str) -> Any:
+        """Returns a matplotlib.figure.Figure with a curve a metric over the steps: those of these names,
+        or those that tell at first sight how the run went.
+
+        Raises ImportError without matplotlib, KeyError for a metric that no step has.
+        """
+        try:
+            from rftmega.run.curves import Curves
+        except ImportError as error:
+            raise ImportError("A plot needs matplotlib: pip install matplotlib.") from error
+        history = self.history
+        return Curves(history, names or tuple(changes(history)))
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        ended = "stopped, and goes on where it is started again" if self.stopped else "finished"
+        head = f"<p>{ended}; <code>{html.escape(str(self.output))}</code></p>"
+        rows = [
+            f"<tr><th>{html.escape(name)}</th><td>{change.first:.4g}</td><td>{change.last:.4g}</td></tr>"
+            for name, change in changes(self.history).items()
+        ]
+        titles = "<tr><th>metric</th><th>first</th><th>last</th></tr>"
+        return f"{head}<table>{titles}{''.join(rows)}</table>"
