@@ -24,7 +24,7 @@ from rftmega.core.media_positions import PlacedPicture
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.given_media.pictures import ANY_NUMBER, PATCHES, Patches, PictureInputs
+from rftmega.lightrft.image_inputs import ANY_NUMBER, PATCHES, Patches, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.padded_experience import (
     BEHAVIOUR,

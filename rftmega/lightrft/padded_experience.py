@@ -18,7 +18,7 @@ from rftmega.core import types
 from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Rollout, Rows
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.given_media.pictures import PATCHES, Patches, PictureInputs
+from rftmega.lightrft.image_inputs import PATCHES, Patches, PictureInputs
 from rftmega.lightrft.pinned import pinned
 
 

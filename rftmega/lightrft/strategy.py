@@ -23,7 +23,7 @@ from rftmega.core.errors import EngineError, RFTMegaError
 from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.data.sampler import ResumableSampler
-from rftmega.given_media.pictures import ANY_NUMBER, PictureInputs
+from rftmega.lightrft.image_inputs import ANY_NUMBER, PictureInputs
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.requests import (
     GenerationOutput,

@@ -153,7 +153,7 @@ def test_two_updates_are_those_of_transformers_under_the_other_layouts(tmp_path:
 
 def actor_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     """What ActorAL says of canvases, padded and packed, from frames of transformers."""
-    from rftmega.lightrft_multimodal.actor_al import ActorAL
+    from rftmega.lightrft.actor_al import ActorAL
 
     policy: Any = build_actor(folder, parallel, token_cap=90)
     rows = rows_with_waveforms(folder)

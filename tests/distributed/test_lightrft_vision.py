@@ -10,15 +10,15 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoPr
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.errors import EngineError
-from rftmega.given_media.pictures import PATCHES
+from rftmega.lightrft.actor_vl import ActorVL
+from rftmega.lightrft.image_inputs import PATCHES
 from rftmega.lightrft.padded_experience import (
     Experience,
     Samples,
     per_action,
     to_experience,
 )
-from rftmega.lightrft_multimodal.actor_vl import ActorVL
-from rftmega.lightrft_multimodal.ppo_trainer_vl import PPOTrainerVL
+from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_vision import FILM, IM_END, IMAGE, PICTURE, VIDEO, pictures, save_tiny_vision

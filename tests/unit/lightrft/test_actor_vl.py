@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rftmega.core.types import COUNT, Metrics, Rows, TokenStats
+from rftmega.lightrft.actor_vl import ActorVL
 from rftmega.lightrft.padded_experience import Experience, of_experience
+from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
 from rftmega.lightrft.strategy import is_actor
-from rftmega.lightrft_multimodal.actor_vl import ActorVL
-from rftmega.lightrft_multimodal.ppo_trainer_vl import PPOTrainerVL
 from tests.layouts import rows_of
 from tests.vision_rows import experience_of
 

@@ -15,7 +15,7 @@ from rftmega.core.errors import DataError
 from rftmega.core.media_positions import RowPictures
 from rftmega.data.images import Most
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.given_media.pictures import Patches, PictureInputs
+from rftmega.lightrft.image_inputs import Patches, PictureInputs
 from rftmega.lightrft.padded_experience import (
     Samples,
     of_experience,

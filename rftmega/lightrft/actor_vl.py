@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.given_media.pictures import Patches
+from rftmega.lightrft.actor import PolicyActor
+from rftmega.lightrft.image_inputs import Patches
 from rftmega.lightrft.padded_experience import with_patches
-from rftmega.lightrft_multimodal.actor import PolicyActor
 
 
 class ActorVL(PolicyActor[PictureProcessor]):

@@ -12,7 +12,7 @@ from rftmega.core.media_positions import RowPictures
 from rftmega.core.types import Rows
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor
-from rftmega.lightrft_multimodal.actor import PolicyActor
+from rftmega.lightrft.actor import PolicyActor
 
 
 class ActorAL(PolicyActor[AudioProcessor]):
