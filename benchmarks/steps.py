@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rftmega.runtime.parallel.micro_batches import plan_micro_batches
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models import save_model
 from benchmarks.timing import Comparison, compare
 from rftmega.algorithms.losses import policy_loss
 from rftmega.backends.megatron.forward import LogProbs, custom_forward
+from rftmega.backends.runner.micro_batches import plan_micro_batches
 from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelConfig
 from rftmega.core.shards import Shard
 from rftmega.core.types import Completion, Prompt, Rollout, SliceChecksums, Trajectory

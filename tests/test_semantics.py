@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PADDED, SAMPLES = "unit/lightrft/test_padded.py", "unit/experience/test_samples.py"
+PADDED, SAMPLES = "unit/lightrft/test_padded.py", "unit/trainer/experience/test_samples.py"
 ADVANTAGES, GAE, SURROGATES = (
     f"unit/algorithms/test_{name}.py" for name in ("advantages", "gae", "surrogates")
 )
@@ -19,8 +19,8 @@ INVARIANCES, MIX, STEP = (
 )
 SAMPLING, FORWARD, CONFIG = (
     "unit/trainer/test_sampling.py",
-    "unit/megatron/test_forward.py",
-    "unit/validation/test_violations.py",
+    "unit/backends/megatron/test_forward.py",
+    "unit/config/validation/test_violations.py",
 )
 ACTOR, LAYOUTS, LOGPROBS = (
     f"distributed/test_{name}.py" for name in ("actor", "invariance", "logprobs")
@@ -37,7 +37,7 @@ PROPERTIES: dict[int, list[str]] = {
     4: [f"{FORWARD}::test_two_processes_share_a_row_in_zig_zag_chunks",
         f"{LAYOUTS}::test_three_updates_are_those_of_one_process_under_every_layout"],
     5: [f"{SAMPLES}::test_siblings_share_a_group_and_truncation_is_kept",
-        "unit/rollout/test_engines.py::test_scripted_answers_end_in_the_stop_token_or_at_the_limit"],
+        "unit/rollout/engines/test_engines.py::test_scripted_answers_end_in_the_stop_token_or_at_the_limit"],
     6: [f"{PADDED}::test_prompts_end_and_responses_begin_in_one_column_and_masks_know_a_word_from_padding",
         f"{SAMPLES}::test_rows_hold_prompt_and_response_and_the_mask_covers_the_response_targets"],
     7: [f"{SURROGATES}::test_what_stands_in_padding_changes_neither_loss_nor_gradient",
@@ -60,13 +60,13 @@ PROPERTIES: dict[int, list[str]] = {
          "unit/algorithms/test_filters.py::test_the_cap_and_the_weight_of_agreeing_groups_are_settings"],
     14: [f"{SHAPING}::test_running_moments_are_those_of_everything_seen_so_far",
          f"{SHAPING}::test_the_clip_comes_last_and_everything_is_off_by_itself",
-         "unit/callbacks/test_evaluate.py::test_training_is_the_same_with_and_without_evaluation"],
+         "unit/monitoring/observers/test_evaluate.py::test_training_is_the_same_with_and_without_evaluation"],
     15: [f"{KL}::test_values_and_gradients_are_those_of_the_formulas",
          f"{KL}::test_k1_and_k3_estimate_the_kl_of_two_distributions", REFUSED],
     16: [f"{ADVANTAGES}::test_an_answers_reward_is_at_its_last_token_once", REFUSED],
     17: [f"{KL}::test_without_a_target_the_weight_stays",
          f"{KL}::test_with_one_it_follows_what_is_seen_by_at_most_a_fifth_of_the_horizon",
-         "unit/callbacks/test_checkpointing.py::test_a_resumed_run_equals_one_that_was_never_interrupted"],
+         "unit/monitoring/observers/test_checkpointing.py::test_a_resumed_run_equals_one_that_was_never_interrupted"],
     18: [f"{SHAPING}::test_long_answers_pay_from_the_buffer_on_and_never_more_than_the_factor",
          f"{STEP}::test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_group"],
     19: [f"{SAMPLING}::test_groups_that_agree_are_replaced_until_the_batch_is_full",
@@ -96,9 +96,9 @@ PROPERTIES: dict[int, list[str]] = {
          "distributed/test_vllm.py::test_vllm_agrees_with_the_trainer_and_with_transformers"],
     30: [f"{ACTOR}::test_packed_log_probs_and_entropy_are_those_of_unpacked_rows_in_transformers",
          "distributed/test_custom_forward.py::test_log_probs_without_logits_take_a_temperature_a_row"],
-    31: ["unit/device/test_average.py::test_the_average_is_its_closed_form_in_float32",
+    31: ["unit/runtime/device/test_average.py::test_the_average_is_its_closed_form_in_float32",
          "distributed/test_ptx.py::test_updates_equal_a_plain_loop_in_one_process_and_in_four",
-         "unit/passes/test_auxiliary.py::test_value_and_gradient_are_the_sum_of_two_means_however_they_are_split",
+         "unit/backends/runner/test_auxiliary.py::test_value_and_gradient_are_the_sum_of_two_means_however_they_are_split",
          "e2e/test_loop.py::test_the_first_steps_agree_between_layouts",
          f"{STEP}::test_a_frozen_policy_stays_while_the_critic_learns"],
     32: ["unit/model_providers/test_balancing.py::test_experts_are_not_balanced_by_another_loss"],

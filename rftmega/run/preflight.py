@@ -3,6 +3,16 @@
 import os
 from pathlib import Path
 
+from rftmega.backends.decoder.adapted_layers import adapted_of
+from rftmega.backends.decoder.describe import (
+    beyond_its_positions,
+    describe_any,
+    read_config,
+    tower_of,
+    unknown_to_transformers,
+)
+from rftmega.backends.decoder.meta_decoder import on_meta
+from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
@@ -21,19 +31,9 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
-from rftmega.models.hf.adapted_layers import adapted_of
-from rftmega.models.hf.decoder import (
-    beyond_its_positions,
-    describe_any,
-    read_config,
-    tower_of,
-    unknown_to_transformers,
-)
 from rftmega.models.hf.hf_folder import HFFolder
-from rftmega.models.hf.meta_decoder import on_meta
 from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
-from rftmega.models.hf.tensor_plan import styles_of
 from rftmega.models.known_fields import ignore
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run import run_end

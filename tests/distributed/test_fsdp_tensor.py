@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rftmega.models.hf.parameter_places import places_of, plans_of, read
-from rftmega.models.hf.tensor_plan import partial_of, splits_of, styles_of
 
+from rftmega.backends.decoder.parameter_places import places_of, plans_of, read
+from rftmega.backends.decoder.tensor_plan import partial_of, splits_of, styles_of
 from rftmega.backends.fsdp.feed import feed
 from rftmega.backends.fsdp.module import build
 from rftmega.backends.fsdp.sharding import materialise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from rftmega.backends.decoder.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
 from rftmega.config.options.adapters import OF_ATTENTION, experts_targeted
 from rftmega.converters.adapters import (
     pair_names,
@@ -17,7 +18,6 @@ from rftmega.converters.adapters import (
 )
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD, OF_WORDS
-from rftmega.models.hf.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
 
 if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
     from transformers import PreTrainedModel

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rftmega.models.hf.adapted_layers import AdaptedLayers, adapted_of
-from rftmega.models.hf.decoder import TransformersModel, read_config, tower_of
-from rftmega.models.hf.meta_decoder import describe, gathered_apart, on_meta
-from rftmega.models.hf.tensor_plan import splits_of, styles_of
+from rftmega.backends.decoder.adapted_layers import AdaptedLayers, adapted_of
+from rftmega.backends.decoder.describe import TransformersModel, read_config, tower_of
+from rftmega.backends.decoder.meta_decoder import describe, gathered_apart, on_meta
+from rftmega.backends.decoder.tensor_plan import splits_of, styles_of
 
 Shape = tuple[int, ...]
 

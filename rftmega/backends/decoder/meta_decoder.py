@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rftmega.backends.decoder.describe import SEEING, TransformersModel, describe_any
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.tower import VisionTower
-from rftmega.models.hf.decoder import SEEING, TransformersModel, describe_any
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel

@@ -24,11 +24,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.converters import NOT_WEIGHTS
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
 from rftmega.models.hf.hf_folder import HFFolder
-from rftmega.models.hf.tensor_plan import Split
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 

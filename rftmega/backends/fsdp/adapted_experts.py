@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rftmega.backends.decoder.adapted_layers import module_name, pair_of
+from rftmega.backends.decoder.parameter_places import Placed
+from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.backends.fsdp.weight import Weight
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
-from rftmega.models.hf.adapted_layers import module_name, pair_of
-from rftmega.models.hf.parameter_places import Placed
-from rftmega.models.hf.tensor_plan import Split
 from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs
 
 BESIDE = "lora"  # the name of the module of pairs within that of the experts

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rftmega.backends.decoder.adapted_layers import WEIGHT, adapted_of, pair_of
+from rftmega.backends.decoder.parameter_places import Placed
+from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.backends.fsdp.adapted_experts import AdaptedStack
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import LogProbHead, Network
@@ -25,10 +28,7 @@ from rftmega.backends.fsdp.weight import Weight
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import Box, Shard, narrowed
-from rftmega.models.hf.adapted_layers import WEIGHT, adapted_of, pair_of
-from rftmega.models.hf.parameter_places import Placed
 from rftmega.models.hf.peft_folder import PEFTFolder, Whole
-from rftmega.models.hf.tensor_plan import Split
 from rftmega.models.lora.embedding import EmbeddingWithPair
 from rftmega.models.lora.linear import LinearWithPair, PairDelta
 

@@ -10,6 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rftmega.backends.decoder.describe import tower_of
+from rftmega.backends.decoder.meta_decoder import describe
+from rftmega.backends.decoder.parameter_places import (
+    Placed,
+    differs_from,
+    places_of,
+    plans_of,
+    read,
+)
+from rftmega.backends.decoder.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.backends.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
@@ -28,12 +38,8 @@ from rftmega.core.shards import Shard
 from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
-from rftmega.models.hf.decoder import tower_of
 from rftmega.models.hf.hf_folder import HFFolder, is_finite
-from rftmega.models.hf.meta_decoder import describe
-from rftmega.models.hf.parameter_places import Placed, differs_from, places_of, plans_of, read
 from rftmega.models.hf.peft_folder import PEFTFolder, beginning
-from rftmega.models.hf.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.runtime import device
 from rftmega.runtime.device.random_stream import RandomStream
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rftmega.backends.decoder.describe import SEEING, read_config
+from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.fsdp.exchanges import copied
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.output_head import OutputHead, output_head
-from rftmega.models.hf.decoder import SEEING, read_config
-from rftmega.models.hf.meta_decoder import on_meta
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.lora.linear import LinearWithPair
 

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rftmega.backends.decoder.meta_decoder import gathered_apart
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import Network
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.models.hf.meta_decoder import gathered_apart
 from rftmega.runtime import device
 
 

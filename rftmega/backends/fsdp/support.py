@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rftmega.backends.decoder.meta_decoder import words_of
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
-from rftmega.models.hf.meta_decoder import words_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROBE = [0, 3, 5]  # edges of the rows that are tried

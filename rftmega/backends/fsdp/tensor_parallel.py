@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rftmega.backends.fsdp.exchanges import copied, joined, own_columns, summed
-from rftmega.backends.fsdp.module import LogProbHead, Network
-from rftmega.models.hf.tensor_plan import (
+from rftmega.backends.decoder.tensor_plan import (
     COLUMN,
     COLUMN_GATHERED,
     EXPERTS,
@@ -22,6 +20,8 @@ from rftmega.models.hf.tensor_plan import (
     VOCABULARY,
     Split,
 )
+from rftmega.backends.fsdp.exchanges import copied, joined, own_columns, summed
+from rftmega.backends.fsdp.module import LogProbHead, Network
 from rftmega.models.kernels.linear_log_probs import VocabularyShard
 from rftmega.models.lora.linear import LinearWithPair
 

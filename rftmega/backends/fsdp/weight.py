@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rftmega.backends.decoder.parameter_places import ShardPlan
+from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.core.shards import Shard
-from rftmega.models.hf.parameter_places import ShardPlan
-from rftmega.models.hf.tensor_plan import Split
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from rftmega.backends.megatron.forward import (
     unwrap,
 )
 from rftmega.backends.megatron.manager import MegatronModelManager
+from rftmega.backends.runner.micro_batches import fewest_micro_batches
 from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
 from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
@@ -28,7 +29,6 @@ from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
 from rftmega.model_providers.tower import AudioTower
 from rftmega.models.layers.router_replay import FedRoutes
 from rftmega.runtime.device.spans import recorder
-from rftmega.runtime.parallel.micro_batches import fewest_micro_batches
 from rftmega.runtime.parallel.watchdog import mark
 
 

@@ -9,9 +9,9 @@ N + 4 L H Q T a token forward). The backward pass takes twice as much as the for
 
 from collections.abc import Iterable
 
+from rftmega.backends.decoder.describe import TransformersModel
 from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower, VisionTower
-from rftmega.models.hf.decoder import TransformersModel
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
 OF_FROZEN = 1  # the same where the weights are frozen, and adapters beside them learn

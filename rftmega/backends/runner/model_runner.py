@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rftmega.backends.runner.auxiliary import beside
 from rftmega.backends.runner.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
+from rftmega.backends.runner.micro_batches import plan_micro_batches
 from rftmega.config import RunConfig
 from rftmega.core import expert_routes
 from rftmega.core.errors import NothingLearnt
@@ -36,7 +37,6 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel import host_memory
-from rftmega.runtime.parallel.micro_batches import plan_micro_batches
 
 COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rftmega.backends.runner.micro_batches import fewest_micro_batches
 from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
 from rftmega.core.shards import is_linear
 from rftmega.run.planning import activations, engine, sharded, tower
@@ -23,7 +24,6 @@ from rftmega.run.planning.states import (
     shared_bytes,
     states,
 )
-from rftmega.runtime.parallel.micro_batches import fewest_micro_batches
 
 Bytes = dict[str, int]  # by kind
 

@@ -5,14 +5,14 @@ they learn.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rftmega.backends.decoder.describe import TransformersModel
+from rftmega.backends.decoder.gathered_groups import Groups, read_groups
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.models.hf.decoder import TransformersModel
-from rftmega.models.hf.gathered_groups import Groups, read_groups
 from rftmega.models.known_fields import ignore
 
 POLICY = "policy"

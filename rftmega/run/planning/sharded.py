@@ -6,7 +6,7 @@ be short, its memory is not. What is gathered together is gathered one ahead of 
 
 from math import prod
 
-from rftmega.models.hf.gathered_groups import Groups, Shape
+from rftmega.backends.decoder.gathered_groups import Groups, Shape
 from rftmega.run.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
 
 OF_A_LINEAR = 2  # dimensions of a pair's matrices; of experts' pairs one more

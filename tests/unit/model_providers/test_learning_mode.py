@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from rftmega.models.hf.meta_decoder import layers_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from rftmega.backends.decoder.meta_decoder import layers_of
 from rftmega.converters.dropout_fields import drops
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from tests.tiny_decoders import FAMILIES, tiny

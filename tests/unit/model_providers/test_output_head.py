@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from rftmega.models.hf.decoder import read_config
-from rftmega.models.hf.meta_decoder import on_meta
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rftmega.backends.decoder.describe import read_config
+from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.output_head import names_of_head, output_head
 from tests.tiny_decoders import VOCABULARY, save_decoder

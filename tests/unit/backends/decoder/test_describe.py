@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rftmega.models.hf.decoder import beyond_its_positions, describe_any, read_config, tower_of
 
+from rftmega.backends.decoder import meta_decoder
+from rftmega.backends.decoder.describe import (
+    beyond_its_positions,
+    describe_any,
+    read_config,
+    tower_of,
+)
 from rftmega.backends.runner.flops import layer_weights
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.models.hf import meta_decoder
 from tests.tiny_decoders import save_decoder
 from tests.tiny_vision import save_tiny_vision
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rftmega.models.hf.tensor_plan import partial_of, splits_of, styles_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rftmega.backends.decoder.tensor_plan import partial_of, splits_of, styles_of
 from rftmega.core.errors import CheckpointError
 from tests.tiny_decoders import DECODER, FAMILIES
 

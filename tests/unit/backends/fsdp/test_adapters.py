@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rftmega.models.hf.adapted_layers import adapted_of
-from rftmega.models.hf.decoder import read_config
-from rftmega.models.hf.meta_decoder import on_meta
 from torch import nn
 from torch.nn import functional
 
+from rftmega.backends.decoder.adapted_layers import adapted_of
+from rftmega.backends.decoder.describe import read_config
+from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.models.lora.embedding import EmbeddingWithPair

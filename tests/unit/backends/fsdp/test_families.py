@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rftmega.models.hf.parameter_places import Placed, places_of, plans_of, read
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rftmega.backends.decoder import describe, meta_decoder
+from rftmega.backends.decoder.parameter_places import Placed, places_of, plans_of, read
 from rftmega.backends.fsdp import module as fsdp_module
 from rftmega.backends.fsdp.feed import feed
 from rftmega.backends.fsdp.module import Built, build
@@ -18,7 +19,6 @@ from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Shard
 from rftmega.model_providers.output_head import OutputHead
-from rftmega.models.hf import decoder, meta_decoder
 from rftmega.models.hf.hf_folder import HFFolder
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
 from tests.tiny_vision import save_tiny_vision
@@ -206,7 +206,7 @@ def test_a_tensor_that_transformers_transposes_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny_vision(tmp_path, "qwen3_vl_moe")
-    for module in (decoder, meta_decoder, fsdp_module):
+    for module in (describe, meta_decoder, fsdp_module):
         monkeypatch.setattr(module, "SEEING", ("qwen3_vl_moe",))
     with pytest.raises(CheckpointError, match="down_proj another tensor by Transpose"):
         loaded(folder)

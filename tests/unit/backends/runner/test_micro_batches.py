@@ -3,7 +3,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rftmega.runtime.parallel.micro_batches import (
+
+from rftmega.backends.runner.micro_batches import (
     fewest_micro_batches,
     karmarkar_karp,
     plan_micro_batches,

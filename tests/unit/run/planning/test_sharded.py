@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rftmega.models.hf.gathered_groups import Groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega import config as configuration
+from rftmega.backends.decoder.gathered_groups import Groups
 from rftmega.config import LoRA, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.run import disk_space
