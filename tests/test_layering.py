@@ -1,113 +1,71 @@
-"""Who may import whom, and which outside names a unit may say: the map of ARCHITECTURE.md,
-executable.
+"""Checks which subpackage imports which, that nothing imports in a circle, and where outside packages
+may be named: the map of ARCHITECTURE.md, executable.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-LEARNT = "algorithms rewards data environments conversations toolsets agents experience gap trainer callbacks"
-RUNS = (
-    "device parallel passes kernels layers checkpoint requests rollout vllm_server server_protocol fleet dispatch weights "
-    "planning model_providers converters hf_folders flops known_fields"
-)
-BACKENDS = "megatron fsdp conversion"  # only what chooses one may name it
-BASICS = (
-    "config options user_code validation errors json_files media types interfaces shards "
-    "sampling_seeds columns rollout_arrays control_tokens"
-)
-MAY_IMPORT = {
-    "user_code": "errors",
-    "options": "errors user_code",
-    "config": "options errors json_files user_code",
-    "errors": "",
-    "json_files": "errors",
-    "columns": "errors",
-    "types": "columns media",
-    "media": "errors json_files",
-    "shards": "",
-    "interfaces": "media types shards columns",
-    "sampling_seeds": "",
-    "rollout_arrays": "columns media types",
-    "environments": "config options errors types interfaces conversations toolsets agents",
-    "conversations": "errors json_files types",
-    "toolsets": "options errors user_code types",
-    "agents": "options errors user_code types interfaces conversations",
-    "algorithms": "types config options columns",
+LEARNED = "core config algorithms data rewards environments trainer monitoring"
+RUNTIME = "converters runtime models model_providers weights checkpoints rollout"
+MAY_IMPORT = {  # imports point up in this table
+    "core": "",
     "sandbox": "",
-    "rewards": "types errors json_files config options user_code",
-    "data": "media config types errors json_files records chats control_tokens",
-    "control_tokens": "",
-    "chats": "config errors json_files records",
-    "given_media": "data media config types errors",
-    "records": "config errors json_files user_code",
-    "validation": "config options errors json_files user_code",
-    "experience": "media errors types interfaces columns rollout_arrays algorithms config",
-    "gap": "errors json_files types interfaces sampling_seeds columns algorithms experience",
-    "trainer": "media errors config types interfaces sampling_seeds columns rollout_arrays algorithms experience gap",
-    "callbacks": "media errors json_files config options types interfaces columns sampling_seeds algorithms experience",
-    "device": "errors",
-    "kernels": "device",
-    "layers": "columns errors kernels",
-    "flops": "model_providers hf_folders",
-    "known_fields": "",
-    "passes": "columns config types media errors device parallel model_providers flops",
-    "parallel": "config columns errors device",
-    "optimizers": "config device",
-    "megatron": "columns config types media shards errors json_files device parallel passes kernels layers checkpoint "
-    "optimizers model_providers converters hf_folders",
-    "low_rank": "config shards",
-    "fsdp": "config types media shards errors json_files device parallel passes kernels low_rank checkpoint model_providers "
-    "hf_folders",
-    "checkpoint": "config shards errors json_files device parallel converters hf_folders known_fields",
-    "conversion": "config options errors json_files parallel checkpoint megatron model_providers converters hf_folders",
-    "requests": "columns media types",
-    "rollout": "columns media config types shards interfaces errors json_files device parallel kernels weights transport "
-    "requests hf_folders",
-    "vllm_server": "parallel rollout",
-    "server_protocol": "config columns errors json_files requests vllm_server",
-    "fleet": "server_protocol vllm_server columns media config types shards interfaces errors device parallel transport requests "
-    "rollout sampling_seeds",
-    "dispatch": "columns media types interfaces shards sampling_seeds rollout_arrays errors device parallel rollout fleet "
-    "requests",
-    "weights": "config types shards interfaces errors json_files device parallel converters hf_folders",
-    "transport": "types shards errors parallel weights hf_folders",
-    "planning": "columns transport config validation shards errors parallel weights model_providers converters hf_folders flops "
-    "known_fields",
-    "strategy": f"{BASICS} {LEARNT} {RUNS}",
-    "observe": f"{BASICS} {LEARNT} {RUNS} strategy",
-    "launch": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy observe",
-    "lightrft": f"{BASICS} {LEARNT} {RUNS} {BACKENDS} strategy given_media",
-    "lightrft_multimodal": f"{BASICS} {LEARNT} {RUNS} lightrft given_media",
-    "model_providers": "config errors json_files device layers converters known_fields",
-    "converters": "errors json_files shards",
-    "hf_folders": "options shards errors json_files converters kernels model_providers",
-    "__main__": "config parallel launch",
+    "config": "core",
+    "converters": "core",
+    "algorithms": "core config",
+    "data": "core config",
+    "rewards": "core config",
+    "runtime": "core config",
+    "environments": "core config data",
+    "models": "core config converters runtime",
+    "trainer": "core config algorithms",
+    "model_providers": "core config converters runtime models",
+    "weights": "core converters runtime models",
+    "checkpoints": "core config runtime models",
+    "monitoring": "core config algorithms data runtime models trainer",
+    "rollout": "core config data runtime models weights",
+    "backends": "core config converters data runtime models model_providers checkpoints",
+    "run": f"{LEARNED} {RUNTIME} backends",
+    "lightrft": f"{LEARNED} {RUNTIME} run",
+    "__main__": "config runtime run",
 }
-ONLY_IN = {
-    "megatron": "columns parallel megatron layers optimizers model_providers",
-    "torchao": "optimizers",
-    "megatron.core.parallel_state": "parallel",
-    "torch.distributed": "parallel kernels megatron fsdp weights transport strategy checkpoint rollout dispatch observe launch"
-    " lightrft",
-    "torch.cuda": "device",
-    "vllm": "rollout fleet vllm_server",
-    "transformers": "rollout data media model_providers known_fields hf_folders fsdp conversion",
-    "pyarrow": "records",
-    "datasets": "records",
-    "renderers": "conversations",
+MAY_NOT = {  # finer than a subpackage: folder -> folders it must not name
+    "config/options": "config/validation",
+    "runtime/device": "config runtime/parallel",
+    "rollout/engines": "rollout/servers rollout/pool",
+    "rollout/servers": "rollout/pool",
+    "data/records": "data/chat data/media",
+    "backends/megatron": "backends/fsdp",
+    "backends/fsdp": "backends/megatron model_providers/families",
+    "backends/runner": "backends/megatron backends/fsdp",
+    "run/placement": "backends",
+    "run/planning": "backends/megatron backends/fsdp rollout",
+    "weights/transports": "weights/receivers",
 }
-RELATIVE = "a relative import"
-LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it
-# units whose import must cost nothing
+ONLY_IN = {  # outside package -> the folders that may name it
+    "megatron": "runtime/parallel models/layers model_providers backends/megatron backends/optimizers",
+    "megatron.core.parallel_state": "runtime/parallel",
+    "torch.cuda": "runtime/device",
+    "torch.distributed": "runtime/parallel models/kernels backends/megatron backends/fsdp weights checkpoints rollout/pool "
+    "run monitoring/performance lightrft",
+    "torchao": "backends/optimizers",
+    "vllm": "rollout/engines rollout/servers weights/receivers",
+    "transformers": "data models backends/decoder backends/fsdp model_providers rollout/engines run/conversion",
+    "pyarrow": "data/records",
+    "datasets": "data/records",
+    "renderers": "data/chat",
+}
 HEAVY = ("torch", "transformers", "megatron", "vllm", "renderers", "openai")
-LIGHT = {"config": HEAVY, "options": HEAVY, "validation": HEAVY}
+LIGHT = ("config", "sandbox", "core/errors", "core/json_files")  # their import must cost nothing
+LINKED = ("model_providers", "converters")  # folders beside the package, and parts of it
+RELATIVE = "a relative import"
 
 
-def names_in(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import and every dotted attribute, at any depth."""
+def names_in(path: Path, *, attributes: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, and of every dotted attribute, at any depth."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -115,187 +73,169 @@ def names_in(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, RELATIVE
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Attribute):
+        elif attributes and isinstance(node, ast.Attribute):
             yield node.lineno, ast.unparse(node)
 
 
-def unit_of(path: Path, root: Path) -> str:
-    first, *rest = path.relative_to(root).parts
-    return (rest[0] if first == "rftmega" else first).removesuffix(".py")
+def modules(root: Path) -> dict[str, Path]:
+    """The file of each module, by its path in the package without a suffix: "trainer/ppo"."""
+    found = {}
+    for package in ("rftmega", *LINKED):
+        for path in sorted((root / package).rglob("*.py")):
+            inside = path.relative_to(root / "rftmega" if package == "rftmega" else root)
+            found[inside.as_posix().removesuffix(".py").removesuffix("/__init__")] = path
+    found.pop("__init__", None)  # the package itself
+    return found
+
+
+def within(module: str, folders: str) -> bool:
+    return any(f"{module}/".startswith(f"{folder}/") for folder in folders.split())
 
 
 def violations(root: Path) -> list[str]:
     found = []
-    packages = [root / name for name in ("rftmega", "model_providers", "converters")]
-    for path in sorted(p for package in packages for p in package.rglob("*.py")):
-        unit = unit_of(path, root)
-        if unit == "__init__":
-            continue
+    for module, path in modules(root).items():
+        unit = module.partition("/")[0]
         for line, name in names_in(path):
+            where = f"{path.relative_to(root)}:{line}"
             if name == RELATIVE:
-                found.append(f"{path.relative_to(root)}:{line}: {name}: write the whole name")
-            inside = name.split(".")
-            if inside[0] in LINKED:
-                found.append(
-                    f"{path.relative_to(root)}:{line}: write rftmega.{name}: nothing else is installed"
-                )
-            target = inside[1] if inside[0] == "rftmega" and len(inside) > 1 else ""
-            if target in MAY_IMPORT:
-                if target not in (unit, *MAY_IMPORT[unit].split()):
-                    found.append(f"{path.relative_to(root)}:{line}: {unit} may not import {target}")
+                found.append(f"{where}: {name}: write the whole name")
+            first, *rest = name.split(".")
+            if first in LINKED:
+                found.append(f"{where}: write rftmega.{name}: nothing else is installed")
+            target = "/".join(rest) if first == "rftmega" else ""
+            to = target.partition("/")[0]
+            if to in MAY_IMPORT:
+                if to not in (unit, *MAY_IMPORT.get(unit, "").split()):
+                    found.append(f"{where}: {unit} may not import {to}")
+                for folder, others in MAY_NOT.items():
+                    if within(module, folder) and within(target, others):
+                        found.append(f"{where}: {folder} may not import {others}")
                 continue
             for outside, homes in ONLY_IN.items():
-                if f"{name}.".startswith(f"{outside}.") and unit not in homes.split():
-                    found.append(
-                        f"{path.relative_to(root)}:{line}: {outside} belongs in {homes}, not {unit}"
-                    )
-            if any(f"{name}.".startswith(f"{heavy}.") for heavy in LIGHT.get(unit, ())):
-                found.append(
-                    f"{path.relative_to(root)}:{line}: {unit} must import nothing heavy, not {name}"
-                )
+                if f"{name}.".startswith(f"{outside}.") and not within(module, homes):
+                    found.append(f"{where}: {outside} belongs in {homes}, not {module}")
+            if within(module, " ".join(LIGHT)) and first in HEAVY:
+                found.append(f"{where}: {module} must import nothing heavy, not {name}")
     return found
+
+
+def imported(root: Path) -> dict[str, set[str]]:
+    """The modules that each module imports; what only a type checker imports included."""
+    files = modules(root)
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found[module] = set()
+        for _, name in names_in(path, attributes=False):
+            first, *rest = name.split(".")
+            while first == "rftmega" and rest and "/".join(rest) not in files:
+                rest.pop()
+            if first == "rftmega" and rest:
+                found[module].add("/".join(rest))
+    return found
+
+
+def children(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The same between a subpackage's files and folders; of the families' folders, between files."""
+
+    def child(module: str) -> str:
+        return module if "/families/" in module else "/".join(module.split("/")[:2])
+
+    found: dict[str, set[str]] = {}
+    for module, targets in edges.items():
+        found.setdefault(child(module), set()).update(map(child, targets))
+    return found
+
+
+def circles(edges: Mapping[str, set[str]]) -> set[str]:
+    """Everything that leads back to itself."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = edges.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    plain = {name: targets - {name} for name, targets in edges.items()}
+    edges = plain
+    return {name for name in plain if name in reached(name)}
 
 
 def test_imports_follow_the_map() -> None:
     assert violations(Path(__file__).parents[1]) == []
 
 
+def test_nothing_imports_in_a_circle() -> None:
+    edges = imported(Path(__file__).parents[1])
+    assert circles(edges) == set()
+    assert circles(children(edges)) == set()
+    order = list(MAY_IMPORT)
+    assert all(
+        order.index(to) < order.index(unit)
+        for unit, allowed in MAY_IMPORT.items()
+        for to in allowed.split()
+    )
+
+
+def test_a_circle_between_files_or_folders_is_found(tmp_path: Path) -> None:
+    for path, code in {
+        "trainer/__init__.py": "",
+        "trainer/a.py": "from rftmega.trainer.inner.b import f",
+        "trainer/inner/__init__.py": "",
+        "trainer/inner/b.py": "def f():\n    from rftmega.trainer import c",
+        "trainer/inner/d.py": "",
+        "trainer/c.py": "import rftmega.trainer.inner.d",
+    }.items():
+        file = tmp_path / "rftmega" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    assert circles(imported(tmp_path)) == set()
+    assert circles(children(imported(tmp_path))) == {"trainer/inner", "trainer/c"}
+    (tmp_path / "rftmega/trainer/inner/d.py").write_text("from rftmega.trainer import a")
+    assert circles(imported(tmp_path)) == {
+        *("trainer/a", "trainer/c", "trainer/inner/b", "trainer/inner/d")
+    }
+
+
 @pytest.mark.parametrize(
     ("path", "code", "complaint"),
     [
-        (
-            "rftmega/trainer/bad.py",
-            "from rftmega.backends.megatron import MegatronActor",
-            "trainer may not import megatron",
-        ),
-        (
-            "rftmega/trainer/bad.py",
-            "from rftmega.monitoring.observers.observer import Observer",
-            "trainer may not import callbacks",
-        ),
-        (
-            "rftmega/monitoring/observers/bad.py",
-            "from rftmega.trainer import PPOTrainer",
-            "callbacks may not import trainer",
-        ),
-        (
-            "rftmega/trainer/experience/bad.py",
-            "import torch\ntorch.cuda.synchronize()",
-            "torch.cuda belongs in device, not experience",
-        ),
-        (
-            "rftmega/environments/bad.py",
-            "from rftmega.rollout.pool.running_rollouts import RunningRollouts",
-            "environments may not import dispatch",
-        ),
-        (
-            "rftmega/rollout/pool/bad.py",
-            "from rftmega.environments import SingleTurnEnvironment",
-            "dispatch may not import environments",
-        ),
-        (
-            "rftmega/rollout/engines/bad.py",
-            "from rftmega.rollout.pool.engine_pool import EnginePool",
-            "rollout may not import dispatch",
-        ),
-        (
-            "rftmega/run/placement/bad.py",
-            "def f():\n    from rftmega.backends.megatron import MegatronActor",
-            "strategy may not import megatron",
-        ),
-        (
-            "rftmega/checkpoints/bad.py",
-            "from rftmega.backends.megatron import MegatronActor",
-            "checkpoint may not import megatron",
-        ),
-        (
-            "rftmega/weights/bad.py",
-            "from rftmega.backends.megatron.binding import Bound",
-            "weights may not import megatron",
-        ),
-        (
-            "rftmega/weights/bad.py",
-            "def f():\n    from vllm import LLM",
-            "vllm belongs in rollout fleet vllm_server, not weights",
-        ),
-        (
-            "rftmega/algorithms/bad.py",
-            "import torch.distributed as dist",
-            "torch.distributed belongs in",
-        ),
-        (
-            "rftmega/rollout/engines/bad.py",
-            "from megatron.core import parallel_state",
-            "parallel_state belongs in parallel",
-        ),
-        ("converters/bad.py", "import megatron.core", "megatron belongs in"),
-        (
-            "converters/bad.py",
-            "from rftmega.config import RunConfig",
-            "converters may not import config",
-        ),
-        (
-            "rftmega/run/planning/bad.py",
-            "import torch.distributed as dist",
-            "torch.distributed belongs in",
-        ),
-        (
-            "rftmega/models/kernels/bad.py",
-            "from rftmega.backends.megatron import MegatronActor",
-            "kernels may not import megatron",
-        ),
-        ("rftmega/trainer/bad.py", "from ..data import load_prompts", "a relative import"),
-        ("rftmega/trainer/bad.py", "from .. import megatron", "a relative import"),
-        (
-            "rftmega/weights/bad.py",
-            "from converters import table",
-            "write rftmega.converters.table",
-        ),
-        ("rftmega/config/bad.py", "import torch", "config must import nothing heavy"),
-        (
-            "rftmega/config/validation/bad.py",
-            "import torch",
-            "validation must import nothing heavy",
-        ),
-        (
-            "rftmega/config/bad.py",
-            "from rftmega.config.validation import violations",
-            "config may not import validation",
-        ),
-        (
-            "rftmega/config/validation/bad.py",
-            "from rftmega.data import load_prompts",
-            "validation may not import data",
-        ),
-        (
-            "rftmega/run/placement/bad.py",
-            "from rftmega.lightrft.strategy import StrategyBase",
-            "strategy may not import lightrft",
-        ),
-        (
-            "rftmega/run/bad.py",
-            "from rftmega.lightrft.strategy import StrategyBase",
-            "launch may not import lightrft",
-        ),
-        (
-            "rftmega/run/placement/bad.py",
-            "from rftmega.monitoring.performance.throughput import Throughput",
-            "strategy may not import observe",
-        ),
-        (
-            "rftmega/monitoring/bad.py",
-            "from rftmega.run.process import joined",
-            "observe may not import launch",
-        ),
-        (
-            "rftmega/checkpoints/bad.py",
-            "from rftmega.run.placement.phases import DevicePhases",
-            "checkpoint may not import strategy",
-        ),
+        ("trainer", "from rftmega.backends.megatron import A", "trainer may not import backends"),
+        ("trainer", "from rftmega.monitoring.observers import a", "trainer may not import monit"),
+        ("monitoring", "from rftmega.run.process import joined", "monitoring may not import run"),
+        ("trainer", "import torch\ntorch.cuda.synchronize()", "torch.cuda belongs in runtime"),
+        ("environments", "from rftmega.rollout.pool import a", "environments may not import roll"),
+        ("rollout/pool", "from rftmega.environments import a", "rollout may not import environ"),
+        ("rollout/engines", "from rftmega.rollout.pool import a", "may not import rollout/servers"),
+        ("run/placement", "def f():\n    import rftmega.backends.fsdp", "may not import backends"),
+        ("run/planning", "import rftmega.backends.megatron.actor", "run/planning may not import"),
+        ("checkpoints", "from rftmega.backends.megatron import A", "checkpoints may not import"),
+        ("weights", "from rftmega.backends.megatron import A", "weights may not import backends"),
+        ("weights", "def f():\n    from vllm import LLM", "vllm belongs in rollout/engines"),
+        ("algorithms", "import torch.distributed as dist", "torch.distributed belongs in"),
+        ("rollout", "from megatron.core import parallel_state", "parallel_state belongs in"),
+        ("models/lora", "import megatron.core", "megatron belongs in"),
+        ("../converters", "import megatron.core", "megatron belongs in"),
+        ("../converters", "from rftmega.config import RunConfig", "converters may not import conf"),
+        ("run/planning", "import transformers", "transformers belongs in"),
+        ("models/kernels", "from rftmega.backends.megatron import A", "models may not import back"),
+        ("trainer", "from ..data import load_prompts", "a relative import"),
+        ("trainer", "from .. import backends", "a relative import"),
+        ("weights", "from converters import table", "write rftmega.converters.table"),
+        ("config", "import torch", "must import nothing heavy"),
+        ("config/validation", "import torch", "must import nothing heavy"),
+        ("config/options", "from rftmega.config.validation import a", "options may not import"),
+        ("config", "from rftmega.data import load_prompts", "config may not import data"),
+        ("run", "from rftmega.lightrft.strategy import A", "run may not import lightrft"),
+        ("core", "from rftmega.config import RunConfig", "core may not import config"),
+        ("sandbox", "from rftmega.core.errors import A", "sandbox may not import core"),
     ],
 )
 def test_a_planted_violation_is_found(path: str, code: str, complaint: str, tmp_path: Path) -> None:
-    bad = tmp_path / path
+    bad = (tmp_path / "rftmega" / path / "bad.py").resolve()
     bad.parent.mkdir(parents=True)
     bad.write_text(code)
     found = violations(tmp_path)

@@ -7,6 +7,7 @@ from rftmega.config.config_diff import changes
 from rftmega.config.load import load, parse_override, plugins_of
 from rftmega.config.options.adapters import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.config.options.algorithms import AlgorithmConfig, KLConfig
+from rftmega.config.pickling import restored
 from rftmega.config.pushed_adapters import SERVED_WORDS, served_rank, why_merged
 from rftmega.config.schema import (
     CheckpointConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "load",
     "parse_override",
     "plugins_of",
+    "restored",
     "served_rank",
     "shares",
     "split_source",

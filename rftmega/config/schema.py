@@ -3,7 +3,7 @@
 `train_rl.py --help` prints this file's docstrings.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
@@ -921,12 +921,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Sends a user's own parts as what their file and options say: another process can't import
-        their classes.
-        """
-        return restored, (asdict(self),)
-
     @property
     def reads_columns(self) -> bool:
         """Says that a reward or the environment sees the columns of the data set."""
@@ -960,15 +954,3 @@ class RunConfig:
         return (
             one_update and chosen.kl.placement != "reward" and not self.model.dropout and not asks
         )
-
-
-def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config of nested dictionaries, as `asdict` gives them.
-
-    Reads the plugins' files again.
-    """
-    from rftmega.config.plugins import plugin_parts
-    from rftmega.config.tree import built
-
-    run: RunConfig = built(RunConfig, tree, plugin_parts(tree["plugins"]))
-    return run

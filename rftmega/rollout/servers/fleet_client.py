@@ -12,8 +12,7 @@ from rftmega.core.types import Completion, Sampling
 from rftmega.rollout.requests import Request
 from rftmega.rollout.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.rollout.servers.health import ServerState
-from rftmega.rollout.servers.lines import Line, line_to
-from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.server_client import Connections, ServerClient
 from rftmega.rollout.servers.server_engine import ServerEngine
 
 LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
@@ -31,7 +30,7 @@ class FleetClient:
     def __init__(self, engine: ServerEngine):
         """`engine`: says which servers there are, and when a push lands."""
         self.engine = engine
-        self._lines: dict[ServerClient, Line] = {}
+        self._connections: dict[ServerClient, Connections] = {}
         self._busy: Counter[ServerClient] = Counter()
         self._home: dict[int, ServerClient] = {}  # rollout -> the server that has its first turns
         self._watching: asyncio.Task[None] | None = None
@@ -85,10 +84,10 @@ class FleetClient:
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        for line in self._lines.values():
+        for connections in self._connections.values():
             with suppress(Exception):
-                await line.close()
-        self._lines.clear()
+                await connections.close()
+        self._connections.clear()
 
     async def _part(
         self, server: ServerClient, request: Request, sampling: Sampling, before: PartialCompletion
@@ -97,7 +96,7 @@ class FleetClient:
         missed a push stands still.
         """
         asking = asyncio.ensure_future(
-            self.engine.part(self._line_to(server), request, sampling, before)
+            self.engine.part(self._connections_to(server), request, sampling, before)
         )
         try:
             while not (await asyncio.wait([asking], timeout=WATCH_SECONDS))[0]:
@@ -143,7 +142,7 @@ class FleetClient:
                 return server
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _line_to(self, server: ServerClient) -> Line:
-        if server not in self._lines:
-            self._lines[server] = line_to(server)
-        return self._lines[server]
+    def _connections_to(self, server: ServerClient) -> Connections:
+        if server not in self._connections:
+            self._connections[server] = server.connections()
+        return self._connections[server]

@@ -5,14 +5,13 @@ import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.rollout.servers.connection import CompletionRefused, Disconnected, ServerConnection
-from rftmega.rollout.servers.lines import Line
 from rftmega.rollout.servers.protocol import http_reply, weight_version
 from rftmega.rollout.servers.protocol.claims import refuse_taken
 from rftmega.rollout.servers.protocol.http_reply import HTTPReply
@@ -36,6 +35,18 @@ PAUSES = {  # rollout.on_update -> how a server stops for new weights
 
 
 Told = TypeVar("Told", str, int)
+
+
+class Connections(NamedTuple):
+    """The HTTP client and the WebSocket of one event loop to one server."""
+
+    server: "ServerClient"
+    client: httpx.AsyncClient
+    socket: ServerConnection
+
+    async def close(self) -> None:
+        await self.socket.close()
+        await self.client.aclose()
 
 
 class ServerClient:
@@ -230,14 +241,16 @@ class ServerClient:
         body = {"token_ids": [0], "sampling_params": sampling}
         self.post(self.generates, body, PROBE_SECONDS)
 
-    async def answer(self, line: Line, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def answer(
+        self, connections: Connections, body: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
         """Returns the reply to a request with one choice, as the server gives it.
 
         Raises EngineFault where it breaks off, fails, needs over `seconds` or replies with no object.
         """
         try:
             async with asyncio.timeout(seconds):
-                response = await line.client.post(
+                response = await connections.client.post(
                     f"{self.address}/{self.generates}", json=body, headers=self.headers
                 )
         except TimeoutError as error:
@@ -253,7 +266,7 @@ class ServerClient:
 
     async def ask(
         self,
-        line: Line,
+        connections: Connections,
         token_ids: Sequence[int],
         sampling: Mapping[str, Any],
         seconds: float,
@@ -268,7 +281,7 @@ class ServerClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await line.connection.ask(token_ids, sampling, salt=salt, adapter=adapter)
+                return await connections.socket.ask(token_ids, sampling, salt=salt, adapter=adapter)
         except TimeoutError as error:
             raise self._late(seconds) from error
         except Disconnected as error:
@@ -278,9 +291,15 @@ class ServerClient:
         except EngineError as error:
             raise self.fault(f"failed while generating: {error}") from error
 
-    def connection(self) -> ServerConnection:
-        """Returns a new connection for completions."""
-        return ServerConnection(self.address, self.headers, tls=self.tls)
+    def connections(self) -> Connections:
+        """Returns the connections of one event loop; nothing is opened yet."""
+        limits = httpx.Limits(max_connections=None)
+        timeout = httpx.Timeout(None, connect=30.0)
+        # trust_env=False: no proxy may see the key
+        client = httpx.AsyncClient(
+            timeout=timeout, limits=limits, trust_env=False, verify=self.verified
+        )
+        return Connections(self, client, ServerConnection(self.address, self.headers, tls=self.tls))
 
     def close(self) -> None:
         """Leaves it as it is, but for what it was asked to generate, to whoever comes next."""

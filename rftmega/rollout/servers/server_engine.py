@@ -30,12 +30,11 @@ from rftmega.rollout.engines.vllm_models import sees, stop_strings
 from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.partial_completion import NOTHING, PartialCompletion
 from rftmega.rollout.servers.fleet import Fleet, FleetMember, each_at_once, post_to_each
-from rftmega.rollout.servers.lines import Line
 from rftmega.rollout.servers.protocol import generated, weight_version
 from rftmega.rollout.servers.protocol.completion_checks import LARGEST_ID, AnswerLimits
 from rftmega.rollout.servers.protocol.server_answers import StaleAnswer, answered
 from rftmega.rollout.servers.server import Server
-from rftmega.rollout.servers.server_client import EXPECT, PAUSES, ServerClient
+from rftmega.rollout.servers.server_client import EXPECT, PAUSES, Connections, ServerClient
 from rftmega.rollout.servers.server_options import arguments_of, devices_of, environment_of
 from rftmega.rollout.servers.server_requests import ServerRequests
 from rftmega.rollout.servers.sglang_client import SGLangClient
@@ -419,8 +418,10 @@ class ServerEngine(Engine):
             self.fleet.note_fault(member.server, fault)
             raise
 
-    async def _asked(self, line: Line, request: Request, *, sampling: Sampling) -> Completion:
-        completion = await self.part(line, request, sampling)
+    async def _asked(
+        self, connections: Connections, request: Request, *, sampling: Sampling
+    ) -> Completion:
+        completion = await self.part(connections, request, sampling)
         if completion.reason == "abort" or completion.versions != {self.version}:
             raise StaleAnswer(
                 f"A server answered under weights {sorted(completion.versions)}, {completion.reason}; the last push was "
@@ -430,7 +431,7 @@ class ServerEngine(Engine):
 
     async def part(
         self,
-        line: Line,
+        connections: Connections,
         request: Request,
         sampling: Sampling,
         before: PartialCompletion = NOTHING,
@@ -457,8 +458,8 @@ class ServerEngine(Engine):
         )
         read = partial(answered, limits=limits, run=self.run)
         if not request.pictures:
-            answer = await line.server.ask(
-                line, context, parameters, seconds, salt=salt, adapter=self._adapter
+            answer = await connections.server.ask(
+                connections, context, parameters, seconds, salt=salt, adapter=self._adapter
             )
             added = read(answer, self._routed, len(context))
         else:
@@ -467,13 +468,15 @@ class ServerEngine(Engine):
             body["token_ids"] = unexpanded(context, request.pictures)
             async with self._media.shown(request) as parts:
                 body |= {"content_parts": parts, "return_token_ids": True}
-                reply = generated.reply_of(await line.server.answer(line, body, seconds))
+                reply = generated.reply_of(
+                    await connections.server.answer(connections, body, seconds)
+                )
             check_expanded(request, reply.prompt_token_ids or [])
             added = read(reply.answer)
-        self.fleet.note_answer(line.server, len(added.token_ids))
+        self.fleet.note_answer(connections.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
             raise StaleAnswer(
-                f"The server at {line.server.address} answered under weights {sorted(added.versions)}; the last push was "
+                f"The server at {connections.server.address} answered under weights {sorted(added.versions)}; the last push was "
                 f"{self.newest}."
             )
         return before.with_more(added)

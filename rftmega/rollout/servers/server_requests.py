@@ -10,13 +10,12 @@ from rftmega.core.errors import EngineFault
 from rftmega.core.types import Completion
 from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.order import Waiting, ordered
-from rftmega.rollout.servers.lines import Line, line_to
-from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.server_client import Connections, ServerClient
 
 LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
 
 
-Ask = Callable[[Line, Request], Coroutine[Any, Any, Completion]]
+Ask = Callable[[Connections, Request], Coroutine[Any, Any, Completion]]
 
 
 class ServerRequests:
@@ -30,7 +29,7 @@ class ServerRequests:
     ):
         self.servers, self.most, self.runner = servers, config.max_batch, runner
         self.faults: dict[int, EngineFault] = {}
-        self._lines = [line_to(server) for server in servers]
+        self._connections = [server.connections() for server in servers]
         # server and number of each request that is being answered
         self._running: dict[asyncio.Task[Completion], tuple[int, int]] = {}
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
@@ -47,7 +46,7 @@ class ServerRequests:
             for number, place in waiting.taken(self._room()):
                 self._home[known[place].rollout] = number
                 # a deadline is no time in which one waits
-                task = ask(self._lines[number], known[place])
+                task = ask(self._connections[number], known[place])
                 self._running[self.runner.get_loop().create_task(task)] = number, place
             if not self._running:
                 return False
@@ -69,7 +68,7 @@ class ServerRequests:
     @property
     def stranded(self) -> bool:
         """Says that no server is left."""
-        return len(self.faults) == len(self._lines)
+        return len(self.faults) == len(self._connections)
 
     def close(self) -> bool:
         """Breaks off what is not answered, and says whether there was something."""
@@ -119,5 +118,5 @@ class ServerRequests:
 
     async def _closed(self) -> None:
         await asyncio.gather(*self._running, return_exceptions=True)
-        for line in self._lines:
-            await line.close()
+        for connections in self._connections:
+            await connections.close()

@@ -9,10 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 from rftmega.core.errors import EngineError
-from rftmega.rollout.servers.lines import Line
 from rftmega.rollout.servers.protocol import generated
 from rftmega.rollout.servers.protocol.sglang_sampling import filters, sampling_of
-from rftmega.rollout.servers.server_client import CONTROL_SECONDS, PROBE_SECONDS, ServerClient
+from rftmega.rollout.servers.server_client import (
+    CONTROL_SECONDS,
+    PROBE_SECONDS,
+    Connections,
+    ServerClient,
+)
 from rftmega.rollout.servers.vllm import protocol
 
 VERSION = "0.5.23"
@@ -136,7 +140,7 @@ class SGLangClient(ServerClient):
 
     async def ask(
         self,
-        line: Line,
+        connections: Connections,
         token_ids: Sequence[int],
         sampling: Mapping[str, Any],
         seconds: float,
@@ -154,7 +158,7 @@ class SGLangClient(ServerClient):
             body["return_sampling_mask"] = True
         if salt:
             body["cache_salt"] = salt
-        return generated.of_sglang(await self.answer(line, body, seconds))
+        return generated.of_sglang(await self.answer(connections, body, seconds))
 
     def _info(self) -> dict[str, Any]:
         return self.told(INFO)

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rftmega.rollout.servers.lines import Line
 from rftmega.rollout.servers.protocol import generated
-from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.server_client import Connections, ServerClient
 from rftmega.rollout.servers.vllm import protocol
 
 
@@ -32,7 +31,7 @@ class StockClient(ServerClient):
 
     async def ask(
         self,
-        line: Line,
+        connections: Connections,
         token_ids: Sequence[int],
         sampling: Mapping[str, Any],
         seconds: float,
@@ -44,4 +43,4 @@ class StockClient(ServerClient):
         asked: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
         if salt:
             asked["cache_salt"] = salt
-        return generated.reply_of(await self.answer(line, asked, seconds)).answer
+        return generated.reply_of(await self.answer(connections, asked, seconds)).answer

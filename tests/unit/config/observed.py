@@ -466,6 +466,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     modules = (
         *("vllm", "vllm.sampling_params", "vllm.v1", "vllm.v1.engine", "vllm.model_executor"),
         *("vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload"),
+        *("vllm.distributed", "vllm.distributed.parallel_state"),
         "rftmega.weights.receivers.reload",
         "rftmega.weights.receivers.adapter",
         "rftmega.rollout.engines.expert_routing",
@@ -475,6 +476,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
     )
     fake["vllm"].SamplingParams = None
+    fake["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
     fake["vllm.sampling_params"].RequestOutputKind = fake["vllm.v1.engine"].FinishReason = None
     fake["rftmega.weights.receivers.reload"].pack_output_heads = fake[

@@ -19,9 +19,9 @@ from rftmega.data.media.image_processor import PictureProcessor
 from rftmega.rollout.requests import Request
 from rftmega.rollout.servers import server as server_module
 from rftmega.rollout.servers import server_options
-from rftmega.rollout.servers.lines import Line
 from rftmega.rollout.servers.protocol.generated import of_vllm
 from rftmega.rollout.servers.protocol.server_answers import answered
+from rftmega.rollout.servers.server_client import Connections
 from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime.parallel.process_group import World
@@ -289,7 +289,7 @@ def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: 
     def asked(server: Expanding) -> list[int]:
         engine = engine_of(server)
         engine.version = engine.newest = 3
-        asking = engine._asked(Line(server, None, None), request, sampling=Sampling(1.0))  # type: ignore[arg-type]
+        asking = engine._asked(Connections(server, None, None), request, sampling=Sampling(1.0))  # type: ignore[arg-type]
         return list(asyncio.run(asking).token_ids)
 
     right = Expanding(4)

@@ -14,7 +14,6 @@ from websockets.asyncio.server import serve
 
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.rollout.servers.connection import Disconnected, ServerConnection
-from rftmega.rollout.servers.lines import line_to
 from rftmega.rollout.servers.protocol.completion_checks import AnswerLimits
 from rftmega.rollout.servers.protocol.server_answers import answered
 from rftmega.rollout.servers.server_client import ServerClient
@@ -67,7 +66,7 @@ async def served(
     async with serve(handle, "127.0.0.1", 0) as server:
         port = next(iter(server.sockets)).getsockname()[1]
         client = ServerClient(f"http://127.0.0.1:{port}", {})
-        connection = client.connection()
+        connection = client.connections().socket
         try:
             async with asyncio.timeout(60):
                 return await work(client, connection)
@@ -91,10 +90,10 @@ def test_who_waits_is_told_at_once_and_the_next_request_has_a_new_connection(wha
         assert any(isinstance(each, Disconnected) for each in told)
         if what != "two answers to one request":
             assert all(isinstance(each, Disconnected) for each in told), told
-        line = line_to(client)
+        connections = client.connections()
         with pytest.raises(EngineFault, match="sent what is no answer"):
-            await client.ask(line, [1, 2], {}, 3600.0)
-        await line.close()
+            await client.ask(connections, [1, 2], {}, 3600.0)
+        await connections.close()
         assert time.monotonic() - begin < 30
         broken = False
         assert (await connection.ask([1, 2], {})).reason == "length"

@@ -15,7 +15,6 @@ import pytest
 
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.rollout.servers.fleet import Fleet
-from rftmega.rollout.servers.lines import line_to
 from rftmega.rollout.servers.protocol import http_reply
 from rftmega.rollout.servers.protocol.completion_checks import AnswerLimits
 from rftmega.rollout.servers.protocol.server_answers import answered
@@ -156,11 +155,11 @@ def test_a_completion_that_is_none_is_a_fault(what: str, address: str) -> None:
 
 
 async def asked(client: ServerClient) -> protocol.ServerAnswer:
-    line = line_to(client)
+    connections = client.connections()
     try:
-        return await client.ask(line, [5, 6], SAMPLING, 20.0)
+        return await client.ask(connections, [5, 6], SAMPLING, 20.0)
     finally:
-        await line.close()
+        await connections.close()
 
 
 @pytest.mark.parametrize(("place", "right"), [(1, VLLM), (2, SGLANG)])
@@ -174,13 +173,15 @@ def test_a_right_completion_is_read_and_each_mutated_one_is_read_or_a_fault(
     random_of = random.Random(7)
     limits = AnswerLimits(4, 100, frozenset({1}), other_stops=False)
 
-    async def answer_of(client: Any, line: Any, body: Any, seconds: float) -> Any:
+    async def answer_of(client: Any, connections: Any, body: Any, seconds: float) -> Any:
         return spoilt
 
     refused = 0
     for _ in range(2000):
         spoilt = mutated(right, random_of)
-        client.answer = lambda line, body, seconds: answer_of(client, line, body, seconds)  # type: ignore[method-assign]
+        client.answer = lambda connections, body, seconds: answer_of(
+            client, connections, body, seconds
+        )  # type: ignore[method-assign]
         try:
             found = answered(asyncio.run(client.ask(None, [5], SAMPLING, 1.0)), limits=limits)  # type: ignore[arg-type]
         except EngineFault:

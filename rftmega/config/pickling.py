@@ -1,0 +1,27 @@
+"""Pickles a RunConfig as its options, since classes from a user's plugins exist only where the plugins
+were read.
+"""
+
+import copyreg
+from dataclasses import asdict
+from typing import Any
+
+from rftmega.config.plugins import plugin_parts
+from rftmega.config.schema import RunConfig
+from rftmega.config.tree import built
+
+
+def restored(tree: dict[str, Any]) -> RunConfig:
+    """Returns the config with the values of nested dictionaries, as `asdict` gives them.
+
+    Reads the plugins' files again.
+    """
+    run: RunConfig = built(RunConfig, tree, plugin_parts(tree["plugins"]))
+    return run
+
+
+def reduced(config: RunConfig) -> tuple[Any, tuple[dict[str, Any]]]:
+    return restored, (asdict(config),)
+
+
+copyreg.pickle(RunConfig, reduced)
