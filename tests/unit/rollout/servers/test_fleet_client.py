@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import torch
@@ -20,6 +21,7 @@ from rftmega.rollout.servers.connection import ServerConnection
 from rftmega.rollout.servers.fleet_client import FleetClient
 from rftmega.rollout.servers.health import DEAD_AFTER, ServerHealth
 from rftmega.rollout.servers.protocol.server_answers import answered
+from rftmega.rollout.servers.server_client import Connections
 from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.rollout.servers.vllm import protocol
 from rftmega.runtime.parallel.process_group import World
@@ -37,7 +39,7 @@ class Says:
     """A server that answers by a list of functions, and remembers what it was asked."""
 
     address, headers, alive = "http://127.0.0.1:9", {"Authorization": "Bearer key"}, True
-    own, verified = True, False
+    own = True
 
     def __init__(self, *answers: Answers):
         self.left, self.asked = [*answers], list[tuple[list[int], dict[str, Any], str]]()
@@ -45,7 +47,7 @@ class Says:
 
     async def ask(
         self,
-        line: Any,
+        connections: Any,
         token_ids: Any,
         sampling: Any,
         seconds: float,
@@ -59,8 +61,9 @@ class Says:
     def post(self, path: str, body: Any = None) -> None:
         self.posted.append(path)
 
-    def connection(self) -> ServerConnection:
-        return ServerConnection(self.address, self.headers)
+    def connections(self) -> Connections:
+        socket = ServerConnection(self.address, self.headers)
+        return Connections(self, httpx.AsyncClient(), socket)  # type: ignore[arg-type]
 
 
 def engine_of(*servers: Says, on_update: str = "recompute") -> ServerEngine:
