@@ -26,7 +26,7 @@ endif
 demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), one vLLM engine each
 	$(BIN)/python examples/arithmetic/demo.py $(ARGS)
 
-demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in pictures, on 4 processes as well
+demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in images, on 4 processes as well
 	$(BIN)/python examples/shapes/demo.py $(ARGS)
 
 demo-tools: $(READY)  ## a small Qwen3 learns to call a calculator, on 4 processes
@@ -58,9 +58,9 @@ gpu-bench:  ## what one CUDA device does, part by part (PARTS="log_probs push"),
 invariance: $(READY)  ## the table of layouts, micro-batches and orders that must agree; writes runs/invariance.json
 	$(BIN)/python -m tests.invariance
 
-chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; and servers elsewhere that fail; writes runs/chaos.json and runs/fleet_chaos.json
+chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; and servers elsewhere that fail; writes runs/chaos.json and runs/server_chaos.json
 	$(BIN)/python -m tests.chaos
-	$(BIN)/python -m tests.fleet_chaos
+	$(BIN)/python -m tests.server_chaos
 
 mutations: $(READY)  ## plants bugs one at a time, each of which a test must see; writes runs/mutations.json
 	$(BIN)/python -m tests.mutations

@@ -25,7 +25,7 @@ from benchmarks import (
     conversion,
     data_plane,
     log_probs,
-    mixture,
+    moe,
     offload,
     push,
     real_servers,
@@ -65,7 +65,7 @@ BENCHMARKS = {
         "at least 0.5",
     ),
     "push as planned against everything": (push.planned_against_everything, "", "planned = least"),
-    "push of a mixture": (mixture.many_tensors, "plain parameters: push_us_a_tensor", "at most 5"),
+    "push of a mixture": (moe.many_tensors, "plain parameters: push_us_a_tensor", "at most 5"),
     "experts' routes replayed": (
         replayed_routes.with_and_without,
         "gap replayed over own",

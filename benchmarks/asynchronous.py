@@ -43,17 +43,17 @@ class Clocked(Streams):
     def begin(self, groups: Any, *, sampling: Sampling, reward: Any) -> None:
         super().begin(groups, sampling=sampling, reward=reward)
         for group in groups:
-            self.ends[group.number] = max(self.answer(seed) for seed in group.seeds)
+            self.ends[group.number] = max(self.completion(seed) for seed in group.seeds)
 
     def generate(self, prompts: Any, *, seeds: Any, sampling: Sampling, **asked: Any) -> Any:
         """Generates a synchronous step's answers, and waits for the last."""
-        self.wait(max(self.answer(seed) for seed in seeds))
+        self.wait(max(self.completion(seed) for seed in seeds))
         pairs = zip(prompts, seeds, strict=True)
         return [
             rollout_of(prompt, self._completion(prompt, seed, sampling)) for prompt, seed in pairs
         ]
 
-    def answer(self, seed: int) -> float:
+    def completion(self, seed: int) -> float:
         """Returns when the place that is free first has generated it."""
         end = max(heapq.heappop(self.free), self.now) + length(seed)
         heapq.heappush(self.free, end)
@@ -78,7 +78,9 @@ class Clocked(Streams):
 
     def ended(self) -> dict[int, list[Rollout]]:
         return {
-            number: self.answers[number] for number in self.under if self.ends[number] <= self.now
+            number: self.completions[number]
+            for number in self.under
+            if self.ends[number] <= self.now
         }
 
 
@@ -102,7 +104,7 @@ def against_synchronous(folder: Path) -> dict[str, float]:
         found[f"{name}: trainer idle"] = policy.waited / policy.now
         found[f"{name}: engine idle"] = 1 - policy.worked / (SLOTS * policy.now)
         if name in schedules:
-            metrics = run.learnt.metrics
+            metrics = run.trained.metrics
             found[f"{name}: staleness"] = sum(row["staleness"] for row in metrics) / len(metrics)
             dropped = sum(row.get("groups_dropped", 0.0) for row in metrics)
             found[f"{name}: dropped"] = dropped / (dropped + STEPS * BATCH)

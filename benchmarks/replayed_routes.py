@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 LAYERS, EXPERTS, ACTIVE = 6, 16, 4
-ANSWERS, TOKENS = 64, 40
+COMPLETIONS, TOKENS = 64, 40
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_experts": EXPERTS,
@@ -49,16 +49,16 @@ def gap_body(world: Any, folder: Path, dtype: str) -> dict[str, float]:
 def _measured(actor: MegatronActor, engine: Any) -> dict[str, float]:
     engine.weight_sync(actor.manager.shards(), bucket_bytes=2**20).push(version=0)
     prompts = [
-        Prompt(tuple((7 * i + 3 * n) % 131 for i in range(9 + n % 16))) for n in range(ANSWERS)
+        Prompt(tuple((7 * i + 3 * n) % 131 for i in range(9 + n % 16))) for n in range(COMPLETIONS)
     ]
-    answers = engine.generate(prompts, seeds=range(ANSWERS), sampling=Sampling(1.0))
+    completions = engine.generate(prompts, seeds=range(COMPLETIONS), sampling=Sampling(1.0))
     rows = rows_of(
-        [[*p.token_ids, *a.token_ids] for p, a in zip(prompts, answers, strict=True)],
+        [[*p.token_ids, *a.token_ids] for p, a in zip(prompts, completions, strict=True)],
         [len(p.token_ids) for p in prompts],
     )
-    theirs = torch.tensor([x for answer in answers for x in answer.logprobs])
+    theirs = torch.tensor([x for completion in completions for x in completion.logprobs])
     width = rows.tokens.shape[1] - 1
-    known = [answer.routes for answer in answers if answer.routes is not None]
+    known = [completion.routes for completion in completions if completion.routes is not None]
     told = torch.stack([expert_routes.to_length(routes, width) for routes in known])
     own = actor.log_probs(rows)
     replayed = actor.log_probs(replace(rows, routes=told))

@@ -119,12 +119,12 @@ def steps_of(
             assert pending.go_on(stop)
             return pending.judging.scored()
 
-    answers = [
-        (place, answer.chosen_tokens)
+    completions = [
+        (place, completion.chosen_tokens)
         for found in clock.run(work)
-        for place, answer in found.items()
+        for place, completion in found.items()
     ]
-    assert sorted(answers) == list(enumerate(lengths)), "an answer is missing, or there twice"
+    assert sorted(completions) == list(enumerate(lengths)), "an answer is missing, or there twice"
     return clock.steps
 
 

@@ -109,7 +109,7 @@ def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
     }
 
 
-class RandomAnswers:
+class RandomCompletions:
     """An engine that answers anything at once, and the push into it."""
 
     version = 0
@@ -118,7 +118,7 @@ class RandomAnswers:
         self.version = version
         return {}
 
-    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "RandomAnswers":
+    def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "RandomCompletions":
         return self
 
     def checksums(self) -> list[SliceChecksums]:
@@ -144,7 +144,7 @@ def scoring_body(world: Any, folder: Path) -> dict[str, float]:
     """A whole step of one optimizer step, the reference in its loss: 32 answers to 8 prompts."""
     actor, engine = (
         build_actor(folder, ParallelConfig(), OPTIMIZER, token_cap=2048, keep_reference=True),
-        RandomAnswers(),
+        RandomCompletions(),
     )
 
     def trainer(late: bool) -> PPOTrainer:

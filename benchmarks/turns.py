@@ -39,7 +39,7 @@ from tests.rollouts import Wrapped
 # that what a turn costs this process is little beside them
 STEPS = (0.02, 0.2)
 UNDER_WAY, TASKS, TURNS = 1000, 2000, 4
-ANSWER = 20  # tokens of an answer in the mean; a tool takes half as many steps
+COMPLETION = 20  # tokens of an answer in the mean; a tool takes half as many steps
 SIZE = 64  # rollouts
 ROUNDS = {1: 11, 94: 11, 394: 3}  # of a comparison, by words of an answer
 CALL = re.compile("<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -74,15 +74,15 @@ class Calls(ScriptedEngine):
         self.call, self.end = tuple(call), end
         self.asked, self.given = 0, 0  # requests, and those that have their answers
 
-    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+    def _serve(self, requests: Requests, sampling: Sampling) -> None:
         def finished(numbers: Sequence[int], completions: Sequence[Completion]) -> None:
             self.given += len(numbers)
             requests.finished(numbers, completions)
 
-        super()._answer(Wrapped(requests, finished=finished), sampling)
+        super()._serve(Wrapped(requests, finished=finished), sampling)
 
     def _completion(self, seed: int) -> Completion:
-        words = ANSWER // 2 + seed % (ANSWER + 1) - len(self.call) - 1
+        words = COMPLETION // 2 + seed % (COMPLETION + 1) - len(self.call) - 1
         ids = (*[40] * words, *self.call, self.end)
         self.asked += 1
         return Completion(ids, (-0.5,) * len(ids), "stop", 0)
@@ -115,7 +115,7 @@ def _slow_tools(folder: Path, model: Path, places: int, step: float) -> dict[str
     engine.load_weights([], version=0)
     ids = tokenizer.encode("1+3?", chat_template=True)
     prompts = [Prompt(ids, index=at, record='{"prompt": "1+3?"}') for at in range(TASKS)]
-    lengths = [float(ANSWER)] * TASKS
+    lengths = [float(COMPLETION)] * TASKS
     tasks = Tasks(prompts, range(TASKS), lengths, Sampling(1.0))
     order = ordered(prompts, lengths, 1, places)
     queue = Counted(order, 0, board=dist.HashStore(), name="rollout")
@@ -197,10 +197,10 @@ def turns_body(world: World, folder: Path, words: int) -> dict[str, float]:
     asked: dict[str, Any] = {"seeds": range(size), "sampling": Sampling(1.0)}
     rollouts = pool.generate(prompts, **asked)
     known = [_parts(rollout) for rollout in rollouts if rollout is not None]
-    turns = sum(len(answers) for _, answers, _ in known)
+    turns = sum(len(completions) for _, completions, _ in known)
 
     def run(loop_of: Callable[[], PlainLoop]) -> None:
-        assert loop_of().run() == [answers for _, answers, _ in known], "other answers"
+        assert loop_of().run() == [completions for _, completions, _ in known], "other answers"
 
     found: dict[str, float] = {}
     loops: dict[str, Callable[[], PlainLoop]] = {
@@ -229,11 +229,16 @@ def _parts(rollout: Rollout) -> Known:
     """Returns the prompt, the answers, and what was said to all but the last."""
     (one,) = rollout.trajectories
     ids = tuple(one.token_ids.tolist())
-    answers = [turn for turn in one.turns if turn.role == "assistant"]
+    completions = [turn for turn in one.turns if turn.role == "assistant"]
     replies = [
-        ids[turn.stop : after.start] for turn, after in zip(answers, answers[1:], strict=False)
+        ids[turn.stop : after.start]
+        for turn, after in zip(completions, completions[1:], strict=False)
     ]
-    return ids[: answers[0].start], [ids[turn.start : turn.stop] for turn in answers], replies
+    return (
+        ids[: completions[0].start],
+        [ids[turn.start : turn.stop] for turn in completions],
+        replies,
+    )
 
 
 class PlainLoop:
@@ -257,7 +262,7 @@ class PlainLoop:
         """Returns the answers of each rollout."""
         tasks = [self._loop.create_task(self._rollout(place)) for place in range(len(self._known))]
         self._advance()
-        self._engine.answer(self, sampling=Sampling(1.0))
+        self._engine.serve(self, sampling=Sampling(1.0))
         found = [task.result() for task in tasks]
         self._loop.close()
         return found
@@ -284,9 +289,9 @@ class PlainLoop:
             self._loop.run_forever()
 
     async def _rollout(self, place: int) -> list[tuple[int, ...]]:
-        context, answers, replies = self._known[place]
+        context, completions, replies = self._known[place]
         found = []
-        for turn in range(len(answers)):
+        for turn in range(len(completions)):
             seed = turn_seed(place, turn)
             completion = await self._ask(Request(context, seed, place, 0.0))
             found.append(tuple(completion.token_ids))

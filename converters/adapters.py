@@ -22,7 +22,7 @@ from rftmega.converters.rules import (
     Vocabulary,
     VocabularyColumns,
 )
-from rftmega.converters.vision import HEARS, MODULE
+from rftmega.converters.vision import AUDIO_MODELS, MODULE
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD
 
@@ -72,7 +72,7 @@ def adapted_layers(
     Raises ConfigError for a target that the model does not have, for the embedding or the head of a
     model where both are one matrix, and for a model that can have no adapters.
     """
-    if any(rule.megatron[0].startswith((MODULE, HEARS)) for rule in rules):
+    if any(rule.megatron[0].startswith((MODULE, AUDIO_MODELS)) for rule in rules):
         raise ConfigError(
             "model.lora.rank: the model has a tower that sees or hears, and can't have adapters yet. Set it to 0."
         )
@@ -81,11 +81,11 @@ def adapted_layers(
         raise ConfigError(
             "model.lora.rank: the model has latent attention, whose layers can't have adapters. Set it to 0."
         )
-    of_words = [rule for rule in rules if isinstance(rule, Vocabulary)]
-    _refuse_tied(of_words, targets)
+    of_vocabulary = [rule for rule in rules if isinstance(rule, Vocabulary)]
+    _refuse_tied(of_vocabulary, targets)
     if any(map(is_of_value_head, rules)):
         targets = without_head(targets)
-    adaptable = linear + (of_words if targets and not _are_tied(of_words) else [])
+    adaptable = linear + (of_vocabulary if targets and not _are_tied(of_vocabulary) else [])
     refuse_unknown(targets, {name for rule in adaptable for name in _names(rule)})
     found = []
     for rule in adaptable:
@@ -96,10 +96,10 @@ def adapted_layers(
     return found
 
 
-def _refuse_tied(of_words: Sequence[Rule], targets: Sequence[str]) -> None:
+def _refuse_tied(of_vocabulary: Sequence[Rule], targets: Sequence[str]) -> None:
     """Raises ConfigError where `targets` name a matrix that is embedding and head at once."""
-    known = {*HEADS, *(name for rule in of_words for name in _names(rule))}
-    if _are_tied(of_words):
+    known = {*HEADS, *(name for rule in of_vocabulary for name in _names(rule))}
+    if _are_tied(of_vocabulary):
         refuse_named(targets, known)
 
 
@@ -115,8 +115,8 @@ def refuse_named(targets: Sequence[str], words: Collection[str]) -> None:
         )
 
 
-def _are_tied(of_words: Sequence[Rule]) -> bool:
-    return any(not rule.exported for rule in of_words)
+def _are_tied(of_vocabulary: Sequence[Rule]) -> bool:
+    return any(not rule.exported for rule in of_vocabulary)
 
 
 def without_head(targets: Sequence[str]) -> list[str]:

@@ -72,11 +72,11 @@ def grouped_attention(
     *,
     qkv_bias: bool = False,
     qk_norm: bool = False,
-    wide_qk_norm: bool = False,
+    full_width_qk_norm: bool = False,
     fused: bool = False,
 ) -> list[Rule]:
     """Returns the rules of grouped-query attention; `fused`: a folder holds q, k and v in one
-    tensor. `wide_qk_norm`: a norm is over all heads at once.
+    tensor. `full_width_qk_norm`: a norm is over all heads at once.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -95,9 +95,13 @@ def grouped_attention(
     norms = [
         Replicated(
             (f"{ATTENTION}{name}_layernorm.weight",),
-            (in_layer(f"self_attn.{name}_norm.weight", rows[name] if wide_qk_norm else width),),
+            (
+                in_layer(
+                    f"self_attn.{name}_norm.weight", rows[name] if full_width_qk_norm else width
+                ),
+            ),
         )
-        for name in ("qk" if qk_norm or wide_qk_norm else "")
+        for name in ("qk" if qk_norm or full_width_qk_norm else "")
     ]
     return [
         QKV(

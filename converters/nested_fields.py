@@ -73,9 +73,7 @@ class VisionFields:
         """
         flat = self.text.completed(flattened(given))
         if not is_whole(flat.get("image_token_id"), 0):
-            raise CheckpointError(
-                "config.json names no image_token_id, which stands for a picture."
-            )
+            raise CheckpointError("config.json names no image_token_id, which stands for an image.")
         return flat | {"vision_config": self._tower(flat.get("vision_config"))}
 
     def _tower(self, given: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rftmega.core.errors import CheckpointError
 Tower = Mapping[str, Any]  # vision_config or audio_config, completed
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 MODULE = "visual."  # in our model
-HEARS = "audio."
+AUDIO_MODELS = "audio."
 
 
 def renamed(rules: list[Rule], prefix: str) -> list[Rule]:
@@ -40,13 +40,13 @@ def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
     ]
 
 
-def hearing_rules(shapes: Shapes) -> list[Rule]:
+def audio_tower_rules(shapes: Shapes) -> list[Rule]:
     """Returns the rules of a tower that hears, of tensors of these names and shapes."""
-    return [Replicated((HEARS + name,), (HFTensor(name, shape),)) for name, shape in shapes]
+    return [Replicated((AUDIO_MODELS + name,), (HFTensor(name, shape),)) for name, shape in shapes]
 
 
 def is_of_tower(rule: Rule) -> bool:
-    return rule.megatron[0].startswith((MODULE, HEARS))
+    return rule.megatron[0].startswith((MODULE, AUDIO_MODELS))
 
 
 def embedding_name(rules: list[Rule]) -> str:

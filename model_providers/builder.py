@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from rftmega.config import ParallelConfig
 from rftmega.converters import padded_vocabulary
 from rftmega.model_providers import spec
+from rftmega.model_providers.audio_language import AudioEncoder, AudioLanguageModel
 from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription
-from rftmega.model_providers.hearing import AudioLanguageModel, Ear
 from rftmega.model_providers.installed import fused_kernels, installed, uses_transformer_engine
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import AudioTower
@@ -79,7 +79,7 @@ def transformer_config(
         # Packed micro-batches differ in length; the stages tell each other the shape.
         variable_seq_lengths=True,
         **_RECOMPUTE[parallel.recompute],
-        **_EIGHT_BITS[fp8],
+        **_FP8[fp8],
         **(_experts(model, model.experts, parallel) if model.experts else {}),
         **(_latent(model.latent, model.rope) if model.latent else {}),
         **(_windows(model, model.window) if model.window else {}),
@@ -113,7 +113,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 # Transformer Engine would keep its weights of 8 bits beside the others, where nobody takes them off
 # the device
 _BLOCKS = {"fp8": "e4m3", "disable_parameter_transpose_cache": True}
-_EIGHT_BITS: dict[str, dict[str, Any]] = {
+_FP8: dict[str, dict[str, Any]] = {
     "none": {},
     "blockwise": {"fp8_recipe": "blockwise", **_BLOCKS},
     "mxfp8": {"fp8_recipe": "mxfp8", **_BLOCKS},
@@ -210,14 +210,14 @@ def build_chunk(
     if model.tower:
         hears = isinstance(model.tower, AudioTower)
         kind = AudioLanguageModel if hears else VisionLanguageModel
-        build: Any = Ear if hears else build_tower
+        build: Any = AudioEncoder if hears else build_tower
         tower = build(model, config.params_dtype) if pre_process else None
         more = {"tower": tower, "frozen": freeze_vision}
     if adapters:
         spec.allow_adapters(layers_spec)
     if model.post_norm:
         spec.norm_behind(layers_spec, adapters=adapters)
-    if model.wide_qk_norm:
+    if model.full_width_qk_norm:
         spec.norm_all_heads(layers_spec)
     if model.tower and model.tower.deepstack:
         spec.replace_layers(layers_spec, DeepstackLayer)

@@ -81,7 +81,7 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     init_std: float
-    wide_qk_norm: bool = False  # of q and k over all heads at once, not of each
+    full_width_qk_norm: bool = False  # of q and k over all heads at once, not of each
     post_norm: bool = False  # norms are behind attention and MLP, not in front of them
     window: int | None = None  # tokens that a token sees, itself included, in the layers `windowed`
     windowed: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class ModelDescription:
     @property
     def parameters(self) -> int:
         """Returns the weights of the whole model; tied embeddings count once."""
-        normed = self.heads + self.groups if self.wide_qk_norm else 2
+        normed = self.heads + self.groups if self.full_width_qk_norm else 2
         of_heads = normed * self.head_dim if self.qk_norm and not self.latent else 0
         norms = 2 * self.hidden + of_heads
         sparse = len(self.experts.layers) if self.experts else 0

@@ -93,7 +93,7 @@ def fused_kernels(
     fields = {
         # One kernel turns queries and one keys; Megatron's other way asks the device for the rows'
         # lengths, twice each. The fused one forgets YaRN's factor on packed rows, that of latent
-        # attention is experimental in Megatron-Core 0.16, and a picture's positions are no count.
+        # attention is experimental in Megatron-Core 0.16, and an image's positions are no count.
         "apply_rope_fusion": engine >= (1, 12)
         and not model.latent
         and not model.rope.yarn

@@ -33,7 +33,7 @@ class Rope:
     kind: str = "default"
     factor: float = 1.0
     yarn: Yarn | None = None
-    # frequencies that turn with time, height and width of a picture's features (Qwen2-VL,
+    # frequencies that turn with time, height and width of an image's features (Qwen2-VL,
     # arXiv:2409.12191); empty: positions are one number
     sections: tuple[int, ...] = ()
     interleaved: bool = False  # the three take turns, instead of one after the other
@@ -57,7 +57,7 @@ def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
         sections, interleaved = _sections(fields)
         kind = "default" if kind == "mrope" else kind
         if kind != "default":
-            raise CheckpointError(f"rope_type={kind!r} is not supported with pictures; default is.")
+            raise CheckpointError(f"rope_type={kind!r} is not supported with images; default is.")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise CheckpointError(
             f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are."

@@ -1,4 +1,4 @@
-"""VisionTower and AudioTower describe the half of a model that turns pictures or waveforms into features."""
+"""VisionTower and AudioTower describe the half of a model that turns images or waveforms into features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class VisionTower:
     channels: int
     image_token: int  # stands for one feature
     window: int  # pixels along each side that a layer attends to; 0: all
-    full_layers: int  # that attend to all of a picture
+    full_layers: int  # that attend to all of an image
     deepstack: int  # decoder layers that get features of their own
     parameters: int
     fields: Mapping[str, Any]

@@ -73,8 +73,8 @@ class VisionLanguageModel(TowerModel):
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
 
-        The first chunk gets `pixels` [P, C], the pictures' patches, and `grids` [I, 3] (or None,
-        where the micro-batch has no picture), and `features` [N]: which row of the tower's output
+        The first chunk gets `pixels` [P, C], the images' patches, and `grids` [I, 3] (or None,
+        where the micro-batch has no image), and `features` [N]: which row of the tower's output
         stands in the token's place, from 1; 0 for words.
         """
         if not self.pre_process:

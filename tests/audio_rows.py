@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import WhisperFeatureExtractor
 
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.types import Rows
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.waveforms import wav_of
@@ -69,7 +69,7 @@ def prompts_of(tokens: list[list[int]]) -> list[int]:
 def rows_with_waveforms(folder: Path) -> Rows:
     tokens, placed = audio_rows(folder)
     rows = rows_of(tokens, prompts_of(tokens))
-    return Rows(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, RowPictures.of(placed))
+    return Rows(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, RowImages.of(placed))
 
 
 def with_files(folder: Path, placed: tuple[PlacedWaveform, ...]) -> tuple[PlacedWaveform, ...]:

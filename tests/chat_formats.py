@@ -38,7 +38,7 @@ DS = tuple(
         *(f"tool▁{part}▁{side}" for part in ("outputs", "output") for side in ("begin", "end")),
     )
 )
-GLM_WORDS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+GLM_VOCABULARY = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def template(name: str) -> str:
@@ -79,7 +79,7 @@ FORMATS = {
         template("glm"),
         (
             *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-            *("<|endoftext|>", *TOOL_WORDS, *THINK_WORDS, *GLM_WORDS),
+            *("<|endoftext|>", *TOOL_WORDS, *THINK_WORDS, *GLM_VOCABULARY),
         ),
         ("<|endoftext|>", "<|user|>", "<|observation|>"),
         "glm4_moe",

@@ -33,7 +33,7 @@ from tests.layouts import build_policy, rows_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import KINDS, save_tiny_vision
-from tests.vision_rows import rows_with_pictures
+from tests.vision_rows import rows_with_images
 
 P = ParallelConfig
 QUANTITIES = ("loss", "logp", "entropy", "grad_norm", "weights")
@@ -41,7 +41,7 @@ LENGTHS = (30, 29, 2, 28, 27, 1, 26, 25, 3, 30, 23, 4)  # row 5 is a prompt with
 ROWS = [[(37 * i + 11 * b) % 131 for i in range(length)] for b, length in enumerate(LENGTHS)]
 PROMPTS = [4, 10, 1, 3, 1, 1, 20, 7, 2, 5, 22, 1]
 CAPS = {1: 1000, 3: 80, 8: 30}  # micro-batches of one process -> tokens in each
-CAPS_WITH_PICTURES = {1: 1000, 3: 52, 8: 35}  # of the last there are five
+CAPS_WITH_IMAGES = {1: 1000, 3: 52, 8: 35}  # of the last there are five
 # Adam divides by |g| + epsilon: with the usual 1e-8, an element whose gradient is rounding noise
 # moves by a full step in a random direction, whatever the layout. A larger one keeps this a test of
 # layouts.
@@ -160,7 +160,7 @@ LATER_DENSE = {
         "one process, full recompute",
     )
 }
-LATER_MIXTURES = {
+LATER_MOE = {
     name: LAYOUTS["qwen3-moe"][name]
     for name in (
         "EP4",
@@ -172,8 +172,8 @@ LATER_MIXTURES = {
     )
 } | {"TP2 x PP2, SP": LAYOUTS["qwen3"]["TP2 x PP2, SP"]}
 LATER = {
-    "glm4-moe": LATER_MIXTURES,
-    "glm4-moe-one-group": LATER_MIXTURES,
+    "glm4-moe": LATER_MOE,
+    "glm4-moe-one-group": LATER_MOE,
     "olmo2": LATER_DENSE,
     "phi3": LATER_DENSE,
     "phi3-tied-part-of-heads": LATER_DENSE,
@@ -185,9 +185,9 @@ ADAPTED = "qwen3 with adapters"
 LORA = LoRA(rank=4, alpha=6.0)
 LAYOUTS[ADAPTED] = dict(LAYOUTS["qwen3"])
 # The same with adapters on the embedding and the output head alone.
-ADAPTED_WORDS = "qwen3 with adapters on words"
+ADAPTED_VOCABULARY = "qwen3 with adapters on words"
 WORDS = ("embed_tokens", "lm_head")
-LAYOUTS[ADAPTED_WORDS] = dict(LAYOUTS["qwen3"])
+LAYOUTS[ADAPTED_VOCABULARY] = dict(LAYOUTS["qwen3"])
 # Tokens of a mixture that are sent to given experts, of which a router would choose few; some that
 # nobody told of.
 ROUTED = "qwen3-moe with given routes"
@@ -200,10 +200,10 @@ RECOMPUTED = {
 }
 LAYOUTS[ROUTED] = LAYOUTS["qwen3-moe"] | RECOMPUTED
 # The same with adapters, on experts as well.
-ADAPTED_MIXTURE = "qwen3-moe with adapters"
-LAYOUTS[ADAPTED_MIXTURE] = LAYOUTS["qwen3-moe"] | RECOMPUTED
-# Models that see, on rows with pictures.
-WITH_PICTURES: dict[str, Layout] = {
+ADAPTED_MOE = "qwen3-moe with adapters"
+LAYOUTS[ADAPTED_MOE] = LAYOUTS["qwen3-moe"] | RECOMPUTED
+# Models that see, on rows with images.
+WITH_IMAGES: dict[str, Layout] = {
     **{
         name: LAYOUTS["qwen3"][name]
         for name in (
@@ -232,14 +232,14 @@ INTERLEAVED = {
     for name in ("PP2 x VPP2", "PP2 x VPP2 x DP2, distributed optimizer, overlapped")
 }
 LAYOUTS |= {
-    "qwen2_vl": WITH_PICTURES | INTERLEAVED,
-    "qwen2_5_vl": WITH_PICTURES | INTERLEAVED,
+    "qwen2_vl": WITH_IMAGES | INTERLEAVED,
+    "qwen2_5_vl": WITH_IMAGES | INTERLEAVED,
     # its tower feeds the first two layers, which have to be together
-    "qwen3_vl": WITH_PICTURES
+    "qwen3_vl": WITH_IMAGES
     | {"PP2, first stage of 3 layers": Layout(2, P(pipeline=2, first_stage_layers=3))},
     "qwen3_vl_moe": {
         name: layout
-        for name, layout in (WITH_PICTURES | LAYOUTS["qwen3-moe"]).items()
+        for name, layout in (WITH_IMAGES | LAYOUTS["qwen3-moe"]).items()
         if layout.parallel.virtual_pipeline == 1
         and (layout.parallel.tensor == 1 or layout.parallel.sequence)
     },
@@ -263,7 +263,7 @@ SHARDED_ROWS = {
 }
 # transformers transposes the experts of qwen3_vl_moe, which is refused by name
 for variant in (
-    *("qwen3", ADAPTED, ADAPTED_WORDS, "qwen2-tied", "qwen3-moe", ADAPTED_MIXTURE),
+    *("qwen3", ADAPTED, ADAPTED_VOCABULARY, "qwen2-tied", "qwen3-moe", ADAPTED_MOE),
     *("qwen2_vl", "qwen2_5_vl"),
 ):
     LAYOUTS[variant] |= SHARDED_ROWS
@@ -347,7 +347,7 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         old_logp=before.logp + noise[order],
         reference_logp=scored(actor.reference_log_probs(given)).logp,
         advantage=advantage[order] * rows.mask,
-        pictures=rows.pictures,
+        images=rows.images,
         routes=rows.routes,
     ).ragged()
     # Far from 0, where a loss has no digits: the bonus on a few nats.
@@ -372,13 +372,13 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
 
 
 def given_rows(folder: Path) -> tuple[Rows, dict[int, int], float]:
-    """Rows of words, or with pictures for a model that sees; micro-batches of one process -> tokens
+    """Rows of words, or with images for a model that sees; micro-batches of one process -> tokens
     in each; and a learning rate.
 
     At 1e-2 models that see overshoot: their loss comes out near 0, where it has no digits.
     """
     if (folder / "preprocessor_config.json").exists():
-        return rows_with_pictures(folder), CAPS_WITH_PICTURES, 2e-3
+        return rows_with_images(folder), CAPS_WITH_IMAGES, 2e-3
     return rows_of(ROWS, PROMPTS), CAPS, OPTIMIZER.learning_rate
 
 
@@ -435,9 +435,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def saved(folder: Path, variant: str) -> Path:
-    if variant in (ADAPTED, ADAPTED_WORDS, ADAPTED_MIXTURE):
+    if variant in (ADAPTED, ADAPTED_VOCABULARY, ADAPTED_MOE):
         model = save_tiny(folder, variant.split(" with ")[0])
-        targets = WORDS if variant == ADAPTED_WORDS else plain_adapters.ALL
+        targets = WORDS if variant == ADAPTED_VOCABULARY else plain_adapters.ALL
         pairs = plain_adapters.random_pairs(model, rank=LORA.rank, targets=targets, spread=0.1)
         plain_adapters.write_pairs(model / "adapter", pairs, alpha=LORA.alpha)
         return model

@@ -115,7 +115,7 @@ def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = Non
     tokens = torch.zeros(len(token_lists), int(lengths.max()), dtype=torch.int64)
     for row, ids in enumerate(token_lists):
         tokens[row, : len(ids)] = torch.tensor(ids)
-    return Rows.of_answers(
+    return Rows.of_completions(
         tokens,
         torch.tensor(prompt_lengths) if prompt_lengths else torch.ones_like(lengths),
         lengths,

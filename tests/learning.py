@@ -1,7 +1,7 @@
 """The learning table: what the recipes of examples/ learn, three seeds each, against what is
 asked of them.
 
-`make learning` runs them, a core each, and writes runs/learning.json and a picture of the curves
+`make learning` runs them, a core each, and writes runs/learning.json and an image of the curves
 for each; names of recipes as arguments run only those, `--seeds 1` one seed. A run that has ended
 is not repeated while its config, start and data are the same. tests/e2e/test_learning.py asserts
 what is asked.
@@ -53,17 +53,17 @@ importing = Lock()
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run must do to `metric`, a share of 1 in its metrics.jsonl; for `by_answers` to the
+    """What a run must do to `metric`, a share of 1 in its metrics.jsonl; for `by_completions` to the
     greedy answers of its policy.
     """
 
     rise: float = 0.0
     end: float = 0.0
     metric: str = "eval_exact_match"
-    by_answers: bool = False
+    by_completions: bool = False
     needs: str = ""  # another run of the same seed, which comes first
     example: str = "arithmetic"
-    # and with the pictures of other questions, at the end
+    # and with the images of other questions, at the end
     at_most_swapped: float | None = None
     at_most: float = 1.0  # what it may reach: of a run that can't learn
     processes: int = 1
@@ -91,14 +91,14 @@ GUESS = replace(FOUR, rise=0.2, example="guess", metric="eval_found")
 FAMILY = ("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo")
 RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
-    "sft": Asked(end=0.9, by_answers=True),
+    "sft": Asked(end=0.9, by_completions=True),
     "reward_model": Asked(end=0.9, metric="eval_accuracy"),
     "grpo_on_reward_model": Asked(rise=0.03, needs="reward_model"),
     "lora": Asked(rise=0.2),
     # from answers of earlier versions, with the correction and without
     **dict.fromkeys(("stale_1", "stale_2", "stale_4", "stale_8"), Asked(rise=0.2)),
     **dict.fromkeys(("stale_4_uncorrected", "stale_8_uncorrected"), Asked(rise=0.2)),
-    # on pictures; chance is 20 %
+    # on images; chance is 20 %
     "shapes": SHAPES,
     "shapes_ppo": SHAPES,
     # with a tool, without it, and in turns; on 4 processes
@@ -232,7 +232,7 @@ def learn(name: str, seed: int) -> Record:
         )
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [(m["step"], m[asked.metric]) for m in metrics if asked.metric in m]
-    if asked.by_answers:
+    if asked.by_completions:
         config = config_of(name, seed)
         curve = [
             (0, accuracy(config.model.path, config.data.eval)),
@@ -284,10 +284,10 @@ def accuracy(model: str | Path, file: str) -> float:
     right = 0
     for length, group in by_length.items():
         tokens = torch.tensor([tokenizer.encode(record["prompt"]) for record in group])
-        answers = policy.generate(
+        completions = policy.generate(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=4
         )[:, length:]
-        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
         right += sum(text == record["label"] for text, record in zip(texts, group, strict=True))
     return right / len(records)
 
@@ -345,7 +345,7 @@ def draw(name: str, records: Sequence[Record], target: Path) -> None:
 
 
 def report(records: Sequence[Record]) -> str:
-    """Writes runs/learning.json and a picture a recipe; the table, a line a recipe."""
+    """Writes runs/learning.json and an image a recipe; the table, a line a recipe."""
     machine = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -375,7 +375,7 @@ def report(records: Sequence[Record]) -> str:
 
 
 def swapped_of(record: Record) -> str:
-    """What the table says of a run with the pictures of other questions."""
+    """What the table says of a run with the images of other questions."""
     found = record.get("swapped")
     return "" if found is None else f" (swapped {100 * found:.1f})"
 

@@ -147,9 +147,9 @@ def pairs_of(model: Any, names: Pairs) -> Pairs:
     for stack, held in stacks(names).items():
         above, leaf = stack.replace("block_sparse_moe", "mlp").rsplit(".", 1)
         (beside,) = model.get_submodule(above).parametrizations[leaf]
-        for each, learnt in zip(held, beside.pairs, strict=True):
+        for each, trained in zip(held, beside.pairs, strict=True):
             found |= {
-                name: (a.detach(), b.detach()) for name, (a, b) in zip(each, learnt, strict=True)
+                name: (a.detach(), b.detach()) for name, (a, b) in zip(each, trained, strict=True)
             }
     assert found.keys() == names.keys()
     return found
@@ -199,10 +199,10 @@ def learn_values(
     """(loss, gradient norm) of each step of a token classifier: the mean square of what its values of
     answers' tokens are off `targets` [B, T], one row at a time. A bias does not decay.
     """
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in learnt if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in learnt if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, foreach=False, **adam)
     count = sum(len(row) - prompt for row, prompt in zip(rows, prompts, strict=True))
@@ -217,7 +217,7 @@ def learn_values(
                 loss = (found - wanted).square().sum() / count
                 loss.backward()
                 total += loss.item()
-        norm = nn.utils.clip_grad_norm_(learnt, clip)
+        norm = nn.utils.clip_grad_norm_(trained, clip)
         optimizer.step()
         told.append((total, norm.item()))
     return told

@@ -94,7 +94,10 @@ class Alone(ScriptedEngine):
         **asked: Any,
     ) -> Any:
         found = super().generate(prompts, seeds=seeds, sampling=sampling)
-        return [rollout_of(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
+        return [
+            rollout_of(prompt, completion)
+            for prompt, completion in zip(prompts, found, strict=True)
+        ]
 
 
 class Wrapped:

@@ -101,7 +101,7 @@ async def converse(receive: Any, send: Any) -> None:
         task.cancel()
 
 
-def completion(ask: protocol.Ask) -> protocol.ServerAnswer:
+def completion(ask: protocol.Ask) -> protocol.ServerReply:
     if state["answers"] == given.after and given.fault and not given.marker.exists():
         given.marker.touch()
         os.kill(os.getpid(), getattr(signal, f"SIG{given.fault}"))
@@ -113,7 +113,7 @@ def completion(ask: protocol.Ask) -> protocol.ServerAnswer:
     ids = [*protocol.numbers("i", ask.token_ids), seed]
     logprobs = array("f", [-0.5] * len(ids)).tobytes()
     spans = [(state["version"], 0, len(ids))]
-    return protocol.ServerAnswer(ask.number, protocol.integers(ids), logprobs, "length", spans)
+    return protocol.ServerReply(ask.number, protocol.integers(ids), logprobs, "length", spans)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tiny vision-language models are what transformers loads, and look at their pictures."""
+"""The tiny vision-language models are what transformers loads, and look at their images."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from tests.tiny_vision import IMAGE, KINDS, MERGE, PICTURE, pictures, save_tiny_vision
+from tests.tiny_vision import IMAGE, IMAGE_TEXT, KINDS, MERGE, images, save_tiny_vision
 
 
 def logits(folder: Path, seen: list[Image.Image]) -> torch.Tensor:
-    """Returns the logits [T, V] of a question about the pictures."""
+    """Returns the logits [T, V] of a question about the images."""
     processed = AutoImageProcessor.from_pretrained(folder)(images=seen, return_tensors="pt")
     grids = processed["image_grid_thw"]
     encode = AutoTokenizer.from_pretrained(folder)
@@ -21,7 +21,7 @@ def logits(folder: Path, seen: list[Image.Image]) -> torch.Tensor:
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert text.count(PICTURE) == len(seen)
+    assert text.count(IMAGE_TEXT) == len(seen)
     assert text.startswith("<|im_start|>user\n") and text.endswith("<|im_start|>assistant\n")
     for count in (grids.prod(-1) // MERGE**2).tolist():
         text = text.replace("<|image_pad|>", "<image>" * count, 1)
@@ -39,11 +39,11 @@ def logits(folder: Path, seen: list[Image.Image]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_it_and_the_last_logits_depend_on_both_pictures(
+def test_transformers_loads_it_and_the_last_logits_depend_on_both_images(
     kind: str, tmp_path: Path
 ) -> None:
     folder = save_tiny_vision(tmp_path, kind)
-    first, second, _ = pictures()
+    first, second, _ = images()
     found = logits(folder, [first, second])
     assert found.isfinite().all()
     for other in ([Image.new("RGB", first.size), second], [first, Image.new("RGB", second.size)]):

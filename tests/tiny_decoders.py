@@ -22,7 +22,7 @@ DECODER = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
         "Qwen3NextConfig",
         {
-            **MIXTURE,
+            **MOE,
             "num_experts": 4,
             "shared_expert_intermediate_size": 24,
             "linear_key_head_dim": 8,
@@ -59,12 +59,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
-    "qwen3-moe": ("Qwen3MoeConfig", {**MIXTURE, "num_experts": 4}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**MOE, "num_experts": 4}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
     "phi": ("PhiConfig", {}),
     "phi-tied": ("PhiConfig", {"tie_word_embeddings": True}),
-    "phimoe": ("PhimoeConfig", {**MIXTURE, "num_local_experts": 4, "lm_head_bias": True}),
+    "phimoe": ("PhimoeConfig", {**MOE, "num_local_experts": 4, "lm_head_bias": True}),
     "codegen": (
         "CodeGenConfig",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},

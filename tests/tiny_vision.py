@@ -25,7 +25,7 @@ SPECIAL = (
     "<|video_pad|>",
 )
 PAD, IM_START, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"  # one, as a prompt's text has it
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"  # one, as a prompt's text has it
 FILM = "<|vision_start|><|video_pad|><|vision_end|>"
 PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
@@ -38,13 +38,13 @@ PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
 EXPERTS = 4
 EXPERT_FFN = 48
 MERGE = 2  # one token each MERGE x MERGE patches
-SIZES = ((64, 96), (100, 50), (56, 56))  # height and width of `pictures`
+SIZES = ((64, 96), (100, 50), (56, 56))  # height and width of `images`
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    f"{{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}}{PICTURE}"
+    f"{{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}}{IMAGE_TEXT}"
     "{% elif part['type'] == 'video' or 'video' in part %}"
     f"{FILM}"
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
@@ -89,7 +89,7 @@ OWN_TOWER: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "window_size": 56,  # 2 x 2 tokens see each other in block 0, all of a picture in block 1
+        "window_size": 56,  # 2 x 2 tokens see each other in block 0, all of an image in block 1
         "fullatt_block_indexes": [1],
     },
     "qwen3_vl": {
@@ -125,7 +125,7 @@ def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: 
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind), indent=2))
     if kind.startswith(
         "qwen3_vl"
-    ):  # which bounds all frames together; the others' is that of pictures
+    ):  # which bounds all frames together; the others' is that of images
         fields = preprocessor(kind) | {"video_processor_type": "Qwen3VLVideoProcessor"}
         fields.pop("image_processor_type")
         (folder / "video_preprocessor_config.json").write_text(json.dumps(fields, indent=2))
@@ -201,7 +201,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def preprocessor(kind: str) -> dict[str, Any]:
-    """Returns what preprocessor_config.json says: pictures of 1 to 16 tokens."""
+    """Returns what preprocessor_config.json says: images of 1 to 16 tokens."""
     patch = PATCH[kind]
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -215,8 +215,8 @@ def preprocessor(kind: str) -> dict[str, Any]:
     }
 
 
-def pictures() -> list[Image.Image]:
-    """Returns pictures of noise, one of each of SIZES."""
+def images() -> list[Image.Image]:
+    """Returns images of noise, one of each of SIZES."""
     drawn = np.random.default_rng(0)
     return [
         Image.fromarray(drawn.integers(0, 256, (height, width, 3), dtype=np.uint8))

@@ -26,13 +26,13 @@ class TwoTurns:
 def expected(
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
-    answer: Callable[[Sequence[int], int], Completion],
+    completion: Callable[[Sequence[int], int], Completion],
 ) -> list[Trajectory]:
     """What TwoTurns gives with a model that is asked one request at a time."""
     found = []
     for prompt, seed in zip(prompts, seeds, strict=True):
-        first = answer(prompt.token_ids, seed)
+        first = completion(prompt.token_ids, seed)
         context = (*prompt.token_ids, *first.token_ids, 40, 41)
-        second = answer(context, turn_seed(seed, 1))
+        second = completion(context, turn_seed(seed, 1))
         found.append(Trajectory.of(prompt.token_ids, first, (40, 41), second))
     return found

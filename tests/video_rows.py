@@ -1,4 +1,4 @@
-"""Rows with pictures and videos, laid out by transformers' own processor, for tests of models that
+"""Rows with images and videos, laid out by transformers' own processor, for tests of models that
 see.
 """
 
@@ -13,20 +13,20 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures
+from rftmega.core.media_positions import Frames, PlacedImage, RowImages
 from rftmega.core.types import Rows
 from rftmega.data.media.videos import digest_of_video
 from tests.layouts import rows_of
-from tests.tiny_vision import FILM, IMAGE, PICTURE, VIDEO, pictures
+from tests.tiny_vision import FILM, IMAGE, IMAGE_TEXT, VIDEO, images
 from tests.vision_rows import digest_of
-from tests.vision_rows import with_files as with_picture_files
+from tests.vision_rows import with_files as with_image_files
 
 # frames, height, width, frames a second. The last lasts so long that transformers would put the
 # words behind it amid it, which no row that is compared with transformers may have.
 FILMS = ((4, 64, 96, 4.0), (8, 56, 140, 6.5), (7, 56, 56, 3.0))
 TOKENS_PER_SECOND = {"qwen2_5_vl": 4}
 
-# words, pictures by their number, and videos by -1 - their number
+# words, images by their number, and videos by -1 - their number
 ROWS: tuple[tuple[str | int, ...], ...] = (
     ("ab", -1, "cd", 0, "efgh"),
     ("nothing to be seen here",),
@@ -34,7 +34,7 @@ ROWS: tuple[tuple[str | int, ...], ...] = (
     (1, -1, "yz 0123"),
     (-1, -2, "!BCDEFG"),
 )
-ANSWERS = (4, 10, 5, 7, 7)  # tokens of each row that were answered
+COMPLETIONS = (4, 10, 5, 7, 7)  # tokens of each row that were answered
 LONG_ROWS: tuple[tuple[str | int, ...], ...] = (*ROWS, ("so long ", -3, " behind it"))
 
 
@@ -45,11 +45,11 @@ def films() -> list[np.ndarray]:
 
 def video_rows(
     folder: Path, rows: tuple[tuple[str | int, ...], ...] = ROWS
-) -> tuple[list[list[int]], list[tuple[PlacedPicture, ...]]]:
-    """Returns token ids, pictures and videos of rows; their patches are transformers'."""
+) -> tuple[list[list[int]], list[tuple[PlacedImage, ...]]]:
+    """Returns token ids, images and videos of rows; their patches are transformers'."""
     processor: Any = AutoProcessor.from_pretrained(folder, backend="torchvision")
     tokens: list[list[int]] = []
-    placed: list[tuple[PlacedPicture, ...]] = []
+    placed: list[tuple[PlacedImage, ...]] = []
     for row in rows:
         parts = [part for part in row if isinstance(part, int)]
         made = processed(processor, row)
@@ -59,13 +59,13 @@ def video_rows(
             IMAGE: cut(made, "pixel_values", "image_grid_thw"),
             VIDEO: cut(made, "pixel_values_videos", "video_grid_thw"),
         }
-        own: list[PlacedPicture] = []
+        own: list[PlacedImage] = []
         for part in parts:
             kind = IMAGE if part >= 0 else VIDEO
             pixels, grid = patches[kind].pop(0)
             if kind == IMAGE:
                 start, end = runs.pop(0)
-                own.append(PlacedPicture(pixels, digest(part), grid, start, end - start))
+                own.append(PlacedImage(pixels, digest(part), grid, start, end - start))
                 continue
             tall = grid[0] if processor_is_timed(processor) else 1
             spans = [runs.pop(0) for _ in range(tall)]
@@ -76,9 +76,9 @@ def video_rows(
 
 
 def processed(processor: Any, row: tuple[str | int, ...]) -> Any:
-    drawn, shot = pictures(), films()
+    drawn, shot = images(), films()
     text = "".join(
-        part if isinstance(part, str) else PICTURE if part >= 0 else FILM for part in row
+        part if isinstance(part, str) else IMAGE_TEXT if part >= 0 else FILM for part in row
     )
     numbers = [part for part in row if isinstance(part, int)]
     seen = [drawn[part] for part in numbers if part >= 0]
@@ -125,7 +125,7 @@ def film_of(
     pixels: torch.Tensor,
     grid: Any,
     spans: list[tuple[int, int]],
-) -> PlacedPicture:
+) -> PlacedImage:
     """Returns a video; its tokens begin with the first time in words, if it has any."""
     number, _, _, rate = FILMS[-1 - part]
     start, end = spans[0][0], spans[-1][1]
@@ -138,7 +138,7 @@ def film_of(
     starts = tuple(first - start for first, _ in spans)
     length = spans[0][1] - spans[0][0]
     frames = Frames(tuple(range(number)), number, rate, step, starts, length)
-    return PlacedPicture(pixels, digest(part), grid, start, end - start, frames)
+    return PlacedImage(pixels, digest(part), grid, start, end - start, frames)
 
 
 def _behind(ids: list[int], run: int) -> int:
@@ -147,26 +147,26 @@ def _behind(ids: list[int], run: int) -> int:
 
 
 def digest(part: int) -> str:
-    return digest_of(pictures()[part]) if part >= 0 else f"film {-1 - part}"
+    return digest_of(images()[part]) if part >= 0 else f"film {-1 - part}"
 
 
 def rows_with_videos(folder: Path) -> Rows:
     tokens, placed = video_rows(folder)
     rows = rows_of(tokens, prompts(folder))
-    return Rows(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, RowPictures.of(placed))
+    return Rows(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, RowImages.of(placed))
 
 
 def prompts(folder: Path) -> list[int]:
     tokens, _ = video_rows(folder)
-    return [len(ids) - answer for ids, answer in zip(tokens, ANSWERS, strict=True)]
+    return [len(ids) - completion for ids, completion in zip(tokens, COMPLETIONS, strict=True)]
 
 
-def with_files(folder: Path, placed: tuple[PlacedPicture, ...]) -> tuple[PlacedPicture, ...]:
-    """Returns pictures and videos with a file, or a folder of frames, in place of the patches."""
-    found: list[PlacedPicture] = []
+def with_files(folder: Path, placed: tuple[PlacedImage, ...]) -> tuple[PlacedImage, ...]:
+    """Returns images and videos with a file, or a folder of frames, in place of the patches."""
+    found: list[PlacedImage] = []
     for each in placed:
         if each.frames is None:
-            found += with_picture_files(folder, (each,))
+            found += with_image_files(folder, (each,))
             continue
         place = folder / each.digest
         if not place.is_dir():

@@ -7,7 +7,7 @@
 Each line is a trajectory: "messages", "tools" where the run had some, "reward", "reward_parts", "step",
 "group", "index" and "rollout". "weights" has a number for each message, 1 for what the policy said
 in this trajectory. "exact": the chat template makes the trajectory's tokens of these messages.
-trainer.trajectories says how often a run writes the files that are read here (docs/watching.md).
+trainer.trajectories says how often a run writes the files that are read here (docs/monitoring.md).
 """
 
 import argparse

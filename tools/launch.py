@@ -240,7 +240,7 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
             )
             found.append(f"--{name.replace('_', '-')} {value} must be at least 1.{hint}")
     separate = config.strategy == "separate"
-    elsewhere = bool(config.rollout.addresses or config.rollout.roster)
+    elsewhere = bool(config.rollout.addresses or config.rollout.server_list)
     engines = config.rollout.servers * config.rollout.tensor if separate and not elsewhere else 0
     if engines and chosen.nodes > 1:
         found.append(
@@ -323,7 +323,7 @@ def script(
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
     train = shlex.join([python, "-u", *TRAIN, chosen.config, *chosen.overrides])
-    found_by = server_step.overrides(chosen, server_step.ROSTER, server_step.LISTEN)
+    found_by = server_step.overrides(chosen, server_step.SERVER_LIST, server_step.LISTEN)
     shared, of_trainer = srun(chosen, folder)
     values = {
         "COMMAND": shlex.join(command).replace("\n", "\n# "),

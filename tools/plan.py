@@ -14,7 +14,7 @@ experts is even: the worst case of memory but for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
   activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
   gathered       of FSDP2: whole layers for the time that they compute, and buffers of what comes and goes
-  tower          the same of a vision tower, on the first stage, if prompts are of pictures alone
+  tower          the same of a vision tower, on the first stage, if prompts are of images alone
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated

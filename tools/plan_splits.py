@@ -145,7 +145,7 @@ def _price(config: RunConfig, machine: "Machine", mean_length: float) -> list[st
     if machine.devices > machine.speeds.node:
         said += textwrap.wrap(
             f"strategy=separate needs all processes of the trainer on one host, and these are {machine.devices} devices of hosts "
-            f"with {machine.speeds.node} (--gpus-per-node). Servers may be on others (docs/fleet.md).",
+            f"with {machine.speeds.node} (--gpus-per-node). Servers may be on others (docs/remote_engines.md).",
             WIDTH,
             break_on_hyphens=False,
         )

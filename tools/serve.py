@@ -2,10 +2,10 @@
 
     export RFTMEGA_SERVER_KEY=...       # the same for servers and trainer
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --port 8100 --servers 4
-    rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --roster /shared/roster.txt
+    rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --server-list /shared/servers.txt
 
 CONFIG is the file that train_rl.py gets. The trainer finds the servers by rollout.addresses (fixed
-ports: --port, and those behind it), or by rollout.roster: a file on a file system of both, to which
+ports: --port, and those behind it), or by rollout.server_list: a file on a file system of both, to which
 each server adds its address when it answers, and from which it takes it when it goes. So servers join
 and leave while a run goes on.
 
@@ -56,7 +56,7 @@ def main(given: list[str] | None = None) -> int:
         "--port", type=int, default=0, metavar="N", help="of the first server (a free one)"
     )
     parser.add_argument("--servers", type=int, default=1, metavar="N", help="to run here (1)")
-    parser.add_argument("--roster", metavar="FILE", help="to enter the servers' addresses in")
+    parser.add_argument("--server-list", metavar="FILE", help="to enter the servers' addresses in")
     parser.add_argument(
         "--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files: speak https"
     )
@@ -112,7 +112,7 @@ class Servers:
             for number in range(chosen.servers)
         ]
         self._chosen = chosen
-        self._roster = Path(chosen.roster) if chosen.roster else None
+        self._server_list = Path(chosen.server_list) if chosen.server_list else None
 
     def run(self, ending: threading.Event) -> None:
         """Starts them, starts those that end again, and ends all once `ending` is set.
@@ -164,18 +164,18 @@ class Servers:
         self._rewrite([], [address])
 
     def _rewrite(self, new: Sequence[str], gone: Sequence[str]) -> None:
-        """Changes the roster, which other hosts change too."""
-        if self._roster is None:
+        """Changes the server list, which other hosts change too."""
+        if self._server_list is None:
             return
-        self._roster.parent.mkdir(parents=True, exist_ok=True)
-        with self._roster.with_name(f"{self._roster.name}.lock").open("w") as lock:
+        self._server_list.parent.mkdir(parents=True, exist_ok=True)
+        with self._server_list.with_name(f"{self._server_list.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             odd = "surrogateescape"  # bytes that are no text stay as they are
-            before = self._roster.read_text(errors=odd) if self._roster.exists() else ""
+            before = self._server_list.read_text(errors=odd) if self._server_list.exists() else ""
             kept = [line for line in before.splitlines() if line not in (*new, *gone)]
-            draft = self._roster.with_name(f"{self._roster.name}.incomplete")
+            draft = self._server_list.with_name(f"{self._server_list.name}.incomplete")
             draft.write_text("".join(f"{line}\n" for line in [*kept, *new]), errors=odd)
-            os.replace(draft, self._roster)  # a reader sees all of it or none
+            os.replace(draft, self._server_list)  # a reader sees all of it or none
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rftmega.config import RunConfig
 
 TEMPLATE = Path(__file__).with_name("servers.sbatch")
-ROSTER, LISTEN = '"$RFTMEGA_ROSTER"', '"$MASTER_ADDR"'  # variables of the script
+SERVER_LIST, LISTEN = '"$RFTMEGA_SERVER_LIST"', '"$MASTER_ADDR"'  # variables of the script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides(chosen: argparse.Namespace, roster: str, listen: str) -> list[str]:
+def overrides(chosen: argparse.Namespace, server_list: str, listen: str) -> list[str]:
     """Returns the options by which a trainer finds the servers; none where there are no nodes of
     theirs.
     """
     if not chosen.server_nodes:
         return []
-    return [f"rollout.roster={roster}", f"rollout.listen={listen}"]
+    return [f"rollout.server_list={server_list}", f"rollout.listen={listen}"]
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:

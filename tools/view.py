@@ -32,8 +32,8 @@ TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
           "truncated": bool, "tokens": dict}  # fmt: skip
 TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
-# of the table: tokens stand by themselves, pictures once, and messages are the prompt again
-LEFT_OUT = ("tokens", "pictures", "messages")
+# of the table: tokens stand by themselves, images once, and messages are the prompt again
+LEFT_OUT = ("tokens", "images", "messages")
 # a smaller gap is rounding, and should not look like news
 SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}
 
@@ -154,7 +154,7 @@ def checked(sample: Any) -> dict[str, Any]:
         raise DataError("a reward or a token's value is no number.")
     if not all(isinstance(text, str) for text in [*tokens["text"], sample.get("graded") or ""]):
         raise DataError("a token's text, or what was graded, is no string.")
-    check_pictures(sample.get("pictures", []))
+    check_images(sample.get("images", []))
     check_rollout(sample)
     return sample
 
@@ -193,14 +193,14 @@ def whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def check_pictures(pictures: Any) -> None:
-    """Raises DataError for pictures that the page could not show."""
-    if not isinstance(pictures, list) or not all(isinstance(each, dict) for each in pictures):
-        raise DataError('"pictures" is no list of objects.')
-    for picture in pictures:
-        if not isinstance(picture.get("digest"), str):
-            raise DataError("a picture has no digest.")
-        if not re.fullmatch(r"[A-Za-z0-9+/]*=*", picture.get("thumbnail") or ""):
+def check_images(images: Any) -> None:
+    """Raises DataError for images that the page could not show."""
+    if not isinstance(images, list) or not all(isinstance(each, dict) for each in images):
+        raise DataError('"images" is no list of objects.')
+    for image in images:
+        if not isinstance(image.get("digest"), str):
+            raise DataError("an image has no digest.")
+        if not re.fullmatch(r"[A-Za-z0-9+/]*=*", image.get("thumbnail") or ""):
             raise DataError("a thumbnail is no base64.")
 
 
@@ -212,15 +212,13 @@ def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> s
     thumbnails: dict[str, str] = {}  # by digest
     for sample in samples:
         row = {key: value for key, value in sample.items() if key not in LEFT_OUT}
-        for picture in sample.get("pictures", []):
-            thumbnails.setdefault(picture["digest"], picture.get("thumbnail") or "")
+        for image in sample.get("images", []):
+            thumbnails.setdefault(image["digest"], image.get("thumbnail") or "")
             size = (
-                f"patches {picture['grid']}"
-                if "grid" in picture
-                else f"frames {picture.get('frames')}"
+                f"patches {image['grid']}" if "grid" in image else f"frames {image.get('frames')}"
             )
-            said = f"{picture.get('path') or 'bytes'}, {size}"
-            row.setdefault("pictures", []).append([picture["digest"], said])
+            said = f"{image.get('path') or 'bytes'}, {size}"
+            row.setdefault("images", []).append([image["digest"], said])
         rows.append(row | summary(sample["tokens"]))
     scale = {
         measure: scale_of([sample["tokens"] for sample in samples], measure)

@@ -1,4 +1,4 @@
-"""Draws how ranks are arranged in a layout: python -m website.layouts_drawn writes docs/pictures/layout_*.svg.
+"""Draws how ranks are arranged in a layout: python -m website.layouts_drawn writes docs/images/layout_*.svg.
 
 Which rank is where says `rftmega.runtime.parallel.layout.place_of`, and which layers a stage has
 `rftmega.model_providers.description.stage_layers`: what a run uses.
@@ -11,13 +11,13 @@ from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import stage_layers
 from rftmega.runtime.parallel.layout import layout_name, place_of
 
-FOLDER = Path(__file__).parents[1] / "docs/pictures"
+FOLDER = Path(__file__).parents[1] / "docs/images"
 COLOURS = ("#cfe3ff", "#ffe3c2", "#d6f2d0", "#f3d3ee")  # of data-parallel copies
 WIDE, HIGH, GAP, TOP, LEFT = 118, 64, 10, 46, 86
 
 
-class Picture(NamedTuple):
-    """Picture is a layout on so many ranks, of a model of so many layers and experts."""
+class PILImage(NamedTuple):
+    """PILImage is a layout on so many ranks, of a model of so many layers and experts."""
 
     world_size: int
     parallel: ParallelConfig
@@ -25,20 +25,20 @@ class Picture(NamedTuple):
     experts: int = 0
 
 
-PICTURES = {
-    "tensor_pipeline_data": Picture(8, ParallelConfig(tensor=2, pipeline=2), 8),
-    "interleaved": Picture(2, ParallelConfig(pipeline=2, virtual_pipeline=2), 8),
-    "context": Picture(8, ParallelConfig(tensor=2, context=2), 8),
-    "experts": Picture(8, ParallelConfig(tensor=2, sequence=True, expert=4), 8, experts=16),
+IMAGES = {
+    "tensor_pipeline_data": PILImage(8, ParallelConfig(tensor=2, pipeline=2), 8),
+    "interleaved": PILImage(2, ParallelConfig(pipeline=2, virtual_pipeline=2), 8),
+    "context": PILImage(8, ParallelConfig(tensor=2, context=2), 8),
+    "experts": PILImage(8, ParallelConfig(tensor=2, sequence=True, expert=4), 8, experts=16),
 }
 
 
-def svg(picture: Picture) -> str:
+def svg(image: PILImage) -> str:
     """Returns a row of boxes a stage and a box a rank, in the colour of its copy of the model, with what
     the rank holds.
     """
-    parallel = picture.parallel
-    columns = picture.world_size // parallel.pipeline
+    parallel = image.parallel
+    columns = image.world_size // parallel.pipeline
     shared = parallel.tensor * parallel.context
     width = max(LEFT + columns * (WIDE + GAP) + GAP, 320)
     height = TOP + parallel.pipeline * (HIGH + 2 * GAP) + GAP
@@ -46,9 +46,7 @@ def svg(picture: Picture) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12" fill="#222">',
         f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>',
-        _text(
-            GAP, 24, f"{layout_name(parallel, columns // shared)}, {picture.world_size} ranks", 15
-        ),
+        _text(GAP, 24, f"{layout_name(parallel, columns // shared)}, {image.world_size} ranks", 15),
     ]
     for stage in range(parallel.pipeline):
         y = TOP + stage * (HIGH + 2 * GAP)
@@ -56,14 +54,14 @@ def svg(picture: Picture) -> str:
         found.append(_text(GAP, y + HIGH / 2 + 4, label))
         for first in range(0, columns, parallel.tensor):
             found.append(_frame(LEFT + first * (WIDE + GAP), y, parallel.tensor))
-    for rank in range(picture.world_size):
+    for rank in range(image.world_size):
         stage, within = divmod(rank, columns)
         x, y = LEFT + within * (WIDE + GAP) + GAP / 2, TOP + stage * (HIGH + 2 * GAP)
         colour = COLOURS[within // shared % len(COLOURS)]
         found.append(
             f'<rect x="{x}" y="{y}" width="{WIDE}" height="{HIGH}" rx="4" fill="{colour}" stroke="#556"/>'
         )
-        lines = [f"rank {rank}", *_holds(rank, picture)]
+        lines = [f"rank {rank}", *_holds(rank, image)]
         found += [
             _text(x + 8, y + 17 + 15 * number, line, 12 + (number == 0))
             for number, line in enumerate(lines)
@@ -71,22 +69,22 @@ def svg(picture: Picture) -> str:
     return "\n".join([*found, "</svg>"]) + "\n"
 
 
-def _holds(rank: int, picture: Picture) -> list[str]:
+def _holds(rank: int, image: PILImage) -> list[str]:
     """Returns the lines of a rank's box."""
-    parallel = picture.parallel
-    place = place_of(rank, picture.world_size, parallel)
-    within = rank % (picture.world_size // parallel.pipeline)
+    parallel = image.parallel
+    place = place_of(rank, image.world_size, parallel)
+    within = rank % (image.world_size // parallel.pipeline)
     parts = []
     if parallel.pipeline > 1:
-        chunks = stage_layers(picture.layers, parallel)[place.stage]
+        chunks = stage_layers(image.layers, parallel)[place.stage]
         spans = [f"{chunk[0]}-{chunk[-1]}" for chunk in map(list, chunks)]
         parts.append(f"layers {', '.join(spans)}")
     if parallel.tensor > 1:
         parts.append(f"matrices, part {place.tensor_rank}")
     if parallel.context > 1:
         parts.append(f"tokens, part {within // parallel.tensor % parallel.context}")
-    if picture.experts:
-        each = picture.experts // parallel.expert
+    if image.experts:
+        each = image.experts // parallel.expert
         parts.append(f"experts {place.expert_rank * each}-{(place.expert_rank + 1) * each - 1}")
     return parts
 
@@ -107,8 +105,8 @@ def _text(x: float, y: float, text: str, size: int = 12) -> str:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name, picture in PICTURES.items():
-        (FOLDER / f"layout_{name}.svg").write_text(svg(picture))
+    for name, image in IMAGES.items():
+        (FOLDER / f"layout_{name}.svg").write_text(svg(image))
 
 
 if __name__ == "__main__":

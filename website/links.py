@@ -28,7 +28,7 @@ def of_the_site(text: str, source: str, root: Path, missing: Callable[[str], Non
     """
 
     def link(found: re.Match[str]) -> str:
-        code, picture, label, target = found.groups()
+        code, image, label, target = found.groups()
         if code or "://" in target or target.startswith(("#", "mailto:")):
             return found[0]
         path, _, anchor = target.partition("#")
@@ -39,7 +39,7 @@ def of_the_site(text: str, source: str, root: Path, missing: Callable[[str], Non
         if page is None:
             return label
         here = posixpath.dirname(page_of(source) or "")
-        return f"{picture}[{label}]({posixpath.relpath(page, here or '.')}{'#' if anchor else ''}{anchor})"
+        return f"{image}[{label}]({posixpath.relpath(page, here or '.')}{'#' if anchor else ''}{anchor})"
 
     found, end = [], 0
     for block in FENCED.finditer(text):
@@ -49,5 +49,5 @@ def of_the_site(text: str, source: str, root: Path, missing: Callable[[str], Non
 
 
 def page_of(file: str) -> str | None:
-    """Returns the page or picture of the site that a file of the checkout is; None for others."""
+    """Returns the page or image of the site that a file of the checkout is; None for others."""
     return file.removeprefix("docs/") if file.startswith("docs/") else PAGES.get(file)

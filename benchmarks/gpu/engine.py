@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     memory_fraction: float
     prompts: int
     prompt_tokens: int
-    answer_tokens: int
+    completion_tokens: int
     max_batch: int
     rounds: int
 
@@ -56,12 +56,20 @@ SIZES = Sizes(
     0.5,
     prompts=512,
     prompt_tokens=256,
-    answer_tokens=256,
+    completion_tokens=256,
     max_batch=256,
     rounds=3,
 )
 SMALL = Sizes(
-    TINY, "float32", 0.01, 0.5, prompts=8, prompt_tokens=12, answer_tokens=8, max_batch=8, rounds=2
+    TINY,
+    "float32",
+    0.01,
+    0.5,
+    prompts=8,
+    prompt_tokens=12,
+    completion_tokens=8,
+    max_batch=8,
+    rounds=2,
 )
 
 
@@ -74,7 +82,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
         manager = build_manager(folder, ParallelConfig(), dtype=sizes.dtype)
         randomise(manager)
         rollout = RolloutConfig(
-            max_prompt_tokens=sizes.prompt_tokens, max_response_tokens=sizes.answer_tokens, max_batch=sizes.max_batch,
+            max_prompt_tokens=sizes.prompt_tokens, max_response_tokens=sizes.completion_tokens, max_batch=sizes.max_batch,
             memory_fraction=sizes.memory_fraction, cpu_cache_gib=0.05,
         )  # fmt: skip
 
@@ -174,18 +182,18 @@ def tokens(sizes: Sizes, engine: Any) -> Figures:
     ids = torch.randint(sizes.shape.vocabulary, (sizes.prompts, sizes.prompt_tokens)).tolist()
     prompts = [Prompt(tuple(row), index=number) for number, row in enumerate(ids)]
     plain = SamplingParams(
-        temperature=1.0, max_tokens=sizes.answer_tokens, ignore_eos=True, detokenize=False
+        temperature=1.0, max_tokens=sizes.completion_tokens, ignore_eos=True, detokenize=False
     )
     given = [{"prompt_token_ids": row} for row in ids]
     counted: dict[str, int] = {}
 
     def ours() -> None:
-        answers = engine.generate(prompts, seeds=range(sizes.prompts), sampling=Sampling(1.0))
-        counted["ours"] = sum(len(answer.token_ids) for answer in answers)
+        completions = engine.generate(prompts, seeds=range(sizes.prompts), sampling=Sampling(1.0))
+        counted["ours"] = sum(len(completion.token_ids) for completion in completions)
 
     def theirs() -> None:
-        answers = engine._llm.generate(given, plain, use_tqdm=False)
-        counted["plain"] = sum(len(answer.outputs[0].token_ids) for answer in answers)
+        completions = engine._llm.generate(given, plain, use_tqdm=False)
+        counted["plain"] = sum(len(completion.outputs[0].token_ids) for completion in completions)
 
     found = {}
     for name, work in (("ours", ours), ("plain", theirs)):

@@ -42,7 +42,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
     sheet.row("fused against dense", lambda: differences(hidden, weight, targets, sheet))
 
 
-def learnt(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def trained(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """Log-prob, entropy, and the gradients of hidden states and weight."""
     hidden.grad = weight.grad = None
     logp, entropy = way(hidden, weight, targets)
@@ -58,10 +58,10 @@ def speed(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor, rounds: int
     none done again.
     """
     backend = device.current()
-    seconds = median_seconds(lambda: learnt(way, hidden, weight, targets), rounds=rounds)
+    seconds = median_seconds(lambda: trained(way, hidden, weight, targets), rounds=rounds)
     before = backend.memory()
     backend.forget_peak()
-    learnt(way, hidden, weight, targets)
+    trained(way, hidden, weight, targets)
     most = backend.memory().get("most_allocated")  # a CPU keeps no record of it
     tflops = 6 * hidden.numel() * len(weight) / seconds / 1e12
     peak = backend.peak_tflops() if hidden.dtype == torch.bfloat16 else None
@@ -77,7 +77,7 @@ def differences(hidden: Tensor, weight: Tensor, targets: Tensor, sheet: Sheet) -
     """Ratios of the two rows, and the largest differences between their numbers, gradients relative
     to the largest.
     """
-    ours, theirs = learnt(fused, hidden, weight, targets), learnt(dense, hidden, weight, targets)
+    ours, theirs = trained(fused, hidden, weight, targets), trained(dense, hidden, weight, targets)
     largest = [
         float((a.float() - b.float()).abs().max()) for a, b in zip(ours, theirs, strict=True)
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu.models import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MOE, Shape, save_config
 from benchmarks.gpu.sheet import Figures, Sheet
-from benchmarks.mixture import parameters_of
+from benchmarks.moe import parameters_of
 from benchmarks.timing import median_seconds, seconds
 from rftmega.runtime import device
 from rftmega.runtime.parallel.checksum import checksums
@@ -27,7 +27,7 @@ from tests.fused_engine import FusedEngine
 
 class Sizes(NamedTuple):
     dense: Shape
-    mixture: Shape
+    moe: Shape
     bucket_bytes: int
     rounds: int
     copied_bytes: int  # of the plain copy
@@ -53,7 +53,7 @@ class DeviceEngine(FusedEngine):
 
 
 def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
-    for name, shape in (("8B", sizes.dense), ("30B-A3B", sizes.mixture)):
+    for name, shape in (("8B", sizes.dense), ("30B-A3B", sizes.moe)):
         sheet.row(name, partial(pushed, shape, sizes))
 
 

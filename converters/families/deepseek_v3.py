@@ -53,10 +53,10 @@ PREDICTORS_TOO = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head
 
 
 def table(config: Config) -> list[Rule]:
-    return decoder(config, latent_attention(config), sigmoid_mixture(config))
+    return decoder(config, latent_attention(config), sigmoid_moe(config))
 
 
-def sigmoid_mixture(config: Config) -> list[Rule]:
+def sigmoid_moe(config: Config) -> list[Rule]:
     """Returns the rules of dense first layers, and of experts with a bias for the choice and shared
     ones behind them.
     """

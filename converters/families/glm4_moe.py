@@ -32,7 +32,7 @@ def table(config: Config) -> list[Rule]:
     attention = grouped_attention(
         config, qkv_bias=config["attention_bias"], qk_norm=config["use_qk_norm"]
     )
-    return decoder(config, attention, deepseek_v3.sigmoid_mixture(config))
+    return decoder(config, attention, deepseek_v3.sigmoid_moe(config))
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:

@@ -12,5 +12,5 @@ FIELDS = Fields(
 
 
 def table(config: Config) -> list[Rule]:
-    attention = grouped_attention(config, wide_qk_norm=True)
+    attention = grouped_attention(config, full_width_qk_norm=True)
     return decoder(config, attention, dense_mlp(config), post_norm=True)

@@ -7,7 +7,7 @@ from rftmega.converters.audio_fields import AudioFields
 from rftmega.converters.decoder import Config
 from rftmega.converters.families import qwen2
 from rftmega.converters.rules import Rule
-from rftmega.converters.vision import Tower, hearing_rules, layer_norm, linear, renamed
+from rftmega.converters.vision import Tower, audio_tower_rules, layer_norm, linear, renamed
 from rftmega.core.errors import CheckpointError
 
 FIELDS = AudioFields(
@@ -28,7 +28,7 @@ def table(config: Config) -> list[Rule]:
     if width % heads:
         raise CheckpointError(f"audio_config: {heads} heads can't share a width of {width}.")
     text = [_inside(rule) for rule in renamed(qwen2.table(config), "language_model.model.")]
-    return [*text, *hearing_rules(shapes(tower, config["hidden_size"]))]
+    return [*text, *audio_tower_rules(shapes(tower, config["hidden_size"]))]
 
 
 def _inside(rule: Rule) -> Rule:

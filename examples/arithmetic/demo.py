@@ -1,4 +1,4 @@
-"""The whole loop on a laptop: data, a warm start, GRPO on 4 processes; then a picture and a summary
+"""The whole loop on a laptop: data, a warm start, GRPO on 4 processes; then an image and a summary
 in runs/demo.
 
 Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N

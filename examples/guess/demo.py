@@ -1,4 +1,4 @@
-"""A model learns a game of several turns: data, a warm start, GRPO on 4 processes; then a picture
+"""A model learns a game of several turns: data, a warm start, GRPO on 4 processes; then an image
 and a summary in runs/guess.
 
 Arguments are overrides of grpo.yaml, e.g. algorithm.advantage=group_norm.

@@ -1,1 +1,1 @@
-"""Coloured shapes in pictures, counted."""
+"""Coloured shapes in images, counted."""

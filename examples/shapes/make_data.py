@@ -1,8 +1,8 @@
-"""Writes pictures of coloured squares and discs, and train.jsonl, eval.jsonl, warm_start.jsonl: how many
-are red? In swapped.jsonl the questions of eval.jsonl have each other's pictures.
+"""Writes images of coloured squares and discs, and train.jsonl, eval.jsonl, warm_start.jsonl: how many
+are red? In swapped.jsonl the questions of eval.jsonl have each other's images.
 
-A picture has 48 x 48 pixels, in 3 x 3 cells, each empty or with a shape of one of three colours. A
-question names one of them; 0 to 4 shapes have it, each as often as the others. No picture is in
+An image has 48 x 48 pixels, in 3 x 3 cells, each empty or with a shape of one of three colours. A
+question names one of them; 0 to 4 shapes have it, each as often as the others. No image is in
 more than one line.
 """
 
@@ -36,7 +36,7 @@ def write(folder: Path, *, seed: int = 0, sizes: dict[str, int] = SIZES) -> None
                 cells = cells_with(number % (MOST + 1), colour, drawn)
             seen.add(cells)
             path = f"{name}/{number:04}.png"
-            picture(cells).save(folder / path)
+            image(cells).save(folder / path)
             lines.append(
                 {
                     "prompt": f"<image>how many {colour}?",
@@ -55,7 +55,7 @@ def save(file: Path, lines: list[Line]) -> None:
 
 
 def swapped(lines: list[Line]) -> list[Line]:
-    """Returns each question with the next one's picture: who looks at it answers it by chance."""
+    """Returns each question with the next one's image: who looks at it answers it by chance."""
     following = lines[1:] + lines[:1]
     pairs = zip(lines, following, strict=True)
     return [{**line, "images": after["images"]} for line, after in pairs]
@@ -70,7 +70,7 @@ def cells_with(count: int, colour: str, drawn: random.Random) -> Cells:
     return tuple((drawn.choice(SHAPES), each) if each else None for each in colours)
 
 
-def picture(cells: Cells) -> Image.Image:
+def image(cells: Cells) -> Image.Image:
     drawing = Image.new("RGB", (CELL * CELLS, CELL * CELLS), "white")
     pen = ImageDraw.Draw(drawing)
     for number, cell in enumerate(cells):

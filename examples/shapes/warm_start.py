@@ -1,10 +1,10 @@
-"""Trains a small Qwen2.5-VL (1 million parameters) on a few pictures, so that it is right some of
+"""Trains a small Qwen2.5-VL (1 million parameters) on a few images, so that it is right some of
 the time.
 
 Saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one token
 a character, preprocessor_config.json. At the end it says how often the first choice is right on
-eval.jsonl, and how often where each question has the next one's picture: a model that looks at its
-pictures is then no better than chance, which is 20 %.
+eval.jsonl, and how often where each question has the next one's image: a model that looks at its
+images is then no better than chance, which is 20 %.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PAD, EOS, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
 SYMBOLS = [*SPECIAL, *"0123456789 ?abcdefghijklmnopqrstuvwxyz"]
 STEPS, BATCH, LEARNING_RATE = 95, 64, 2e-3
 SIDE, PATCH, MERGE = 48, 8, 2
-TOKENS = (SIDE // PATCH // MERGE) ** 2  # a picture has so many
+TOKENS = (SIDE // PATCH // MERGE) ** 2  # an image has so many
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
@@ -55,9 +55,9 @@ PREPROCESSOR = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    tokens: list[int]  # of the prompt, the picture's among them
+    tokens: list[int]  # of the prompt, the image's among them
     answer: list[int]
-    patches: Tensor  # of the picture
+    patches: Tensor  # of the image
     grid: Tensor
 
 
@@ -128,8 +128,8 @@ def read(file: Path, folder: Path) -> list[Example]:
     found = []
     for line in file.read_text().splitlines():
         record = json.loads(line)
-        with Image.open(file.parent / record["images"][0]) as picture:
-            processed = process(images=[picture.convert("RGB")], return_tensors="pt")
+        with Image.open(file.parent / record["images"][0]) as image:
+            processed = process(images=[image.convert("RGB")], return_tensors="pt")
         found.append(
             Example(
                 tokens=encode.encode(record["prompt"].replace("<image>", shown)),
@@ -183,7 +183,7 @@ def batch_of(examples: list[Example]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def swapped(examples: list[Example]) -> list[Example]:
-    """Returns each question with the next one's picture."""
+    """Returns each question with the next one's image."""
     following = examples[1:] + examples[:1]
     return [
         replace(each, patches=after.patches, grid=after.grid)
@@ -202,7 +202,7 @@ def accuracy(model: Qwen2_5_VLForConditionalGeneration, examples: list[Example])
 
 
 def save_processing(folder: Path) -> None:
-    """Writes what makes tokens of texts and patches of pictures."""
+    """Writes what makes tokens of texts and patches of images."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))
@@ -225,4 +225,4 @@ if __name__ == "__main__":
     model.save_pretrained(given.target)
     held_out = read(given.data / "eval.jsonl", given.target)
     right, astray = accuracy(model, held_out), accuracy(model, swapped(held_out))
-    print(f"held-out accuracy: {right:.1%}, with the pictures of other questions {astray:.1%}")
+    print(f"held-out accuracy: {right:.1%}, with the images of other questions {astray:.1%}")

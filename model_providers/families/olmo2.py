@@ -7,4 +7,4 @@ from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:
-    return replace(decoder(config, qk_norm=True), wide_qk_norm=True, post_norm=True)
+    return replace(decoder(config, qk_norm=True), full_width_qk_norm=True, post_norm=True)

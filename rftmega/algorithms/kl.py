@@ -44,8 +44,8 @@ class KLController:
     def __init__(self, value: float, *, target: float = 0.0, horizon: int = 10_000):
         self.value, self.target, self.horizon = value, target, horizon
 
-    def update(self, seen: float, answers: int) -> None:
+    def update(self, seen: float, completions: int) -> None:
         """Moves the weight after a rollout of `answers` answers whose mean KL a token was `seen`."""
         if self.target:
             error = min(max(seen / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * min(answers / self.horizon, 1.0)
+            self.value *= 1 + error * min(completions / self.horizon, 1.0)

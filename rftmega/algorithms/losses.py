@@ -64,8 +64,8 @@ def policy_loss(
         metrics |= averaged(shown, mask)
         binds = clip_binds(options, log_ratio.detach(), advantage, mask)
         if binds is not None:
-            of_answers = sequence_mean if isinstance(options, GSPO) else token_mean
-            metrics |= averaged({"clip_fraction": binds.float()}, kept, of_answers, shares)
+            of_completions = sequence_mean if isinstance(options, GSPO) else token_mean
+            metrics |= averaged({"clip_fraction": binds.float()}, kept, of_completions, shares)
         weight, count = aggregation(kept, shares)
         return TokenLoss(value, weight, count, metrics)
 

@@ -89,8 +89,8 @@ def effective_share(
     """
     weights = by_rows(importance, old_logp, behaviour_logp, mask, options)
     if isinstance(options, SequenceImportance):
-        learnt = [row[own][:1] for row, own in zip(weights, mask, strict=True)]
-        chosen = torch.cat(learnt).double() if learnt else torch.zeros(0)
+        trained = [row[own][:1] for row, own in zip(weights, mask, strict=True)]
+        chosen = torch.cat(trained).double() if trained else torch.zeros(0)
     else:
         chosen = weights.flat[mask.flat].double()
     squares = len(chosen) * chosen.square().sum().item()

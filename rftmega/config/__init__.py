@@ -8,7 +8,7 @@ from rftmega.config.load import load, parse_override, plugins_of
 from rftmega.config.options.adapters import COLUMNS_OF_A_SCALE, LoRA
 from rftmega.config.options.algorithms import AlgorithmConfig, KLConfig
 from rftmega.config.pickling import restored
-from rftmega.config.pushed_adapters import SERVED_WORDS, served_rank, why_merged
+from rftmega.config.pushed_adapters import SERVED_VOCABULARY, served_rank, why_merged
 from rftmega.config.schema import (
     CheckpointConfig,
     CriticConfig,
@@ -29,7 +29,7 @@ from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 __all__ = [
     "COLUMNS_OF_A_SCALE",
     "LONGEST_CYCLE",
-    "SERVED_WORDS",
+    "SERVED_VOCABULARY",
     "AlgorithmConfig",
     "CheckpointConfig",
     "CriticConfig",

@@ -1,4 +1,4 @@
-"""Addresses of servers, as options and rosters have them."""
+"""Addresses of servers, as options and server lists have them."""
 
 from urllib.parse import urlsplit
 

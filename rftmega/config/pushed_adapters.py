@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from rftmega.config.options.adapters import OF_WORDS
+from rftmega.config.options.adapters import OF_VOCABULARY
 from rftmega.config.schema import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.json_files import read_json_object
 
 # dense models (model_type) beside whose layers vLLM 0.32 serves adapters, as pushes of them were tried;
 # of the first three, beside embedding and head as well
-SERVED_WORDS = ("llama", "phi3", "qwen3")
-SERVED = (*SERVED_WORDS, "qwen2")
+SERVED_VOCABULARY = ("llama", "phi3", "qwen3")
+SERVED = (*SERVED_VOCABULARY, "qwen2")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -39,6 +39,6 @@ def why_merged(config: RunConfig) -> str:
         return "vLLM takes no experts' weights in a push once it serves adapters"
     if family not in SERVED:
         return f"vLLM was not tried with adapters of {family} models"
-    if set(lora.targets) & set(OF_WORDS) and family not in SERVED_WORDS:
+    if set(lora.targets) & set(OF_VOCABULARY) and family not in SERVED_VOCABULARY:
         return f"vLLM leaves adapters on embedding and head out of models of {family}"
     return ""

@@ -35,6 +35,11 @@ RENAMED = {
     "algorithm.reward_clip": "reward.shaping.clip",
     "algorithm.reward_normalise": "reward.shaping.normalise",
     "algorithm.overlong_share": "reward.shaping.overlong_buffer_share",
+    "data.learnt_turns": "data.trained_turns",
+    "data.picture_hosts": "data.media_hosts",
+    "data.pictures_folder": "data.media_folder",
+    "rollout.max_pictures": "rollout.max_images",
+    "rollout.roster": "rollout.server_list",
     "algorithm.overlong_penalty": "reward.shaping.overlong_penalty_factor",
 }
 TRUNCATING = ("top_p", "top_k", "min_p")

@@ -55,7 +55,7 @@ class ModelConfig:
 
     ignore_config_fields: list[str] = field(default_factory=list)
     """Fields of config.json that transformers' class of the model knows and nothing here reads, which
-    is otherwise an error: they are passed over, in every model's folder (docs/families.md).
+    is otherwise an error: they are passed over, in every model's folder (docs/supported_architectures.md).
     """
 
     trust_remote_code: bool = False
@@ -201,7 +201,7 @@ class RolloutConfig:
     started here then (strategy=separate only).
     """
 
-    roster: str = ""
+    server_list: str = ""
     """File with such addresses, one a line, which is read before each push: servers join and leave
     during the run.
     """
@@ -255,8 +255,8 @@ class RolloutConfig:
     max_running: Count = 1024
     """Rollouts of one engine that are under way at once, those that wait for a tool among them."""
 
-    max_pictures: NotNegativeInt = 8
-    """Pictures that a prompt may have, of a model that sees; waveforms, of one that hears."""
+    max_images: NotNegativeInt = 8
+    """Images that a prompt may have, of a model that sees; waveforms, of one that hears."""
 
     max_videos: NotNegativeInt = 0
     """Videos that a prompt may have, of a model with a vision tower."""
@@ -277,7 +277,7 @@ class RolloutConfig:
     router_replay: Literal["none", "trainer", "engine"] = "none"
     """Of a mixture, the experts that tokens are sent to in an update: those that the trainer's router
     chooses then; that it chose when the rollout was scored; or that the engine's chose
-    (docs/mixtures.md).
+    (docs/moe.md).
     """
 
     memory_fraction: PositiveBelowOne = 0.5
@@ -301,7 +301,7 @@ class RolloutConfig:
     """
 
     order: str = ""
-    """File learnt_order.jsonl of an earlier run with trainer.max_staleness: its groups are learnt in
+    """File trained_order.jsonl of an earlier run with trainer.max_staleness: its groups are learnt in
     its order again, and those that it dropped are dropped; empty: groups are learnt as they finish.
     """
 
@@ -369,11 +369,11 @@ class DataConfig:
     """Key of the kind of task, which reward.recipe speaks about; a record may go without."""
 
     images_key: str = "images"
-    """Key of a prompt's pictures (docs/multimodal.md): one, or a list; <image> is a place of one."""
+    """Key of a prompt's images (docs/multimodal.md): one, or a list; <image> is a place of one."""
 
     videos_key: str = "videos"
     """Key of a prompt's videos: one or a list of paths, of files (mp4, avi, mkv, ...) or of folders
-    that have the frames as pictures. Their places are <video> in the prompt.
+    that have the frames as images. Their places are <video> in the prompt.
     """
 
     audio_key: str = "audio"
@@ -385,12 +385,12 @@ class DataConfig:
     video_frames: AtLeastTwo = 32
     """At most so many frames of a video are shown, evenly spread."""
 
-    pictures_folder: str = ""
-    """Folder of the paths of pictures, videos, waveforms; none leads out. Empty: the data file's."""
+    media_folder: str = ""
+    """Folder of the paths of images, videos, waveforms; none leads out. Empty: the data file's."""
 
-    picture_hosts: list[str] = field(default_factory=list)
-    """Hosts of the web from which pictures and videos are fetched before the run begins, each once,
-    into pictures_folder; empty: addresses are refused.
+    media_hosts: list[str] = field(default_factory=list)
+    """Hosts of the web from which images and videos are fetched before the run begins, each once,
+    into media_folder; empty: addresses are refused.
     """
 
     response_key: str = "response"
@@ -403,7 +403,7 @@ class DataConfig:
     or as its JSON text; a record may go without.
     """
 
-    learnt_turns: Literal["last", "all"] = "last"
+    trained_turns: Literal["last", "all"] = "last"
     """Supervised data: learn the last answer of a conversation, or all of the assistant's (each turn
     with the context that it had).
     """
@@ -659,7 +659,7 @@ class RewardConfig:
         weights = self.recipe.values() if self.recipe else [self.weights()]
         return {name for given in weights for name, weight in given.items() if weight}
 
-    def in_every_answer(self) -> set[str]:
+    def in_every_completion(self) -> set[str]:
         """Returns those that every prompt is scored with, whatever its kind."""
         kinds = [
             {name for name, weight in given.items() if weight} for given in self.recipe.values()
@@ -749,13 +749,13 @@ class TrainerConfig:
     """
 
     max_patches_per_micro_batch: NotNegativeInt = 0
-    """And of at most this many patches of pictures, or positions of sound, in a tower; 0: no bound."""
+    """And of at most this many patches of images, or positions of sound, in a tower; 0: no bound."""
 
     attention_weight: NotNegative = 0.0
     """Cost of a row of n tokens is n + this x n^2 where data-parallel work is balanced."""
 
     patch_weight: NotNegative = 1.0
-    """Cost of a patch of a picture, or a position of sound, in tokens, in the same balance."""
+    """Cost of a patch of an image, or a position of sound, in tokens, in the same balance."""
 
     offload: bool = True
     """Between phases, what the trainer doesn't need (weights, gradients, main parameters, Adam)
@@ -808,7 +808,7 @@ class TrainerConfig:
     """Write the trained policy as a Hugging Face folder (output/policy) at the end, with a model card."""
 
     export_quantised: bool = False
-    """Write its weights as 8-bit numbers with scales, those that model.path has so (docs/families.md)."""
+    """Write its weights as 8-bit numbers with scales, those that model.path has so (docs/supported_architectures.md)."""
 
     push_to_hub: str = ""
     """Upload that folder to this repository of the hub (org/name) after the last step; empty: nowhere.
@@ -861,7 +861,7 @@ class CheckpointConfig:
 class LoggingConfig:
     timeline: list[int] = field(default_factory=list)
     """First and last step of which all processes' work is recorded, as [3,4], in output/timeline
-    (docs/watching.md).
+    (docs/monitoring.md).
     """
 
     peak_tflops: NotNegative = 0.0

@@ -25,7 +25,7 @@ def described(error: BaseException, *, call: bool = False) -> str:
 class RFTMegaError(Exception):
     """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
 
-    exit_code = 2  # of the program; docs/operations.md lists all of them
+    exit_code = 2  # of the program; docs/fault_tolerance.md lists all of them
 
     @classmethod
     def listing(cls, what: str, reasons: Iterable[str]) -> Self:
@@ -83,7 +83,7 @@ class Diverged(RFTMegaError):
     exit_code = 76
 
 
-class NothingLearnt(RFTMegaError):  # noqa: N818  it tells what happened
+class NothingTrained(RFTMegaError):  # noqa: N818  it tells what happened
     """A step whose loss has a gradient that reaches no parameter: more such steps would not help."""
 
     exit_code = 76
@@ -161,9 +161,9 @@ class Preempted(Exception):  # noqa: N818  nothing went wrong
     `answers`: of a rollout, None for those that are not there.
     """
 
-    def __init__(self, answers: Sequence[Any] = ()):
+    def __init__(self, completions: Sequence[Any] = ()):
         super().__init__()
-        self.answers = answers
+        self.completions = completions
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:

@@ -1,4 +1,4 @@
-"""Pictures, videos and waveforms among the tokens of a prompt."""
+"""Images, videos and waveforms among the tokens of a prompt."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -26,8 +26,8 @@ class Frames:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPicture:
-    """PlacedPicture is a picture or a video of a prompt, and says where its features stand among the
+class PlacedImage:
+    """PlacedImage is an image or a video of a prompt, and says where its features stand among the
     tokens.
 
     Two are equal where their contents and places are.
@@ -63,7 +63,7 @@ class PlacedPicture:
         return sum(end - begin for begin, end in self.runs)
 
     def state(self) -> list[object]:
-        """Returns the picture as JSON has it, but for contents that are in no file: a tensor."""
+        """Returns the image as JSON has it, but for contents that are in no file: a tensor."""
         source: object = self.source
         if isinstance(source, bytes):
             source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -71,7 +71,7 @@ class PlacedPicture:
         return [source, self.digest, list(self.grid), self.start, self.tokens, *frames]
 
     @staticmethod
-    def from_state(state: Sequence[object]) -> "PlacedPicture":
+    def from_state(state: Sequence[object]) -> "PlacedImage":
         """Returns what `state` gave."""
         given: list[Any] = list(state)
         source, digest, grid, start, tokens = given[:5]
@@ -81,42 +81,42 @@ class PlacedPicture:
         if given[5:]:
             chosen, total, rate, step, starts, length = given[5]
             frames = Frames(tuple(chosen), total, rate, step, tuple(starts), length)
-        return PlacedPicture(source, digest, tuple(grid), start, tokens, frames)
+        return PlacedImage(source, digest, tuple(grid), start, tokens, frames)
 
 
-Placed = PlacedPicture | PlacedWaveform
-Kind = TypeVar("Kind", PlacedPicture, PlacedWaveform)
+Placed = PlacedImage | PlacedWaveform
+Kind = TypeVar("Kind", PlacedImage, PlacedWaveform)
 
 
-def pictures_of(placed: Iterable[Placed]) -> tuple[PlacedPicture, ...]:
-    """Returns the pictures and videos among what stands in a prompt."""
-    return tuple(each for each in placed if isinstance(each, PlacedPicture))
+def images_of(placed: Iterable[Placed]) -> tuple[PlacedImage, ...]:
+    """Returns the images and videos among what stands in a prompt."""
+    return tuple(each for each in placed if isinstance(each, PlacedImage))
 
 
 @dataclass(frozen=True, slots=True)
-class RowPictures:
-    """RowPictures tells which pictures, or waveforms, each row of a batch has."""
+class RowImages:
+    """RowImages tells which images, or waveforms, each row of a batch has."""
 
     rows: tuple[tuple[Placed, ...], ...]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, index: Iterable[int]) -> "RowPictures":
-        return RowPictures(tuple(self.rows[row] for row in index))
+    def select(self, index: Iterable[int]) -> "RowImages":
+        return RowImages(tuple(self.rows[row] for row in index))
 
     @property
     def patches(self) -> list[int]:
         """Returns how many patches each row has."""
-        return [sum(picture.patches for picture in row) for row in self.rows]
+        return [sum(image.patches for image in row) for row in self.rows]
 
     @property
     def distinct(self) -> dict[str, Placed]:
-        """Returns digest -> a picture, in the order of their first places."""
+        """Returns digest -> an image, in the order of their first places."""
         found: dict[str, Placed] = {}
         for row in self.rows:
-            for picture in row:
-                found.setdefault(picture.digest, picture)
+            for image in row:
+                found.setdefault(image.digest, image)
         return found
 
     def only(self, kind: type[Kind]) -> "list[tuple[Kind, ...]]":
@@ -124,46 +124,46 @@ class RowPictures:
         return [tuple(each for each in row if isinstance(each, kind)) for row in self.rows]
 
     @staticmethod
-    def of(rows: Iterable[Sequence[Placed]]) -> "RowPictures | None":
-        """Returns the pictures of rows; None where no row has one."""
+    def of(rows: Iterable[Sequence[Placed]]) -> "RowImages | None":
+        """Returns the images of rows; None where no row has one."""
         held = tuple(tuple(row) for row in rows)
-        return RowPictures(held) if any(held) else None
+        return RowImages(held) if any(held) else None
 
     @staticmethod
-    def join(parts: "Sequence[RowPictures | None]", sizes: Sequence[int]) -> "RowPictures | None":
+    def join(parts: "Sequence[RowImages | None]", sizes: Sequence[int]) -> "RowImages | None":
         """Joins the rows of several batches, each of so many rows."""
         rows: list[tuple[Placed, ...]] = []
         for part, size in zip(parts, sizes, strict=True):
             rows += [()] * size if part is None else part.rows
-        return RowPictures.of(rows)
+        return RowImages.of(rows)
 
     def state(self) -> list[list[list[object]]]:
         """Returns the rows as JSON has them, contents that are in no file as tensors."""
-        return [[picture.state() for picture in row] for row in self.rows]
+        return [[image.state() for image in row] for row in self.rows]
 
     @staticmethod
-    def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowPictures":
+    def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowImages":
         """Returns what `state` gave."""
-        return RowPictures(tuple(tuple(map(placed_from_state, row)) for row in state))
+        return RowImages(tuple(tuple(map(placed_from_state, row)) for row in state))
 
 
 def placed_from_state(state: Sequence[Any]) -> Placed:
-    """Returns a picture, which has a grid in the third place, or a waveform, which has a number."""
-    kind = PlacedPicture if isinstance(state[2], Sequence) else PlacedWaveform
+    """Returns an image, which has a grid in the third place, or a waveform, which has a number."""
+    kind = PlacedImage if isinstance(state[2], Sequence) else PlacedWaveform
     return kind.from_state(state)
 
 
-def unexpanded(token_ids: Sequence[int], pictures: Sequence[Placed]) -> list[int]:
-    """Returns the tokens with one placeholder a picture, video or waveform, as an engine's own
+def unexpanded(token_ids: Sequence[int], images: Sequence[Placed]) -> list[int]:
+    """Returns the tokens with one placeholder an image, video or waveform, as an engine's own
     processor takes them: it
     would expand what is expanded once more.
     """
     kept: list[int] = []
     before = 0
-    for picture in pictures:
-        kept += token_ids[before : picture.start]
-        first, _ = picture.runs[0]
+    for image in images:
+        kept += token_ids[before : image.start]
+        first, _ = image.runs[0]
         kept.append(token_ids[first])
-        before = picture.end
+        before = image.end
     kept += token_ids[before:]
     return kept

@@ -171,7 +171,7 @@ def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> Rollou
     return RolloutArrays.of([rollouts[row] for row in index])
 
 
-def packed_answers(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
+def packed_completions(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
     """Returns the columns; of each rollout how many trajectories it has, and what else a
     RolloutPlace holds; and each trajectory's length, whether it is truncated, start and turns.
     """
@@ -188,7 +188,7 @@ def packed_answers(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
     return arrays.columns | {"trajectories": trajectories, "rollouts": numbered}
 
 
-def unpacked_answers(packed: dict[str, Any]) -> RolloutArrays:
+def unpacked_completions(packed: dict[str, Any]) -> RolloutArrays:
     """Returns what was packed."""
     places, end = [], 0
     for said in packed["trajectories"]:

@@ -17,7 +17,7 @@ LINEAR = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("w1", "w2", "w3"),  # of Mixtral's experts
 )
-EMBEDDING, HEAD = OF_WORDS = ("embed_tokens", "lm_head")  # those of words, likewise
+EMBEDDING, HEAD = OF_VOCABULARY = ("embed_tokens", "lm_head")  # those of words, likewise
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
 Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, what of it), of one shard
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from typing_extensions import TypeVar
 
 from rftmega.core import expert_routes
-from rftmega.core.media_positions import Placed, RowPictures, placed_from_state
+from rftmega.core.media_positions import Placed, RowImages, placed_from_state
 from rftmega.core.ragged import Ragged
 
 Metrics = dict[str, float]
@@ -46,20 +46,20 @@ class Prompt:
     record: str = ""
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
     # in the order of their places; `token_ids` has as many placeholders as they have features
-    pictures: tuple[Placed, ...] = ()
+    images: tuple[Placed, ...] = ()
 
     def state(self) -> list[Any]:
-        """Returns the prompt as JSON has it, but for pictures that are in no file: tensors."""
+        """Returns the prompt as JSON has it, but for images that are in no file: tensors."""
         plain = [self.label, self.index, self.kind, self.record, self.task]
-        return [list(self.token_ids), *plain, [each.state() for each in self.pictures]]
+        return [list(self.token_ids), *plain, [each.state() for each in self.images]]
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "Prompt":
         """Returns what `state` gave; a checkpoint before format 4 has fewer fields."""
         token_ids, *plain = state[:6]
         known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
-        pictures = state[6] if len(state) > 6 else ()
-        return Prompt(tuple(token_ids), **known, pictures=tuple(map(placed_from_state, pictures)))
+        images = state[6] if len(state) > 6 else ()
+        return Prompt(tuple(token_ids), **known, images=tuple(map(placed_from_state, images)))
 
 
 class Sampling(NamedTuple):
@@ -221,8 +221,8 @@ class Rollout:
     @property
     def _response(self) -> tuple[int, int]:
         last = self.trajectories[-1]
-        answers = [turn for turn in last.turns if turn.role == "assistant"]
-        return answers[-1][1:3] if answers else (last.prompt_length, len(last))
+        completions = [turn for turn in last.turns if turn.role == "assistant"]
+        return completions[-1][1:3] if completions else (last.prompt_length, len(last))
 
     @property
     def truncated(self) -> bool:
@@ -248,12 +248,12 @@ class Rows(Generic[Column]):
     prompt_lengths: Tensor  # [B] int64: tokens before the first answer
     lengths: Tensor  # [B] int64: prompt and response together
     mask: Column  # bool, True where the target is a token that the policy chose
-    pictures: RowPictures | None = None  # of the rows; None where none has one
+    images: RowImages | None = None  # of the rows; None where none has one
     # of each token but the last, see expert_routes; None: the model chooses
     routes: Column | None = None
 
     @staticmethod
-    def of_answers(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
+    def of_completions(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
         """Returns rows of which everything behind the prompt is the policy's."""
         target = torch.arange(1, tokens.shape[1], device=tokens.device)
         mask = (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
@@ -304,7 +304,7 @@ class Rows(Generic[Column]):
             self.prompt_lengths,
             self.lengths + 1,
             longer(self.mask),
-            self.pictures,
+            self.images,
         )
 
 
@@ -395,7 +395,7 @@ class Samples(Generic[Column]):
                 torch.cat([part.prompt_lengths for part in rows]),
                 tokens.lengths,
                 mask,
-                RowPictures.join([part.pictures for part in rows], [len(part) for part in rows]),
+                RowImages.join([part.images for part in rows], [len(part) for part in rows]),
                 own_routes,
             ),
             behaviour_logp,
@@ -484,7 +484,7 @@ class Experience(Generic[Column]):
     entropy: Column | None = None
     # integers: of the policy that chose each token, -1 outside the mask; None: not known
     versions: Column | None = None
-    pictures: RowPictures | None = None  # of the rows; None where none has one
+    images: RowImages | None = None  # of the rows; None where none has one
     # [B] int64: number of the rollout, whose rows are neighbours; None: each row is one
     rollout: Tensor | None = None
     # [B] float32: which part of its rollout's tokens that are learnt from the row has
@@ -504,7 +504,7 @@ class Experience(Generic[Column]):
             self.prompt_lengths,
             self.lengths,
             self.mask,
-            self.pictures,
+            self.images,
             self.routes,
         )
 
@@ -553,8 +553,8 @@ class Experience(Generic[Column]):
             values = [getattr(part, name) for part in parts]
             if name == "routes":
                 return _joined_routes(parts)
-            if name == "pictures":
-                return RowPictures.join(values, [len(part) for part in parts])
+            if name == "images":
+                return RowImages.join(values, [len(part) for part in parts])
             if any(value is None for value in values):
                 return None
             if name == "rollout":
@@ -572,7 +572,7 @@ def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
         value = getattr(batch, each.name)
         if isinstance(value, Rows):
             value = _mapped(value, change)
-        elif isinstance(value, RowPictures):
+        elif isinstance(value, RowImages):
             pass  # the same, however columns lie
         elif isinstance(value, dict):
             value = {name: change(name, part) for name, part in value.items()}
@@ -594,18 +594,18 @@ def _selected(batch: Any, index: Tensor) -> Any:
 
     found = _mapped(batch, chosen)
     if isinstance(batch, Samples):
-        rows = _with_pictures(found.rows, batch.rows.pictures, index)
+        rows = _with_images(found.rows, batch.rows.images, index)
         own = [batch.prompts[row] for row in index.tolist()]
         turns = [batch.turns[row] for row in index.tolist()] if batch.turns else ()
         return replace(found, rows=rows, prompts=own, turns=turns)
-    return _with_pictures(found, batch.pictures, index)
+    return _with_images(found, batch.images, index)
 
 
-def _with_pictures(batch: Any, pictures: RowPictures | None, index: Tensor) -> Any:
-    """Returns the batch with those pictures that its rows had."""
-    if pictures is None:
+def _with_images(batch: Any, images: RowImages | None, index: Tensor) -> Any:
+    """Returns the batch with those images that its rows had."""
+    if images is None:
         return batch
-    return replace(batch, pictures=RowPictures.of(pictures.select(index.tolist()).rows))
+    return replace(batch, images=RowImages.of(images.select(index.tolist()).rows))
 
 
 def _padded(batch: Any) -> Any:

@@ -25,7 +25,7 @@ class PlacedWaveform:
 
     @property
     def patches(self) -> int:
-        """Returns what the tower computes, in positions: a picture's are its patches."""
+        """Returns what the tower computes, in positions: an image's are its patches."""
         return self.positions
 
     @property

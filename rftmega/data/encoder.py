@@ -91,18 +91,18 @@ class Encoder:
             self.report.add(value, self.tokenizer.template.unrendered.of(value, open_=True))
         return ids
 
-    def answer(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
+    def completion(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
         """Returns the token ids of the answer to `prompt`, its end included: of a string, or of one
         message of the assistant's with all that the chat template renders of it.
         """
-        answer = self._one_answer(value, key)
-        ids = self.tokenizer.encode_answer(prompt, answer, **self._given)
+        completion = self._one_completion(value, key)
+        ids = self.tokenizer.encode_response(prompt, completion, **self._given)
         _check_length("answer", ids, "rollout.max_response_tokens", self.max_response_tokens)
         if isinstance(prompt, list):
-            self._report_answer(prompt, answer)
+            self._report_completion(prompt, completion)
         return ids
 
-    def _one_answer(self, value: Any, key: str) -> str | dict[str, Any]:
+    def _one_completion(self, value: Any, key: str) -> str | dict[str, Any]:
         """Returns an answer as text, or as a message where it is more than text."""
         given = [value] if isinstance(value, dict) else value
         if isinstance(given, list) and len(given) == 1:
@@ -117,9 +117,9 @@ class Encoder:
             )
         return given
 
-    def _report_answer(self, prompt: Messages, answer: str | dict[str, Any]) -> None:
+    def _report_completion(self, prompt: Messages, completion: str | dict[str, Any]) -> None:
         """Notes what is not rendered of an answer. Raises DataError where that is all of it."""
-        whole = answered(prompt, answer)
+        whole = answered(prompt, completion)
         missing = self.tokenizer.template.unrendered.of(whole, open_=False)
         own = {name for place, name in missing if place == len(whole) - 1}
         if not says_something(whole[-1], own):

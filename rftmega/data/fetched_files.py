@@ -1,4 +1,4 @@
-"""Fetches pictures and videos of the web before a run begins, each once, into a folder."""
+"""Fetches images and videos of the web before a run begins, each once, into a folder."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from rftmega.core.errors import DataError
 from rftmega.data.media.files import MOST_BYTES
 
-FOLDER = "fetched"  # beside the pictures that are files
+FOLDER = "fetched"  # beside the images that are files
 THREADS = 8
 TIMEOUT = 30.0  # seconds without a byte
 LOOK = 0.1  # seconds between two looks at what another process fetches
@@ -62,7 +62,7 @@ class Fetched:
                     time.sleep(LOOK)
         except OSError as error:
             raise DataError(
-                f"{address} can't be kept in {self.folder}: {error.strerror or error}. Set data.pictures_folder to a folder "
+                f"{address} can't be kept in {self.folder}: {error.strerror or error}. Set data.media_folder to a folder "
                 "that can be written to."
             ) from error
         return target
@@ -77,7 +77,7 @@ class Fetched:
         if parts.scheme not in ("http", "https") or host not in self.hosts:
             known = ", ".join(sorted(self.hosts)) or "none"
             raise DataError(
-                f"{address} is not fetched: its host is not among data.picture_hosts ({known}). "
+                f"{address} is not fetched: its host is not among data.media_hosts ({known}). "
                 "Add it, or download the file and give the path."
             )
 
@@ -116,9 +116,9 @@ class Fetched:
 
     def _write(self, address: str, claim: Path) -> None:
         request = urllib.request.Request(address, headers={"User-Agent": "rftmega"})
-        with self._opener.open(request, timeout=TIMEOUT) as answer, claim.open("wb") as file:
+        with self._opener.open(request, timeout=TIMEOUT) as completion, claim.open("wb") as file:
             size = 0
-            while part := answer.read(PART):
+            while part := completion.read(PART):
                 size += len(part)
                 if size > MOST_BYTES:
                     raise DataError(
@@ -126,7 +126,7 @@ class Fetched:
                     )
                 file.write(part)
                 file.flush()
-            said = answer.headers.get("Content-Length")
+            said = completion.headers.get("Content-Length")
             if said is not None and size != int(said):
                 raise DataError(f"{address} broke off: {size:,} of {int(said):,} bytes came.")
 

@@ -1,4 +1,4 @@
-"""Checks that a micro-batch has room for the pictures of every prompt."""
+"""Checks that a micro-batch has room for the images of every prompt."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from rftmega.core.types import Prompt
 
 
 def check_patches(prompts: Sequence[Prompt], places: Sequence[str], most: int) -> None:
-    """Raises DataError for prompts whose pictures, videos and waveforms have more patches together than
+    """Raises DataError for prompts whose images, videos and waveforms have more patches together than
     a micro-batch may have (`most`; 0: any number). `places`: where each prompt stands in its file.
     """
-    own = [sum(picture.patches for picture in prompt.pictures) for prompt in prompts]
+    own = [sum(image.patches for image in prompt.images) for prompt in prompts]
     larger = [
-        f"{place}: its pictures have {patches} patches together"
+        f"{place}: its images have {patches} patches together"
         for place, patches in zip(places, own, strict=True)
         if most and patches > most
     ]
@@ -20,7 +20,7 @@ def check_patches(prompts: Sequence[Prompt], places: Sequence[str], most: int) -
         raise DataError.first_of(
             [
                 f"trainer.max_patches_per_micro_batch={most} has no room for {len(larger)} prompt(s): a prompt is not "
-                f"divided. Set it to {max(own)} or more, or make the pictures smaller.",
+                f"divided. Set it to {max(own)} or more, or make the images smaller.",
                 *larger,
             ]
         )

@@ -22,7 +22,7 @@ from rftmega.data.encoder import Encoder, by_assistant, check_continued
 from rftmega.data.examples import load_examples, required
 from rftmega.data.records import Record, value_at
 from rftmega.data.sources import refuse_media
-from rftmega.data.supervised import Example, refuse_two_answers, rows_of
+from rftmega.data.supervised import Example, refuse_two_completions, rows_of
 from rftmega.data.tokenizer import Tokenizer
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -88,14 +88,14 @@ def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example
     if conversation is None:
         prompt = encoder.given_prompt(record)
         check_continued(prompt, config)
-        answer = value
+        completion = value
     else:
-        prompt, answer = conversation[:-1], conversation[-1]
-        refuse_two_answers(prompt, config)
+        prompt, completion = conversation[:-1], conversation[-1]
+        refuse_two_completions(prompt, config)
         if not alone:
             _check_prompt(encoder.given_prompt(record), prompt, config.prompt_key, key)
     refuse_places(prompt)
-    return Example(encoder.prompt(prompt), encoder.answer(prompt, answer, key))
+    return Example(encoder.prompt(prompt), encoder.completion(prompt, completion, key))
 
 
 def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Messages | None:

@@ -17,9 +17,9 @@ from rftmega.core.types import Prompt
 from rftmega.data.chat.media_parts import media_moved, with_media_moved
 from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
-from rftmega.data.images import Most, PictureReader, expanded_within
 from rftmega.data.media.audio_processor import AudioProcessor
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
+from rftmega.data.prompt_images import ImageReader, Most, expanded_within
 from rftmega.data.records import Record, records, value_at
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
@@ -44,16 +44,16 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     columns: bool = False,
-    processor: PictureProcessor | AudioProcessor | None = None,
-    max_pictures: int = 0,
+    processor: ImageProcessor | AudioProcessor | None = None,
+    max_images: int = 0,
     max_videos: int = 0,
     places: list[str] | None = None,
     most: int | None = None,
 ) -> list[Prompt]:
     """Returns one Prompt a record, with the record's columns where `columns` says so.
 
-    `processor`: of a model that sees, whose prompts may have `max_pictures` pictures and
-    `max_videos` videos, or of one that hears, and `max_pictures` waveforms. To `places` is added
+    `processor`: of a model that sees, whose prompts may have `max_images` images and
+    `max_videos` videos, or of one that hears, and `max_images` waveforms. To `places` is added
     where each prompt stands in the file. `most`: records that are read, None: all.
 
     Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
@@ -61,11 +61,11 @@ def load_prompts(
     """
     reader: MediaReader
     if isinstance(processor, AudioProcessor):
-        reader = WaveformReader(processor, config, source, max_pictures)
+        reader = WaveformReader(processor, config, source, max_images)
     else:
-        media = Most(max_pictures, max_videos)
-        reader = PictureReader(processor, config, source, media, tokenizer)
-    if config.picture_hosts and processor is not None:
+        media = Most(max_images, max_videos)
+        reader = ImageReader(processor, config, source, media, tokenizer)
+    if config.media_hosts and processor is not None:
         given = (
             each for _, each in islice(records(source), most) if not isinstance(each, DataError)
         )
@@ -85,7 +85,7 @@ def load_prompts(
 
 
 def _placeholders(
-    tokenizer: Tokenizer, processor: PictureProcessor | AudioProcessor | None
+    tokenizer: Tokenizer, processor: ImageProcessor | AudioProcessor | None
 ) -> list[str]:
     """Returns the names of control tokens by which a prompt gives the places of its media."""
     if processor is None:
@@ -116,10 +116,10 @@ def _parse(
     check_continued(text, config)
     sources = reader.sources(record)
     ids = encoder.prompt(reader.marked(text))
-    ids, pictures = reader.placed(ids, sources)
-    expanded_within(ids, encoder.max_prompt_tokens, len(pictures))
+    ids, images = reader.placed(ids, sources)
+    expanded_within(ids, encoder.max_prompt_tokens, len(images))
     kept = _columns(text, without_contents(record, config), config) if columns else ""
-    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, pictures=pictures)
+    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, images=images)
 
 
 def _columns(prompt: Any, record: Record, config: DataConfig) -> str:

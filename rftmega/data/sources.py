@@ -8,16 +8,17 @@ from pathlib import Path
 from rftmega.config import DataConfig, split_source
 from rftmega.core.errors import DataError, shown
 from rftmega.data.fetched_files import Fetched
+from rftmega.data.media.files import with_article
 from rftmega.data.records import Record, listed, value_at, with_value
 
 ADDRESS = "://"  # is in one
 
 
 def folder_of(source: str | Path, config: DataConfig) -> Path:
-    """Returns the folder that paths begin in: data.pictures_folder, or that of the data's file."""
+    """Returns the folder that paths begin in: data.media_folder, or that of the data's file."""
     path, _ = split_source(source)
     beside = path if path.is_dir() else path.parent
-    return Path(config.pictures_folder or beside).resolve()
+    return Path(config.media_folder or beside).resolve()
 
 
 def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
@@ -31,10 +32,10 @@ def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
     try:
         path = (folder / value).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte, links in a circle
-        raise DataError(f"{shown(value)} can't be a {noun}'s path: {error}.") from error
+        raise DataError(f"{shown(value)} can't be {with_article(noun)}'s path: {error}.") from error
     if not path.is_relative_to(folder):
         raise DataError(
-            f"{value} leads out of {folder}, where the {noun}s are. Set data.pictures_folder to a folder that has all of them."
+            f"{value} leads out of {folder}, where the {noun}s are. Set data.media_folder to a folder that has all of them."
         )
     return str(path)
 
@@ -60,7 +61,7 @@ def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
 
 
 def without_contents(record: Record, config: DataConfig) -> Record:
-    """Returns a record without what is inside its pictures and waveforms; their paths stay."""
+    """Returns a record without what is inside its images and waveforms; their paths stay."""
     for key in (config.images_key, config.audio_key):
         if value_at(record, key) is None:
             continue
@@ -74,10 +75,10 @@ def without_contents(record: Record, config: DataConfig) -> Record:
 
 
 def refuse_media(record: Record, config: DataConfig) -> None:
-    """Raises DataError for a record of given answers that names pictures, videos or waveforms."""
+    """Raises DataError for a record of given answers that names images, videos or waveforms."""
     for option in ("images_key", "videos_key", "audio_key"):
         if value_at(record, key := getattr(config, option)):
             raise DataError(
-                f'"{key}" names pictures, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
+                f'"{key}" names images, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
                 f"record out, or set data.{option} to a key that no record has."
             )

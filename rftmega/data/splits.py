@@ -6,11 +6,11 @@ from typing import Any
 from rftmega.config import RunConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt, Rows
-from rftmega.data.images import check_pictures
-from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.audio_processor import audio_processor_of
 from rftmega.data.media.image_processor import processor_of
 from rftmega.data.patches import check_patches
 from rftmega.data.preference import load_preferences, pair_rows
+from rftmega.data.prompt_images import check_images
 from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
@@ -29,11 +29,11 @@ def prompts_of(
     """Loads prompts, those of each file checked by `check`, which raises DataError for what speaks
     against them; the file is named before it.
 
-    Each of the `ranks` processes that load the same decodes its share of the pictures and waveforms.
+    Each of the `ranks` processes that load the same decodes its share of the images and waveforms.
     `most`: records of a file that are read, None: all.
     """
-    ear = ear_of(config.model.path)
-    processor = ear or processor_of(config.model.path)
+    audio_processor = audio_processor_of(config.model.path)
+    processor = audio_processor or processor_of(config.model.path)
 
     def load(source: str) -> list[Prompt]:
         places: list[str] = []
@@ -44,7 +44,7 @@ def prompts_of(
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             columns=config.reads_columns,
             processor=processor,
-            max_pictures=config.rollout.max_pictures,
+            max_images=config.rollout.max_images,
             max_videos=config.rollout.max_videos,
             places=places,
             most=most,
@@ -54,7 +54,7 @@ def prompts_of(
         except DataError as error:
             raise DataError(f"{source}: {error}") from error
         check_patches(prompts, places, config.trainer.max_patches_per_micro_batch)
-        check_pictures(prompts, places, rank=rank, ranks=ranks, ear=ear)
+        check_images(prompts, places, rank=rank, ranks=ranks, audio_processor=audio_processor)
         return prompts
 
     order = order_of(

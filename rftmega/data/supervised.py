@@ -2,7 +2,7 @@
 nothing of the prompt.
 
 A record has data.prompt_key and data.response_key; or the prompt is chat messages that end with the
-assistant's. Of several answers the last is learnt, or by data.learnt_turns=all each of them.
+assistant's. Of several answers the last is learnt, or by data.trained_turns=all each of them.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def rows_of(examples: Sequence[Example]) -> Rows:
         ids = example.prompt_ids + example.response_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
     prompt_lengths = torch.tensor([len(example.prompt_ids) for example in examples])
-    rows = Rows.of_answers(
+    rows = Rows.of_completions(
         tokens,
         prompt_lengths,
         prompt_lengths + torch.tensor([len(example.response_ids) for example in examples]),
@@ -93,16 +93,16 @@ def _parse(encoder: Encoder, record: Record, index: int) -> list[Example]:
             raise DataError(
                 f'"{config.prompt_key}" ends with an answer and "{key}" is another. Leave one out.'
             )
-        prompt, answer, key = prompt[:-1], prompt[-1], config.prompt_key
-        refuse_two_answers(prompt, config)
+        prompt, completion, key = prompt[:-1], prompt[-1], config.prompt_key
+        refuse_two_completions(prompt, config)
     else:
-        answer = required(record, key, "data.response_key")
-    if config.learnt_turns == "all" and isinstance(prompt, list):
-        return _turns(encoder, prompt, answer, key)
-    return [Example(encoder.prompt(prompt), encoder.answer(prompt, answer, key))]
+        completion = required(record, key, "data.response_key")
+    if config.trained_turns == "all" and isinstance(prompt, list):
+        return _turns(encoder, prompt, completion, key)
+    return [Example(encoder.prompt(prompt), encoder.completion(prompt, completion, key))]
 
 
-def _turns(encoder: Encoder, prompt: Messages, answer: Any, key: str) -> list[Example]:
+def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> list[Example]:
     """Returns all answers of a conversation, in one row as far as the chat template only goes on:
     where it rewrites what stands before an answer (drops thinking), another row begins.
     """
@@ -112,10 +112,10 @@ def _turns(encoder: Encoder, prompt: Messages, answer: Any, key: str) -> list[Ex
     ]
     for place in [*asked, len(prompt)]:
         before = prompt[:place]
-        refuse_two_answers(before, encoder.config)
-        said = prompt[place] if place < len(prompt) else answer
+        refuse_two_completions(before, encoder.config)
+        said = prompt[place] if place < len(prompt) else completion
         context = encoder.prompt(before)
-        turn = Example(context, encoder.answer(before, said, key))
+        turn = Example(context, encoder.completion(before, said, key))
         joined = _joined(rows[-1], turn) if rows else None
         rows[-1:] = [joined] if joined else [*rows[-1:], turn]
     return rows
@@ -131,7 +131,7 @@ def _joined(row: Example, turn: Example) -> Example | None:
     return Example(row.prompt_ids, response, (*row.between, between))
 
 
-def refuse_two_answers(context: Any, config: DataConfig) -> None:
+def refuse_two_completions(context: Any, config: DataConfig) -> None:
     """Raises DataError where an answer to learn stands behind another message of the assistant's."""
     if by_assistant(context):
         raise DataError(

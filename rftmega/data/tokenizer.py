@@ -146,10 +146,10 @@ class Tokenizer:
         """
         return self._known(self._behind(before, text, special=False))
 
-    def encode_answer(
+    def encode_response(
         self,
         prompt: str | Messages,
-        answer: str | dict[str, Any],
+        completion: str | dict[str, Any],
         *,
         chat_template: bool,
         tools: Specs | None = None,
@@ -160,18 +160,18 @@ class Tokenizer:
         With a chat template, that is what the template writes for the assistant's turn, up to its
         end. Raises DataError for a template that does not continue the prompt with the answer.
         """
-        prompt, answer = self._given(prompt, counted=False), self._given(answer)
+        prompt, completion = self._given(prompt, counted=False), self._given(completion)
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
-            if not isinstance(answer, str):
+            if not isinstance(completion, str):
                 raise DataError(
                     "the answer has calls, thinking or parts, which a chat template writes, and this prompt is a string, which "
                     "does not go through it. Set data.chat_template=true, or give messages."
                 )
-            return self._known((*self._behind(prompt, answer, special=True), self._end))
+            return self._known((*self._behind(prompt, completion, special=True), self._end))
         messages = messages_of(prompt)
         before = self._template.text(messages, open_=True, tools=tools)
-        whole = self._template.text(answered(messages, answer), open_=False, tools=tools)
+        whole = self._template.text(answered(messages, completion), open_=False, tools=tools)
         if not whole.startswith(before):
             raise DataError(
                 "the tokenizer's chat template does not go on with the answer where it ends the prompt."

@@ -8,9 +8,9 @@ from rftmega.config import DataConfig
 from rftmega.core.errors import DataError, shown
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.fetched_files import Fetched
-from rftmega.data.images import in_parts
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media.files import content_of, digest_of
+from rftmega.data.prompt_images import in_parts
 from rftmega.data.records import Record, listed
 from rftmega.data.sources import addresses, decoded, folder_of, path_in
 
@@ -26,17 +26,17 @@ class WaveformReader:
     def __init__(
         self, processor: AudioProcessor, config: DataConfig, source: str | Path, most: int
     ):
-        """`source`: the data's file, beside which waveforms lie unless data.pictures_folder says
+        """`source`: the data's file, beside which waveforms lie unless data.media_folder says
         where. `most`: waveforms a prompt may have.
         """
         self.processor, self.config, self.most = processor, config, most
         self.folder = folder_of(source, config)
-        self.fetched = Fetched(self.folder, config.picture_hosts)
+        self.fetched = Fetched(self.folder, config.media_hosts)
         self._samples: dict[str, int] = {}  # by digest
 
     def sources(self, record: Record) -> list[str | bytes]:
         """Returns the files, or their bytes, that a record names."""
-        for option, noun in (("images_key", "picture"), ("videos_key", "video")):
+        for option, noun in (("images_key", "image"), ("videos_key", "video")):
             key = getattr(self.config, option)
             if seen := listed(record, key):
                 raise DataError(
@@ -46,7 +46,7 @@ class WaveformReader:
         values = listed(record, self.config.audio_key)
         if len(values) > self.most:
             raise DataError(
-                f"a prompt with {len(values)} waveforms: rollout.max_pictures is {self.most}. Raise it, or leave some out."
+                f"a prompt with {len(values)} waveforms: rollout.max_images is {self.most}. Raise it, or leave some out."
             )
         return [self._source(value) for value in values]
 

@@ -69,8 +69,8 @@ class PolicyActor(Generic[Processor]):
         )
 
     def __call__(self, *given: Any, **settings: Any) -> Any:
-        answer: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
-        return answer
+        completion: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
+        return completion
 
     def _rows(
         self,
@@ -91,7 +91,7 @@ class PolicyActor(Generic[Processor]):
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
 
-    def _answer(self, rows: Rows, return_output: bool) -> Any:
+    def _completion(self, rows: Rows, return_output: bool) -> Any:
         """Returns what an actor answers about rows that have their media."""
         stats = self.log_probs(rows)
         found = per_action(stats.logp, rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.types import Rows
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor
@@ -40,17 +40,17 @@ class ActorAL(PolicyActor[AudioProcessor]):
         each feature. Every process calls it with the whole batch; there is no gradient (a loss is
         learnt in `step`). With `return_output` (log-probs, TokenStats of all targets), with
         `return_aligned_inputs` the sequences and their mask behind them, as they were given.
-        Raises ValueError for pictures and videos, and where rows and waveforms don't add up.
+        Raises ValueError for images and videos, and where rows and waveforms don't add up.
         """
         seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         if any(each is not None for each in seen):
             raise ValueError("ActorAL hears and does not see. Give waveforms as audio_values.")
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         rows = with_frames(rows, audio_values, feature_attention_mask, self.processor)
-        answer = self._answer(rows, return_output)
+        completion = self._completion(rows, return_output)
         if not return_aligned_inputs:
-            return answer
-        return (*(answer if return_output else (answer,)), sequences, attention_mask)
+            return completion
+        return (*(completion if return_output else (completion,)), sequences, attention_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def with_frames(
     Raises ValueError for frames without their mask or a `processor`, for a window other than the
     model's, and where rows and waveforms don't add up.
     """
-    if rows.pictures is not None or audio_values is None:
+    if rows.images is not None or audio_values is None:
         return rows
     if processor is None or feature_attention_mask is None:
         raise ValueError(
@@ -101,7 +101,7 @@ def with_frames(
         raise ValueError(
             f"audio_values has {len(left)} waveform(s) more than the rows have places for. Leave them out."
         )
-    return replace(rows, pictures=RowPictures.of(found))
+    return replace(rows, images=RowImages.of(found))
 
 
 def _placed(

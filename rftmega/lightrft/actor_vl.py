@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.lightrft.actor import PolicyActor
 from rftmega.lightrft.image_inputs import Patches
 from rftmega.lightrft.padded_experience import with_patches
 
 
-class ActorVL(PolicyActor[PictureProcessor]):
-    """ActorVL gives log-probs of responses to prompts with pictures and videos; `module` is the policy
+class ActorVL(PolicyActor[ImageProcessor]):
+    """ActorVL gives log-probs of responses to prompts with images and videos; `module` is the policy
     itself.
     """
 
@@ -33,9 +33,9 @@ class ActorVL(PolicyActor[PictureProcessor]):
         Every process calls it with the whole batch; there is no gradient (a loss is learnt in
         `step`). With `return_output` (log-probs, TokenStats of all targets). A pair of frames lasts
         a second, as it does in transformers where nobody says how long. Raises ValueError where rows
-        and pictures don't add up.
+        and images don't add up.
         """
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         rows = with_patches(rows, patches, self.processor)
-        return self._answer(rows, return_output)
+        return self._completion(rows, return_output)

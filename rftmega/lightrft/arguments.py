@@ -44,8 +44,8 @@ def _estimator(algorithm: AlgorithmConfig) -> str:
 
 def rows_per_update(config: RunConfig) -> int:
     """Returns the answers that one optimizer step learns from."""
-    answers = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
-    return config.trainer.prompts_per_step * answers // config.algorithm.updates_per_epoch
+    completions = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
+    return config.trainer.prompts_per_step * completions // config.algorithm.updates_per_epoch
 
 
 def rows_per_micro_batch(config: RunConfig) -> int:

@@ -1,4 +1,4 @@
-"""Puts pictures and videos, as callers give them, among the tokens of their prompts."""
+"""Puts images and videos, as callers give them, among the tokens of their prompts."""
 
 import hashlib
 import os
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures, pictures_of
+from rftmega.core.media_positions import Frames, PlacedImage, RowImages, images_of
 from rftmega.core.types import Rows
-from rftmega.data.images import Most, PictureReader
 from rftmega.data.media.files import content_of, digest_of, size_of
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.data.media.videos import (
     FEWEST,
     Video,
@@ -28,6 +27,7 @@ from rftmega.data.media.videos import (
     digest_of_video,
     probed,
 )
+from rftmega.data.prompt_images import ImageReader, Most
 
 Encode = Callable[[str], Sequence[int]]
 ANY_NUMBER = Most(sys.maxsize, sys.maxsize)  # of a prompt
@@ -35,37 +35,37 @@ UNTOLD_RATE = 2.0  # frames a second of patches: transformers takes a second for
 
 
 @dataclass(frozen=True)
-class GivenPicture:
-    """GivenPicture is a picture or a video that stands nowhere yet."""
+class GivenImage:
+    """GivenImage is an image or a video that stands nowhere yet."""
 
-    source: str | bytes | Tensor  # see PlacedPicture
+    source: str | bytes | Tensor  # see PlacedImage
     digest: str
     grid: tuple[int, int, int]
     tokens: tuple[int, ...]  # that stand in its place
     frames: Frames | None = None  # of a video
 
-    def at(self, start: int) -> PlacedPicture:
-        return PlacedPicture(
+    def at(self, start: int) -> PlacedImage:
+        return PlacedImage(
             self.source, self.digest, self.grid, start, len(self.tokens), self.frames
         )
 
 
 @dataclass(frozen=True)
 class Patches:
-    """Patches are those of the pictures and videos of rows, row by row, by transformers' names."""
+    """Patches are those of the images and videos of rows, row by row, by transformers' names."""
 
-    pixel_values: Tensor | None = None  # [P, C] float, of pictures
+    pixel_values: Tensor | None = None  # [P, C] float, of images
     image_grid_thw: Tensor | None = None  # [I, 3] int64
     pixel_values_videos: Tensor | None = None  # [Q, C] float
     video_grid_thw: Tensor | None = None  # [V, 3] int64
 
     @staticmethod
-    def of(pictures: RowPictures | None, processor: PictureProcessor | None) -> "Patches":
+    def of(images: RowImages | None, processor: ImageProcessor | None) -> "Patches":
         """Returns those of all rows; no values where they are files and no `processor` is there to
         read them.
         """
-        rows = () if pictures is None else pictures.rows
-        held = pictures_of(each for row in rows for each in row)
+        rows = () if images is None else images.rows
+        held = images_of(each for row in rows for each in row)
         drawn = [each for each in held if each.frames is None]
         films = [each for each in held if each.frames is not None]
         return Patches(*_joined(drawn, processor), *_joined(films, processor))
@@ -82,14 +82,14 @@ class Patches:
 PATCHES = tuple(Patches.__dataclass_fields__)
 
 
-class PictureInputs:
-    """PictureInputs knows which tokens stand for a picture or a video of the model that `processor`
+class ImageInputs:
+    """ImageInputs knows which tokens stand for an image or a video of the model that `processor`
     is of.
     """
 
     def __init__(
         self,
-        processor: PictureProcessor,
+        processor: ImageProcessor,
         encode: Encode | None = None,
         *,
         most: Most = ANY_NUMBER,
@@ -102,33 +102,33 @@ class PictureInputs:
         self.options = replace(
             options or DataConfig(),
             images_key="all_images",
-            pictures_folder="/",
-            picture_hosts=[],
+            media_folder="/",
+            media_hosts=[],
         )
-        self.reader = PictureReader(processor, self.options, "/", most)
+        self.reader = ImageReader(processor, self.options, "/", most)
 
-    def read(self, images: Sequence[Any]) -> list[GivenPicture]:
-        """Returns pictures given as PIL's, paths, bytes, base64 (data:image/...) or GivenPicture.
+    def read(self, images: Sequence[Any]) -> list[GivenImage]:
+        """Returns images given as PIL's, paths, bytes, base64 (data:image/...) or GivenImage.
 
         Raises DataError for what is none.
         """
-        found: list[GivenPicture] = []
+        found: list[GivenImage] = []
         for image in images:
-            if isinstance(image, GivenPicture):
+            if isinstance(image, GivenImage):
                 found.append(image)
                 continue
             local = isinstance(image, str) and "://" not in image and not image.startswith("data:")
             given = self.reader.sources({"all_images": os.path.abspath(image) if local else image})
-            (source,) = given.pictures
+            (source,) = given.images
             content = content_of(source)
             grid = self.processor.grid_of(*size_of(content))
             found.append(self._drawn(source, digest_of(content), grid))
         return found
 
-    def read_videos(self, videos: Sequence[Any]) -> list[GivenPicture]:
+    def read_videos(self, videos: Sequence[Any]) -> list[GivenImage]:
         """Returns videos given as paths, of which `options` says what is shown, as frames (PIL's,
         arrays [height, width, 3], or one of them all, tensors [T, 3, height, width]), all of which
-        are shown, or as GivenPicture.
+        are shown, or as GivenImage.
 
         Raises DataError for what is none.
         """
@@ -136,12 +136,12 @@ class PictureInputs:
 
     def _drawn(
         self, source: str | bytes | Tensor, digest: str, grid: tuple[int, int, int]
-    ) -> GivenPicture:
+    ) -> GivenImage:
         tokens = (self.processor.placeholder,) * self.processor.tokens_of(grid)
-        return GivenPicture(source, digest, grid, tokens)
+        return GivenImage(source, digest, grid, tokens)
 
-    def _film(self, given: Any) -> GivenPicture:
-        if isinstance(given, GivenPicture):
+    def _film(self, given: Any) -> GivenImage:
+        if isinstance(given, GivenImage):
             return given
         rate, encode = self.options.video_fps, self.encode
         assert encode is not None
@@ -153,17 +153,17 @@ class PictureInputs:
             digest = digest_of_video(path, video.total, video.rate, chosen)
             grid = self.processor.video_grid_of(video, len(chosen))
             tokens, frames = self.processor.placed_video(grid, video, chosen, encode)
-            return GivenPicture(path, digest, grid, tuple(tokens), frames)
+            return GivenImage(path, digest, grid, tuple(tokens), frames)
         shown = _frames(given)
         video = Video(len(shown), rate, shown.shape[2], shown.shape[1])
         check_size("a video of frames", video, range(len(shown)))
         grid = self.processor.video_grid_of(video, len(shown))
         patches = self.processor.video_patches_of(shown)
         tokens, frames = self.processor.placed_video(grid, video, range(len(shown)), encode)
-        return GivenPicture(patches, _digest(grid, patches), grid, tuple(tokens), frames)
+        return GivenImage(patches, _digest(grid, patches), grid, tuple(tokens), frames)
 
-    def cut(self, pixel_values: Tensor, image_grid_thw: Tensor) -> list[GivenPicture]:
-        """Returns the pictures whose patches [P, C] lie behind each other, of grids [I, 3].
+    def cut(self, pixel_values: Tensor, image_grid_thw: Tensor) -> list[GivenImage]:
+        """Returns the images whose patches [P, C] lie behind each other, of grids [I, 3].
 
         Raises ValueError where patches and grids don't add up.
         """
@@ -172,7 +172,7 @@ class PictureInputs:
         if sum(sizes) != len(pixel_values):
             raise ValueError(
                 f"pixel_values has {len(pixel_values)} patches, image_grid_thw asks for {sum(sizes)}. Give those of the same "
-                "pictures."
+                "images."
             )
         parts = pixel_values.detach().to("cpu", torch.float32).split(sizes)
         return [
@@ -180,7 +180,7 @@ class PictureInputs:
             for patches, grid in zip(parts, grids, strict=True)
         ]
 
-    def cut_videos(self, pixel_values_videos: Tensor, video_grid_thw: Tensor) -> list[GivenPicture]:
+    def cut_videos(self, pixel_values_videos: Tensor, video_grid_thw: Tensor) -> list[GivenImage]:
         """Returns the videos of patches [Q, C] and grids [V, 3]; a pair of frames lasts a second.
 
         Raises ValueError where patches and grids don't add up.
@@ -198,14 +198,14 @@ class PictureInputs:
 
     def prompt(
         self, given: str | Sequence[int], images: Sequence[Any], videos: Sequence[Any] = ()
-    ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         """Returns the token ids of a text, or ids, with the placeholders of all features, and the
-        pictures and videos in their places.
+        images and videos in their places.
 
-        Raises DataError where places and pictures don't add up, or there are too many of them.
+        Raises DataError where places and images don't add up, or there are too many of them.
         """
         for noun, own, most in (
-            ("picture", images, self.most.pictures),
+            ("image", images, self.most.images),
             ("video", videos, self.most.videos),
         ):
             if len(own) > most:
@@ -220,23 +220,23 @@ class PictureInputs:
     def placed(
         self,
         ids: Sequence[int],
-        pictures: Sequence[GivenPicture],
-        videos: Sequence[GivenPicture] = (),
-    ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
-        """Returns the same for ids that have either one placeholder a picture or video, or what
+        images: Sequence[GivenImage],
+        videos: Sequence[GivenImage] = (),
+    ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+        """Returns the same for ids that have either one placeholder an image or video, or what
         stands in its place.
         """
         ids = list(ids)
         left = {
-            self.processor.placeholder: deque(pictures),
+            self.processor.placeholder: deque(images),
             self.processor.video_placeholder: deque(videos),
         }
         expanded = {
             placeholder: _is_expanded(ids, placeholder, [*given], noun)
-            for (placeholder, given), noun in zip(left.items(), ("picture", "video"), strict=True)
+            for (placeholder, given), noun in zip(left.items(), ("image", "video"), strict=True)
         }
         kept: list[int] = []
-        placed: list[PlacedPicture] = []
+        placed: list[PlacedImage] = []
         place = 0
         while place < len(ids):
             token = ids[place]
@@ -256,25 +256,25 @@ class PictureInputs:
                     del kept[len(kept) - words :]
             if own is None:
                 raise DataError(
-                    f"the placeholders of a picture or video are torn apart at token {place}. Keep them together."
+                    f"the placeholders of an image or video are torn apart at token {place}. Keep them together."
                 )
             placed.append(own.at(len(kept)))
             kept += own.tokens
             place = end
         return tuple(kept), tuple(placed)
 
-    def of_rows(self, rows: Rows, patches: Patches) -> RowPictures | None:
-        """Returns which of the pictures and videos each row has: their placeholders stand in its
+    def of_rows(self, rows: Rows, patches: Patches) -> RowImages | None:
+        """Returns which of the images and videos each row has: their placeholders stand in its
         prompt.
 
-        Raises ValueError where rows and pictures don't add up.
+        Raises ValueError where rows and images don't add up.
         """
-        pictures = self._cut_of(patches.pixel_values, patches.image_grid_thw, "")
+        images = self._cut_of(patches.pixel_values, patches.image_grid_thw, "")
         videos = self._cut_of(patches.pixel_values_videos, patches.video_grid_thw, "_videos")
         found = []
         for row, end in enumerate(rows.prompt_lengths.tolist()):
             ids = rows.tokens[row, :end].tolist()
-            own = self._next(ids, row, pictures, self.processor.placeholder, "image_grid_thw")
+            own = self._next(ids, row, images, self.processor.placeholder, "image_grid_thw")
             films = self._next(ids, row, videos, self.processor.video_placeholder, "video_grid_thw")
             here, at = [], 0
             for film in films:
@@ -283,39 +283,37 @@ class PictureInputs:
             words = [0 if token == self.processor.video_placeholder else token for token in ids]
             here += self.placed(words, own)[1]
             found.append(tuple(sorted(here, key=lambda each: each.start)))
-        for noun, more in (("picture", pictures), ("video", videos)):
+        for noun, more in (("image", images), ("video", videos)):
             if more:
-                name = "image_grid_thw" if noun == "picture" else "video_grid_thw"
+                name = "image_grid_thw" if noun == "image" else "video_grid_thw"
                 raise ValueError(
                     f"{name} has {len(more)} {noun}(s) more than the rows have places for. Leave them out."
                 )
-        return RowPictures.of(found)
+        return RowImages.of(found)
 
-    def _cut_of(
-        self, values: Tensor | None, grids: Tensor | None, kind: str
-    ) -> deque[GivenPicture]:
+    def _cut_of(self, values: Tensor | None, grids: Tensor | None, kind: str) -> deque[GivenImage]:
         if (values is None) != (grids is None):
             grid = "video_grid_thw" if kind else "image_grid_thw"
             raise ValueError(f"pixel_values{kind} needs {grid}, and that needs it. Give both.")
         return deque() if values is None or grids is None else deque(self.cut(values, grids))
 
     def _next(
-        self, ids: list[int], row: int, left: deque[GivenPicture], placeholder: int, name: str
-    ) -> list[GivenPicture]:
+        self, ids: list[int], row: int, left: deque[GivenImage], placeholder: int, name: str
+    ) -> list[GivenImage]:
         """Takes as many of those that are left as fill the row's placeholders."""
         missing = found = ids.count(placeholder)
-        own: list[GivenPicture] = []
+        own: list[GivenImage] = []
         while missing > 0 and left:
             own.append(left.popleft())
             missing -= len(own[-1].tokens)
         if missing:
             raise ValueError(
                 f"row {row} has {found} placeholders (token {placeholder}), which the next of {name} don't fill. Give each row's "
-                "pictures and videos in the order of the rows."
+                "images and videos in the order of the rows."
             )
         return own
 
-    def _film_of_row(self, film: GivenPicture, ids: list[int], at: int) -> PlacedPicture:
+    def _film_of_row(self, film: GivenImage, ids: list[int], at: int) -> PlacedImage:
         """Returns where a video of patches stands behind token `at` of a row: at one run of
         placeholders, or at one for each time.
 
@@ -343,12 +341,10 @@ class PictureInputs:
             length,
         )
         start = begins[0]
-        return PlacedPicture(film.source, film.digest, film.grid, start, at - start, frames)
+        return PlacedImage(film.source, film.digest, film.grid, start, at - start, frames)
 
 
-def _is_expanded(
-    ids: list[int], placeholder: int, given: Sequence[GivenPicture], noun: str
-) -> bool:
+def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], noun: str) -> bool:
     """Returns whether ids have a placeholder a feature, and not one for each.
 
     Raises DataError where they have neither.
@@ -368,18 +364,18 @@ def _is_expanded(
 
 
 def _joined(
-    held: Sequence[PlacedPicture], processor: PictureProcessor | None
+    held: Sequence[PlacedImage], processor: ImageProcessor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the patches [P, C] and grids [I, 3] of pictures; (None, None) without any."""
+    """Returns the patches [P, C] and grids [I, 3] of images; (None, None) without any."""
     if not held:
         return None, None
-    grids = torch.tensor([picture.grid for picture in held])
+    grids = torch.tensor([image.grid for image in held])
     parts: list[Tensor] = []
-    for picture in held:
-        if isinstance(picture.source, Tensor):
-            parts.append(picture.source)
+    for image in held:
+        if isinstance(image.source, Tensor):
+            parts.append(image.source)
         elif processor is not None:
-            parts.append(processor.pixels(picture))
+            parts.append(processor.pixels(image))
     return (torch.cat(parts) if len(parts) == len(held) else None), grids
 
 

@@ -12,9 +12,9 @@ from rftmega.core.errors import ConfigError
 from rftmega.core.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.core.types import Completion, Prompt, Sampling
 from rftmega.data import Tokenizer
-from rftmega.data.images import Most
-from rftmega.data.media.audio_processor import AudioProcessor, ear_of
-from rftmega.data.media.image_processor import PictureProcessor, processor_of
+from rftmega.data.media.audio_processor import AudioProcessor, audio_processor_of
+from rftmega.data.media.image_processor import ImageProcessor, processor_of
+from rftmega.data.prompt_images import Most
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
@@ -47,7 +47,7 @@ class LightRFTStrategy(StrategyBase):
         self.strategy = strategy
         self.config = config
         self.engine_processes = strategy.engine_processes
-        self.most_pictures = Most(config.rollout.max_pictures, config.rollout.max_videos)
+        self.most_images = Most(config.rollout.max_images, config.rollout.max_videos)
         self.data_options = config.data
         self.inference_engine, self.inference_engine_type = (
             strategy.local_engine,
@@ -75,18 +75,18 @@ class LightRFTStrategy(StrategyBase):
         )
 
     @cached_property
-    def processor(self) -> PictureProcessor | None:  # type: ignore[override]
-        """Returns what makes patches of pictures, as the model's folder says; None for a model that
+    def processor(self) -> ImageProcessor | None:  # type: ignore[override]
+        """Returns what makes patches of images, as the model's folder says; None for a model that
         sees nothing.
         """
         return processor_of(self.config.model.path)
 
     @cached_property
-    def ear(self) -> AudioProcessor | None:
+    def audio_processor(self) -> AudioProcessor | None:
         """Returns what makes frames of waveforms, as the model's folder says; None for a model that
         hears nothing.
         """
-        return ear_of(self.config.model.path)
+        return audio_processor_of(self.config.model.path)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through

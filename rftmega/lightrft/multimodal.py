@@ -1,4 +1,4 @@
-"""Turns prompts with pictures and films into inputs of an engine."""
+"""Turns prompts with images and films into inputs of an engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,10 @@ def build_inputs(
     `images_num[i]`; flat without numbers is one for each prompt. Raises ValueError where numbers,
     media and prompts don't add up.
     """
-    pictures = _by_prompt("images", len(prompts), images, images_num)
+    image_lists = _by_prompt("images", len(prompts), images, images_num)
     films = _by_prompt("videos", len(prompts), videos, videos_num)
     inputs: list[dict[str, Any]] = []
-    for prompt, image, video in zip(prompts, pictures, films, strict=True):
+    for prompt, image, video in zip(prompts, image_lists, films, strict=True):
         data = {name: media for name, media in (("image", image), ("video", video)) if media}
         inputs.append({"prompt": prompt, "multi_modal_data": data} if data else {"prompt": prompt})
     return inputs

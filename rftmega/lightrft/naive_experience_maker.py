@@ -20,11 +20,11 @@ from rftmega.algorithms.advantages import (
 )
 from rftmega.algorithms.gae import gae
 from rftmega.core.interfaces import Reward
-from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.media_positions import PlacedImage
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Rows, Sampling, TokenStats, Trajectory
-from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.lightrft.image_inputs import ANY_NUMBER, PATCHES, Patches, PictureInputs
+from rftmega.data.media.image_processor import ImageProcessor
+from rftmega.lightrft.image_inputs import ANY_NUMBER, PATCHES, ImageInputs, Patches
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.padded_experience import (
     BEHAVIOUR,
@@ -112,7 +112,8 @@ class Panel:
             return list(rollouts)
         pairs = zip(rollouts, missing(prompts, rollouts), strict=True)
         return [
-            replace(answer, scores={**(answer.scores or {}), **scores}) for answer, scores in pairs
+            replace(completion, scores={**(completion.scores or {}), **scores})
+            for completion, scores in pairs
         ]
 
 
@@ -133,7 +134,7 @@ class NaiveExperienceMaker:
         reward_fn: Callable[..., Tensor] | None = None,
         reward_fn_label_map: dict[str, Any] | None = None,
         reward_recipe: dict[str, Any] | None = None,
-        processor: PictureProcessor | None = None,
+        processor: ImageProcessor | None = None,
     ):
         """Takes its parts, which must offer:
 
@@ -201,7 +202,7 @@ class NaiveExperienceMaker:
         `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own.
         Options are those of DEFAULTS. The engine is asked once for all: an answer depends on its
         own seed, not on its batch. `all_images` and `images_num`, `all_videos` and `videos_num` are
-        pictures and videos as `gather_and_generate` takes them; `pixel_values` and `image_grid_thw`,
+        images and videos as `gather_and_generate` takes them; `pixel_values` and `image_grid_thw`,
         `pixel_values_videos` and `video_grid_thw`, are there instead where somebody has cut them
         into patches: a pair of frames of these lasts a second. It may judge answers where and while it gives them; a reward
         that compares the answers to a prompt is asked once all are there. Raises ValueError for an
@@ -240,9 +241,9 @@ class NaiveExperienceMaker:
         """
         patches = Patches.held_by(samples)
         rows = with_patches(samples.rows(), patches, self.processor)
-        answers = self._answers(samples)
+        completions = self._completions(samples)
         if not patches:
-            patches = Patches.of(rows.pictures, self.processor)
+            patches = Patches.of(rows.images, self.processor)
         stats: TokenStats = self.actor.log_probs(rows)
         own = per_action(stats.logp, rows)
         base = self._reference(rows)
@@ -259,20 +260,20 @@ class NaiveExperienceMaker:
             attention_mask=batch.attention_mask,
             action_mask=mask,
             info={
-                "reward": self._judge(samples, rows, answers),
+                "reward": self._judge(samples, rows, completions),
                 "response_length": samples.response_length,
                 "total_length": samples.total_length,
-                "truncated": torch.tensor([answer.truncated for answer in answers]),
+                "truncated": torch.tensor([completion.truncated for completion in completions]),
                 "group": torch.arange(len(rows)) if samples.group is None else samples.group,
             }
-            | ({} if samples.rollouts is None else {BEHAVIOUR: _reported(answers, mask)}),
+            | ({} if samples.rollouts is None else {BEHAVIOUR: _reported(completions, mask)}),
             kl=penalty,
             action_entropy=None if stats.entropy is None else per_action(stats.entropy, rows),
             pixel_values=patches.pixel_values,
             image_grid_thw=patches.image_grid_thw,
             pixel_values_videos=patches.pixel_values_videos,
             video_grid_thw=patches.video_grid_thw,
-            pictures=rows.pictures,
+            images=rows.images,
         )
 
     def make_experience_list(
@@ -378,7 +379,7 @@ class NaiveExperienceMaker:
         for text, prompt, (images, videos) in zip(all_prompts, prompts, media, strict=True):
             if images or videos:
                 ids, placed = self._placed(text, images, videos)
-                found.append(replace(prompt, token_ids=ids, pictures=placed))
+                found.append(replace(prompt, token_ids=ids, images=placed))
             elif isinstance(text, str):
                 ids = tuple(self.tokenize_fn(text, self.prompt_max_len, padding=False)[0])
                 found.append(replace(prompt, token_ids=ids))
@@ -387,7 +388,7 @@ class NaiveExperienceMaker:
         return found
 
     def _media(self, prompts: int, kw: Mapping[str, Any]) -> list[tuple[list[Any], list[Any]]]:
-        """Returns the pictures and the videos of each prompt."""
+        """Returns the images and the videos of each prompt."""
         given = Patches(**{name: kw.get(name) for name in PATCHES})
         media = []
         for files, values, grids in (
@@ -398,7 +399,7 @@ class NaiveExperienceMaker:
             if (patches is None) != (grid is None) or (own is not None and patches is not None):
                 raise ValueError(f"Give {files}, or {values} and {grids}, both of them.")
             if patches is not None:
-                cut = self._pictures()
+                cut = self._images()
                 own = (cut.cut if files == "all_images" else cut.cut_videos)(patches, grid)
             media.append(own)
         images, videos = media
@@ -410,25 +411,25 @@ class NaiveExperienceMaker:
 
     def _placed(
         self, text: str | Prompt, images: list[Any], videos: list[Any]
-    ) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         given = text if isinstance(text, str) else text.token_ids
-        ids, placed = self._pictures().prompt(given, images, videos)
+        ids, placed = self._images().prompt(given, images, videos)
         if len(ids) > self.prompt_max_len:
             raise ValueError(
-                f"A prompt has {len(ids)} tokens with its {len(placed)} pictures or videos, and prompt_max_len is "
-                f"{self.prompt_max_len}. Raise it: a prompt with pictures is not cut off."
+                f"A prompt has {len(ids)} tokens with its {len(placed)} images or videos, and prompt_max_len is "
+                f"{self.prompt_max_len}. Raise it: a prompt with images is not cut off."
             )
         return ids, placed
 
-    def _pictures(self) -> PictureInputs:
+    def _images(self) -> ImageInputs:
         if self.processor is None:
             raise ValueError(
-                "There are pictures, and neither a `processor` nor a strategy with one. Give that of a model that sees."
+                "There are images, and neither a `processor` nor a strategy with one. Give that of a model that sees."
             )
-        return PictureInputs(
+        return ImageInputs(
             self.processor,
             self._ids,
-            most=getattr(self.strategy, "most_pictures", ANY_NUMBER),
+            most=getattr(self.strategy, "most_images", ANY_NUMBER),
             options=getattr(self.strategy, "data_options", None),
         )
 
@@ -448,7 +449,7 @@ class NaiveExperienceMaker:
 
     def _samples(self, prompts: list[Prompt], rollouts: list[Rollout], group: Tensor) -> Samples:
         # a panel has no sum: rows only
-        silent = [replace(answer, scores={"reward": 0.0}) for answer in rollouts]
+        silent = [replace(completion, scores={"reward": 0.0}) for completion in rollouts]
         rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows.padded()
         made = Samples.of(
             rows,
@@ -457,12 +458,12 @@ class NaiveExperienceMaker:
             pad_id=self.pad_id,
         )
         made.rollouts, made.group = rollouts, group
-        patches = Patches.of(made.pictures, self.processor)
+        patches = Patches.of(made.images, self.processor)
         for name in PATCHES:
             setattr(made, name, getattr(patches, name))
         return made
 
-    def _answers(self, samples: Samples) -> list[Rollout]:
+    def _completions(self, samples: Samples) -> list[Rollout]:
         """Returns the engine's answers, or what can be told of answers that came from elsewhere."""
         if samples.rollouts is not None:
             return samples.rollouts
@@ -472,7 +473,7 @@ class NaiveExperienceMaker:
         )
         return [Rollout((_given(ids[:begin], ids[begin:end]),)) for ids, begin, end in pairs]
 
-    def _judge(self, samples: Samples, rows: Rows, answers: list[Rollout]) -> Tensor:
+    def _judge(self, samples: Samples, rows: Rows, completions: list[Rollout]) -> Tensor:
         pairs = zip(
             rows.tokens.tolist(),
             rows.prompt_lengths.tolist(),
@@ -484,7 +485,7 @@ class NaiveExperienceMaker:
             given if isinstance(given, Prompt) else Prompt(tuple(ids[:end]), label)
             for ids, end, given, label in pairs
         ]
-        scores = [answer.scores or {} for answer in self.panel.judged(prompts, answers)]
+        scores = [completion.scores or {} for completion in self.panel.judged(prompts, completions)]
         parts = [
             torch.tensor([score[str(place)] for score in scores], dtype=torch.float32)
             for place in self.panel.rewards
@@ -502,10 +503,10 @@ class NaiveExperienceMaker:
         return per_action(stats.logp, rows)
 
 
-def _reported(answers: Sequence[Rollout], mask: Tensor) -> Tensor:
+def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:
     """Returns [B, A]: the engine's log-probs; 0 where an answer has ended."""
     found = torch.zeros(mask.shape)
-    chosen = (own for answer in answers for own in answer.trajectories)
+    chosen = (own for completion in completions for own in completion.trajectories)
     found[mask] = torch.from_numpy(np.concatenate([own.logprobs[own.loss_mask] for own in chosen]))
     return found
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rftmega.core import types
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.types import Rollout, Rows
-from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.lightrft.image_inputs import PATCHES, Patches, PictureInputs
+from rftmega.data.media.image_processor import ImageProcessor
+from rftmega.lightrft.image_inputs import PATCHES, ImageInputs, Patches
 from rftmega.lightrft.pinned import pinned
 
 
@@ -67,14 +67,14 @@ class Experience:
     kl: Tensor | None = None  # [B, A]
     # [B, A], for learning from tokens of high entropy only (arXiv:2506.01939)
     action_entropy: Tensor | None = None
-    # [P, C] float: patches of the pictures of all rows, row by row; None where there are none
+    # [P, C] float: patches of the images of all rows, row by row; None where there are none
     pixel_values: Tensor | None = None
     # [I, 3] int64: patches of each along time, height and width
     image_grid_thw: Tensor | None = None
     pixel_values_videos: Tensor | None = None  # the same of videos
     video_grid_thw: Tensor | None = None
     # what rftmega knows of them, of an experience that it made
-    pictures: RowPictures | None = None
+    images: RowImages | None = None
 
     def to_device(self, device: torch.device | str) -> "Experience":
         """Moves every tensor, those of `info` too; returns itself."""
@@ -118,7 +118,7 @@ class Samples:
     image_grid_thw: Tensor | None = None
     pixel_values_videos: Tensor | None = None
     video_grid_thw: Tensor | None = None
-    pictures: RowPictures | None = None
+    images: RowImages | None = None
 
     @classmethod
     def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
@@ -137,7 +137,7 @@ class Samples:
             prompts=prompts,
             labels=labels,
             pad_len=None,
-            pictures=rows.pictures,
+            images=rows.images,
         )
 
     def rows(self) -> Rows:
@@ -165,8 +165,8 @@ class Samples:
                 self.total_length,
             )
         prompt_lengths = self.total_length - self.response_length
-        rows = Rows.of_answers(tokens, prompt_lengths, self.total_length)
-        return replace(rows, pictures=self.pictures)
+        rows = Rows.of_completions(tokens, prompt_lengths, self.total_length)
+        return replace(rows, images=self.images)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
         """Returns the same answers without padding, in one row, but for `pad_len` tokens at its
@@ -200,7 +200,7 @@ class Samples:
         found.rollouts, found.group = self.rollouts, self.group
         for name in PATCHES:
             setattr(found, name, getattr(self, name))
-        found.pictures = self.pictures
+        found.images = self.images
         return found
 
     def _refuse_holes(self) -> None:
@@ -292,20 +292,20 @@ BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported th
 def with_patches(
     rows: Rows,
     patches: Patches,
-    processor: PictureProcessor | None,
+    processor: ImageProcessor | None,
 ) -> Rows:
-    """Returns the rows with the pictures and videos that were given as patches; unchanged where they
+    """Returns the rows with the images and videos that were given as patches; unchanged where they
     have theirs, or none were given.
 
     Raises ValueError for patches without a `processor`, and where rows and patches don't add up.
     """
-    if rows.pictures is not None or not patches:
+    if rows.images is not None or not patches:
         return rows
     if processor is None:
         raise ValueError(
-            "pixel_values needs the model's processor, which knows the tokens that stand for pictures. Give both."
+            "pixel_values needs the model's processor, which knows the tokens that stand for images. Give both."
         )
-    return replace(rows, pictures=PictureInputs(processor).of_rows(rows, patches))
+    return replace(rows, images=ImageInputs(processor).of_rows(rows, patches))
 
 
 def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> Rows:
@@ -314,12 +314,10 @@ def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> R
     prompt_lengths = attention_mask[:, :prompts].bool().sum(-1)
     lengths = attention_mask.bool().sum(-1)
     tokens = flush(sequences, prompts - prompt_lengths, lengths)
-    return Rows.of_answers(tokens, prompt_lengths, lengths)
+    return Rows.of_completions(tokens, prompt_lengths, lengths)
 
 
-def to_experience(
-    padded: Experience, processor: PictureProcessor | None = None
-) -> types.Experience:
+def to_experience(padded: Experience, processor: ImageProcessor | None = None) -> types.Experience:
     """Converts to the Experience of rftmega. Without info["behaviour_log_probs"] the trainer's
     log-probs stand in for the engine's.
 
@@ -341,7 +339,7 @@ def to_experience(
         and padded.advantages is not None
     )
     rows = rows_of_canvas(padded.sequences, padded.attention_mask, padded.action_mask.shape[1])
-    rows = replace(rows, pictures=padded.pictures)
+    rows = replace(rows, images=padded.images)
     rows = with_patches(rows, Patches.held_by(padded), processor)
     behaviour = (padded.info or {}).get(BEHAVIOUR, padded.action_log_probs)
 
@@ -360,16 +358,16 @@ def to_experience(
         old_value=laid_out(padded.values),
         returns=laid_out(padded.returns),
         entropy=laid_out(padded.action_entropy),
-        pictures=rows.pictures,
+        images=rows.images,
     )
 
 
 def of_experience(
-    own: types.Experience[Any], *, pad_id: int = 0, processor: PictureProcessor | None = None
+    own: types.Experience[Any], *, pad_id: int = 0, processor: ImageProcessor | None = None
 ) -> Experience:
     """Returns the canvas of an experience of rftmega, padded or not.
 
-    What it does not hold (kl, and whatever is None there) is None; so is pixel_values where pictures
+    What it does not hold (kl, and whatever is None there) is None; so is pixel_values where images
     are files and no `processor` is given.
     """
     own = own.padded()
@@ -378,7 +376,7 @@ def of_experience(
     actions = _widest(rows.lengths - rows.prompt_lengths)
     sequences, attention_mask = canvas(rows, _widest(rows.prompt_lengths), actions, pad_id=pad_id)
 
-    patches = Patches.of(rows.pictures, processor)
+    patches = Patches.of(rows.images, processor)
 
     def laid_out(values: Tensor | None) -> Tensor | None:
         return None if values is None else per_action(values, rows)
@@ -402,5 +400,5 @@ def of_experience(
         image_grid_thw=patches.image_grid_thw,
         pixel_values_videos=patches.pixel_values_videos,
         video_grid_thw=patches.video_grid_thw,
-        pictures=rows.pictures,
+        images=rows.images,
     )

@@ -54,7 +54,7 @@ def completion_of(rollout: Rollout) -> Completion:
     )
 
 
-def answers(
+def completions(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> list[GenerationOutput]:
     """Returns prompt and output ids, and what else the engine said, a dict an answer."""

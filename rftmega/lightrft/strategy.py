@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 from rftmega.config import DataConfig
 from rftmega.core.errors import EngineError, RFTMegaError
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.data.sampler import ResumableSampler
-from rftmega.lightrft.image_inputs import ANY_NUMBER, PictureInputs
+from rftmega.lightrft.image_inputs import ANY_NUMBER, ImageInputs
 from rftmega.lightrft.multimodal import build_inputs
 from rftmega.lightrft.requests import (
     GenerationOutput,
-    answers,
+    completions,
     read_sampling,
     seeds_of,
     token_lists,
@@ -51,7 +51,7 @@ def is_actor(model: Any) -> bool:
 
 
 def _as_list(given: Any) -> Sequence[Any]:
-    """Returns the pictures or videos of a prompt, of which one may stand alone."""
+    """Returns the images or videos of a prompt, of which one may stand alone."""
     if given is None:
         return []
     return given if isinstance(given, list | tuple) else [given]
@@ -72,8 +72,8 @@ class StrategyBase(ABC):
     # makes ids of prompts that are texts: `encode(text, chat_template=False)`
     tokenizer: Any = None
     # of a model that sees
-    processor: PictureProcessor | None = None
-    most_pictures = ANY_NUMBER  # that a prompt may have
+    processor: ImageProcessor | None = None
+    most_images = ANY_NUMBER  # that a prompt may have
     data_options: DataConfig | None = None  # which say what is shown of a video
     engine_processes = 1  # consecutive ranks that share an engine
 
@@ -392,7 +392,7 @@ class StrategyBase(ABC):
 
         `multi_modal_inputs`: what `_build_multimodal_inputs` builds; "prompt" is a text or ids.
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
-        ValueError where both or none of the prompts are given, EngineError for pictures and videos
+        ValueError where both or none of the prompts are given, EngineError for images and videos
         where the model sees nothing, DataError for those that can't be used.
         """
         if (prompt_token_ids is None) == (multi_modal_inputs is None):
@@ -404,7 +404,7 @@ class StrategyBase(ABC):
         temperature, seed = read_sampling(sampling_params, longest=getattr(engine, "longest", None))
         source = f"{self._source(seed)}/engine {self.get_rank() // self.engine_processes}"
         found = self._generate(prompts, seeds_of(source, 0, len(prompts)), temperature)
-        return answers([prompt.token_ids for prompt in prompts], found)
+        return completions([prompt.token_ids for prompt in prompts], found)
 
     def gather_and_generate(
         self,
@@ -426,9 +426,9 @@ class StrategyBase(ABC):
 
         `all_images` are PIL's, paths, bytes or base64, nested or flat (`images_num`); a prompt has
         <image>, or the model's own placeholder, for each, and comes back with as many placeholders
-        as features. `all_videos` are paths, or frames (`PictureInputs.read_videos`), in the places of
+        as features. `all_videos` are paths, or frames (`ImageInputs.read_videos`), in the places of
         <video>. Raises NotImplementedError without an engine, ValueError without prompts, and, on
-        every process, EngineError for pictures and videos where the model sees nothing, DataError
+        every process, EngineError for images and videos where the model sees nothing, DataError
         for those that can't be used (EngineError where they are another process's).
         """
         engine = self._the_engine()
@@ -464,7 +464,7 @@ class StrategyBase(ABC):
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         own = found[begin : begin + len(prompts)]
-        return answers([prompt.token_ids for prompt in prompts], own)
+        return completions([prompt.token_ids for prompt in prompts], own)
 
     def _the_engine(self) -> Engine:
         if self.inference_engine is None:
@@ -479,11 +479,11 @@ class StrategyBase(ABC):
         return self._the_engine().generate(prompts, seeds=seeds, sampling=Sampling(temperature))
 
     @cached_property
-    def _pictures(self) -> PictureInputs | None:
+    def _images(self) -> ImageInputs | None:
         if self.processor is None:
             return None
-        return PictureInputs(
-            self.processor, self._encode, most=self.most_pictures, options=self.data_options
+        return ImageInputs(
+            self.processor, self._encode, most=self.most_images, options=self.data_options
         )
 
     def _prompt(self, given: dict[str, Any]) -> Prompt:
@@ -491,22 +491,22 @@ class StrategyBase(ABC):
         data = given.get("multi_modal_data") or {}
         engine = self._the_engine()
         images, videos = (_as_list(data.get(kind)) for kind in ("image", "video"))
-        if self._pictures is None:
+        if self._images is None:
             if images or videos:
                 raise EngineError(
-                    f"{type(engine).__name__} reads token ids only, and there are pictures or videos among the prompts: this "
+                    f"{type(engine).__name__} reads token ids only, and there are images or videos among the prompts: this "
                     "strategy has no `processor`, its model no vision tower. Leave them out."
                 )
             ids = given["prompt"]
             return Prompt(tuple(self._encode(ids) if isinstance(ids, str) else ids))
-        ids, placed = self._pictures.prompt(given["prompt"], images, videos)
+        ids, placed = self._images.prompt(given["prompt"], images, videos)
         room = engine.row_tokens - getattr(engine, "longest", 0)
         if len(ids) > room:
             raise ValueError(
-                f"A prompt has {len(ids)} tokens with its {len(placed)} picture(s) or video(s), and the engine takes {room}: "
+                f"A prompt has {len(ids)} tokens with its {len(placed)} image(s) or video(s), and the engine takes {room}: "
                 "rollout.max_prompt_tokens. Raise it, or make them smaller."
             )
-        return Prompt(ids, pictures=placed)
+        return Prompt(ids, images=placed)
 
     def _source(self, seed: int | None) -> str:
         """Returns the source of a call's seeds: the seed it was given, otherwise the strategy's and

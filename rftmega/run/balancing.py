@@ -17,7 +17,7 @@ def tell_balancing(world: World, config: RunConfig) -> None:
     for field, value in asked_for(config.model.path).items():
         log.info(
             "model.path: config.json says %s=%s; this run trains with 0. No backend computes a load-balancing loss, and no "
-            "option adds one (docs/mixtures.md)",
+            "option adds one (docs/moe.md)",
             field,
             value,
         )

@@ -13,7 +13,7 @@ SIZE = 4.0, 2.5  # of a curve, in inches
 
 
 class Curves(Figure):
-    """Curves is a figure with a curve a metric, which a notebook shows as a picture."""
+    """Curves is a figure with a curve a metric, which a notebook shows as an image."""
 
     def __init__(self, history: Sequence[Step], names: Sequence[str]):
         """Raises KeyError for a metric that no step has."""
@@ -32,6 +32,6 @@ class Curves(Figure):
 
     def _repr_png_(self) -> bytes:
         """Returns what a notebook shows."""
-        picture = BytesIO()
-        self.savefig(picture, format="png")
-        return picture.getvalue()
+        image = BytesIO()
+        self.savefig(image, format="png")
+        return image.getvalue()

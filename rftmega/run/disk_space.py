@@ -16,9 +16,9 @@ def needed(config: RunConfig) -> dict[str, int]:
     exported = (1 + averages) * policy.model.parameters * policy.itemsize
     found = {config.trainer.output: config.trainer.export * exported}
     if config.checkpoint.every:
-        learnt = [planned for planned in models.values() if planned.optimizer is not None]
+        trained = [planned for planned in models.values() if planned.optimizer is not None]
         saved = sum(
-            planned.model.parameters * (kept_of(planned.itemsize) + ADAM) for planned in learnt
+            planned.model.parameters * (kept_of(planned.itemsize) + ADAM) for planned in trained
         )
         saved += averages * FLOAT * policy.model.parameters + config.checkpoint.hf * exported
         found[config.checkpoint.folder or f"{config.trainer.output}/checkpoints"] = saved

@@ -13,14 +13,14 @@ from rftmega.backends.decoder.describe import (
 )
 from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.decoder.tensor_plan import styles_of
-from rftmega.config import SERVED_WORDS, ParallelConfig, RunConfig
+from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.block_scales import block_scales
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
-from rftmega.core.shards import LINEAR, OF_WORDS
+from rftmega.core.shards import LINEAR, OF_VOCABULARY
 from rftmega.model_providers.description import (
     ModelDescription,
     describe,
@@ -42,7 +42,8 @@ from rftmega.runtime.device import hardware
 from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.weights.receivers.fp8 import BLOCK
 
-EIGHT_BITS = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
+FP8_BYTES = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
+BACKENDS = {"megatron": "rftmega.backends.megatron", "fsdp": "rftmega.backends.fsdp.backend"}
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -84,10 +85,10 @@ def preflight(
                 "Install it as docs/cluster.md says, or take a dense model."
             )
         if megatron and config.model.fp8 != "none" and here:
-            found += _products_of_eight_bits(config, model, on)
+            found += _fp8_matmuls(config, model, on)
         if config.algorithm.task == "rl":
             found += _engine(config, model, on) + _router_replay(config, model, on)
-            found += _engine_of_eight_bits(config, model, on)
+            found += _fp8_engine(config, model, on)
         longest = config.rollout.max_row_tokens
         if longest > model.max_positions:
             found.append(
@@ -113,13 +114,13 @@ def preflight(
 
 def _key(config: RunConfig) -> list[str]:
     """Refuses, on the process that speaks to servers elsewhere, what is no key of theirs."""
-    elsewhere = config.rollout.addresses or config.rollout.roster
+    elsewhere = config.rollout.addresses or config.rollout.server_list
     if config.strategy != "separate" or not elsewhere or os.environ.get("RANK", "0") != "0":
         return []
     try:
         auth.given_key()
     except ValueError as error:
-        return [f"{error} Servers of rollout.addresses and rollout.roster ask for it."]
+        return [f"{error} Servers of rollout.addresses and rollout.server_list ask for it."]
     return []
 
 
@@ -143,7 +144,7 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
         return [f"{given}: this model has no experts. Set it to none."]
     if chosen == "engine" and config.strategy == "separate" and model.tower is not None:
         return [
-            f"{given} with strategy=separate: servers tell nothing of prompts with pictures or sound. Set it to trainer, or "
+            f"{given} with strategy=separate: servers tell nothing of prompts with images or sound. Set it to trainer, or "
             "strategy to colocated."
         ]
     if chosen == "engine" and config.strategy == "separate" and on.type != "cuda":
@@ -154,20 +155,18 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
     return []
 
 
-def _products_of_eight_bits(
-    config: RunConfig, model: ModelDescription, on: device.Device
-) -> list[str]:
+def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     """Lists why the trainer can't multiply in numbers of 8 bits."""
     said = f"model.fp8={config.model.fp8}"
     engine = installed().transformer_engine
-    if engine is None or engine < EIGHT_BITS:
+    if engine is None or engine < FP8_BYTES:
         told = installed().told or "on a CPU, which has no such products"
-        least = ".".join(map(str, EIGHT_BITS))
+        least = ".".join(map(str, FP8_BYTES))
         return [
             f"{said} needs Transformer Engine {least} or later on CUDA; this run would be {told}. Set it to none."
         ]
-    if config.model.fp8 not in on.products_of_eight_bits():
-        can = " or ".join(on.products_of_eight_bits()) or "none"
+    if config.model.fp8 not in on.fp8_matmuls():
+        can = " or ".join(on.fp8_matmuls()) or "none"
         return [
             f"{said}: this device does not multiply so. Set it to {can} (blockwise is Hopper's, mxfp8 Blackwell's)."
         ]
@@ -183,15 +182,13 @@ def _products_of_eight_bits(
     return []
 
 
-def _engine_of_eight_bits(
-    config: RunConfig, model: ModelDescription, on: device.Device
-) -> list[str]:
+def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     """Lists why vLLM can't compute the model's linear layers with numbers of 8 bits."""
     rollout = config.rollout
     if rollout.quantization == "none" or rollout.engine != "vllm" or config.backend != "megatron":
         return []
     given = f"rollout.quantization={rollout.quantization}"
-    if not on.multiplies_eight_bits():
+    if not on.has_fp8_matmul():
         return [
             f"{given}: vLLM multiplies such numbers on CUDA, and on CPUs with AMX. Here rollout.engine=transformers computes "
             "with the same rounded weights, in float32."
@@ -267,12 +264,12 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
                 "model.lora.push=adapters: the model has experts, whose weights vLLM does not take in a push once it serves "
                 "adapters. Leave it out: engines get merged weights then."
             ]
-        of_words = sorted(targets & set(OF_WORDS))
+        of_vocabulary = sorted(targets & set(OF_VOCABULARY))
         kind = read_json_object(Path(config.model.path) / "config.json").get("model_type")
-        if lora.push == "adapters" and of_words and kind not in SERVED_WORDS:
+        if lora.push == "adapters" and of_vocabulary and kind not in SERVED_VOCABULARY:
             return [
-                f"model.lora.push=adapters: vLLM leaves adapters on {', '.join(of_words)} out of models of {kind}; it serves "
-                f"them in those of {', '.join(SERVED_WORDS)}. Set model.lora.push=merged, "
+                f"model.lora.push=adapters: vLLM leaves adapters on {', '.join(of_vocabulary)} out of models of {kind}; it "
+                f"serves them in those of {', '.join(SERVED_VOCABULARY)}. Set model.lora.push=merged, "
                 f"or leave them out of model.lora.targets."
             ]
         if lora.path and (Path(lora.path) / PEFT_CONFIG).is_file():
@@ -406,13 +403,13 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         shards = world_size // parallel.replicas // parallel.tensor
         shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
         layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
-    answers = {
+    completions = {
         "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,
         "sft": 1,
         "reward_model": 2,
     }[config.algorithm.task]
-    rows = config.trainer.prompts_per_step * answers
-    batch = f"{config.trainer.prompts_per_step} prompts x {answers} answers = {rows} rows"
+    rows = config.trainer.prompts_per_step * completions
+    batch = f"{config.trainer.prompts_per_step} prompts x {completions} answers = {rows} rows"
     lines = [
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
         f"backend     {config.backend}",
@@ -451,9 +448,7 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 def slow_modules(config: RunConfig) -> list[str]:
     """Return the modules of the chosen backend and engine, whose import takes seconds."""
-    found = [
-        "rftmega.backends.fsdp.backend" if config.backend == "fsdp" else "rftmega.backends.megatron"
-    ]
+    found = [BACKENDS[config.backend]]
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"

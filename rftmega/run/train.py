@@ -91,9 +91,9 @@ def reinforce(config: RunConfig) -> int:
             environment=environment,
         )
         size, pattern = config.rollout.samples_per_prompt, config.reward.answer_pattern
-        learnt = MajorityReward(reasoning, size, pattern) if config.reward.majority else reward
+        trained = MajorityReward(reasoning, size, pattern) if config.reward.majority else reward
         with undone(world, strategy.close):
-            trainer = Algorithm(config).reinforced(strategy, learnt, ptx=ptx, stop=stop)
+            trainer = Algorithm(config).reinforced(strategy, trained, ptx=ptx, stop=stop)
             parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
             evaluation = evaluation_of_prompts(config, held_out, reward)
             trainer.callbacks = [

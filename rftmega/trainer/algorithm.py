@@ -20,7 +20,6 @@ from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.experience import ExperienceMaker, ModelReward, ReplayBuffer
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
-from rftmega.trainer.learnt_order import read_order
 from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
 from rftmega.trainer.optimizer_steps import Schedule
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
@@ -28,6 +27,7 @@ from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Replayed, Synchronous
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
+from rftmega.trainer.trained_order import read_order
 
 
 class Algorithm:

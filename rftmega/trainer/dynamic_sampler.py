@@ -59,7 +59,7 @@ class DynamicSampler:
         """
         if not self.rounds:
             samples = ask(prompts, None)
-            return self.learnt(samples), described([samples])
+            return self.trained(samples), described([samples])
         groups, size = len(prompts), math.ceil(self.oversample * len(prompts))
         asked = [*prompts, *more.take(size - groups)]
         found: list[Samples[Ragged]] = []
@@ -87,17 +87,17 @@ class DynamicSampler:
         if self.oversample > 1:
             seen["groups_put_back"] = float(len(back))
         # something must be learnt from
-        kept = [part for part in kept if len(part)] or [_first(self.learnt(found[0]), 1)]
+        kept = [part for part in kept if len(part)] or [_first(self.trained(found[0]), 1)]
         return Samples.join(kept, self.host.once), seen
 
     def good(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         """Returns what may be learnt from of these groups, where each step has groups of its own."""
-        return self._varied(samples) if self.rounds else self.learnt(samples)
+        return self._varied(samples) if self.rounds else self.trained(samples)
 
     def _good(self, samples: Samples[Ragged]) -> bool:
         return len(self._varied(samples)) > 0
 
-    def learnt(self, samples: Samples[Ragged]) -> Samples[Ragged]:
+    def trained(self, samples: Samples[Ragged]) -> Samples[Ragged]:
         """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
         if not self.train_samples:
             return samples
@@ -108,7 +108,7 @@ class DynamicSampler:
         return samples.select(early[rollouts.of_row].nonzero()[:, 0])
 
     def _varied(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        samples = self.learnt(samples)
+        samples = self.trained(samples)
         score = samples.part(self.part) if self.part else samples.reward
         return samples.select(varied(score, samples.group).nonzero()[:, 0])
 

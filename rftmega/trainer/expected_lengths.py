@@ -19,7 +19,7 @@ class ExpectedLengths:
         """`limit`: prompts that are remembered, the latest."""
         self.limit = limit
         # of a prompt: mean of its latest answers; who was asked last is last
-        self._answers: dict[int, float] = {}
+        self._completions: dict[int, float] = {}
         # of all prompts and answers so far, each prompt counted with each of its answers
         self._tokens = [0, 0]
 
@@ -32,7 +32,7 @@ class ExpectedLengths:
         known: dict[tuple[int, ...], float] = {}
         for prompt in prompts:
             if prompt.token_ids not in known:
-                known[prompt.token_ids] = self._answers.get(
+                known[prompt.token_ids] = self._completions.get(
                     _key(prompt), len(prompt.token_ids) * scale
                 )
         return [known[prompt.token_ids] for prompt in prompts]
@@ -44,36 +44,38 @@ class ExpectedLengths:
         found: dict[tuple[int, ...], list[int]] = {}
         broken = {
             prompt.token_ids
-            for prompt, answer in zip(prompts, rollouts, strict=True)
-            if answer is None
+            for prompt, completion in zip(prompts, rollouts, strict=True)
+            if completion is None
         }
-        for prompt, answer in zip(prompts, rollouts, strict=True):
-            if answer is not None and not answer.lost and prompt.token_ids not in broken:
-                found.setdefault(prompt.token_ids, []).append(answer.chosen_tokens)
+        for prompt, completion in zip(prompts, rollouts, strict=True):
+            if completion is not None and not completion.lost and prompt.token_ids not in broken:
+                found.setdefault(prompt.token_ids, []).append(completion.chosen_tokens)
         for ids, lengths in found.items():
             key = _key(Prompt(ids))
-            self._answers.pop(key, None)
-            self._answers[key] = sum(lengths) / len(lengths)
+            self._completions.pop(key, None)
+            self._completions[key] = sum(lengths) / len(lengths)
             self._tokens[0] += len(ids) * len(lengths)
             self._tokens[1] += sum(lengths)
-        for key in list(itertools.islice(self._answers, max(0, len(self._answers) - self.limit))):
-            del self._answers[key]
+        for key in list(
+            itertools.islice(self._completions, max(0, len(self._completions) - self.limit))
+        ):
+            del self._completions[key]
 
     def state(self) -> dict[str, Any]:
         """Returns all that a resume needs to send the same requests in the same order: 16 bytes a
         prompt.
         """
-        prompts = torch.tensor(list(self._answers), dtype=torch.int64)
-        means = torch.tensor(list(self._answers.values()), dtype=torch.float64)
+        prompts = torch.tensor(list(self._completions), dtype=torch.int64)
+        means = torch.tensor(list(self._completions.values()), dtype=torch.float64)
         return {"prompts": prompts, "means": means, "tokens": list(self._tokens)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if "answers" in state:  # of a checkpoint of format 2
-            self._answers = {
+            self._completions = {
                 _number(bytes.fromhex(key)): mean for key, mean in state["answers"].items()
             }
         else:
-            self._answers = dict(
+            self._completions = dict(
                 zip(state["prompts"].tolist(), state["means"].tolist(), strict=True)
             )
         self._tokens = list(state["tokens"])

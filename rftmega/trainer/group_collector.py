@@ -38,8 +38,8 @@ class GroupCollector:
             row for place in places for row in range(place * self.size, (place + 1) * self.size)
         ]
         prompts = [self.requests[row] for row in rows]
-        answers = complete(selected(rollouts, rows))
-        samples = collect(prompts, answers, self.reward, samples_per_prompt=self.size)
+        completions = complete(selected(rollouts, rows))
+        samples = collect(prompts, completions, self.reward, samples_per_prompt=self.size)
         return replace(samples, group=torch.tensor(places)[samples.group])
 
     def until(self, wanted: Wanted) -> Enough:

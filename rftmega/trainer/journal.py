@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rftmega.core.errors import CheckpointError, Preempted
 from rftmega.core.interfaces import Machinery, RolloutEngine, Scorer, ValueModel, ValueScorer
 from rftmega.core.ragged import Ragged
-from rftmega.core.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
+from rftmega.core.rollout_arrays import RolloutArrays, packed_completions, unpacked_completions
 from rftmega.core.types import (
     Column,
     Completion,
@@ -29,7 +29,7 @@ from rftmega.core.types import (
 )
 
 Result = TypeVar("Result")
-Answers = Sequence[Rollout | None]
+Completions = Sequence[Rollout | None]
 SO_FAR = " so far"  # of answers: the rollout was broken off
 
 
@@ -97,8 +97,8 @@ class Journal:
         """
         self._done.append((name, result))
 
-    def answers(
-        self, name: str, requests: int, ask: Callable[[Sequence[int]], Answers]
+    def completions(
+        self, name: str, requests: int, ask: Callable[[Sequence[int]], Completions]
     ) -> Sequence[Any]:
         """Returns the answers of all `requests`.
 
@@ -109,7 +109,7 @@ class Journal:
             known = self._before.popleft()[1]
         left = [place for place, answer in enumerate(known) if answer is None]
 
-        def with_those(found: Answers) -> Sequence[Any]:
+        def with_those(found: Completions) -> Sequence[Any]:
             if len(left) == requests:
                 return found
             new = dict(zip(left, found, strict=True))
@@ -119,8 +119,8 @@ class Journal:
             try:
                 return with_those(ask(left))
             except Preempted as given_up:
-                if any(answers := with_those(given_up.answers or [None] * len(left))):
-                    self._done.append((name + SO_FAR, answers))
+                if any(completions := with_those(given_up.completions or [None] * len(left))):
+                    self._done.append((name + SO_FAR, completions))
                 raise
 
         return self(name, work)
@@ -130,11 +130,11 @@ class Journal:
         format 4 has completions.
         """
         if self._before and isinstance(self._before[0][1], list):  # of completions
-            name, answers = self._before.popleft()
-            if len(answers) == len(prompts):
-                pairs = zip(prompts, answers, strict=True)
-                answers = [_of_rollout(prompt, answer) for prompt, answer in pairs]
-            self._before.appendleft((name, answers))
+            name, completions = self._before.popleft()
+            if len(completions) == len(prompts):
+                pairs = zip(prompts, completions, strict=True)
+                completions = [_of_rollout(prompt, answer) for prompt, answer in pairs]
+            self._before.appendleft((name, completions))
 
     def state(self) -> list[list[Any]]:
         """Returns what was done, as JSON has it but for tensors."""
@@ -173,7 +173,7 @@ class JournaledEngine:
         if asked.get("enough") is not None:
             every = range(len(prompts))
             return self.journal(f"enough of {len(prompts)} answers", lambda: ask(every))
-        return self.journal.answers(f"{len(prompts)} answers", len(prompts), ask)
+        return self.journal.completions(f"{len(prompts)} answers", len(prompts), ask)
 
 
 class JournaledPolicy:
@@ -248,7 +248,7 @@ def _packed(result: Any) -> Any:
         return {name: _packed(column) for name, column in columns.items() if column is not None}
     if isinstance(result, Ragged):
         return {"values": result.flat, "lengths": result.lengths}
-    return packed_answers(result) if isinstance(result, list | RolloutArrays) else result
+    return packed_completions(result) if isinstance(result, list | RolloutArrays) else result
 
 
 def _unpacked(packed: Any) -> Any:
@@ -261,7 +261,7 @@ def _unpacked(packed: Any) -> Any:
         return Ragged.packed(packed["values"], packed["lengths"])
     if "token_ids" not in packed:
         return packed
-    return _answers_of_format_3(packed) if "answers" in packed else unpacked_answers(packed)
+    return _completions_of_format_3(packed) if "answers" in packed else unpacked_completions(packed)
 
 
 def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:
@@ -272,7 +272,7 @@ def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:
     return Rollout((Trajectory.of(prompt.token_ids, completion),), scores)
 
 
-def _answers_of_format_3(packed: dict[str, Any]) -> list[tuple[Completion, Any] | None]:
+def _completions_of_format_3(packed: dict[str, Any]) -> list[tuple[Completion, Any] | None]:
     sizes = [said[0] for said in packed["answers"] if said is not None]
     tokens, logprobs = (iter(packed[name].split(sizes)) for name in ("token_ids", "logprobs"))
     routes = iter(packed["routes"])

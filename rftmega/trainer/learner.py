@@ -65,7 +65,7 @@ class Learner:
         self,
         experience: Experience[Ragged],
         step: int,
-        learnt: Experience[Ragged],
+        trained: Experience[Ragged],
         scored: Callable[[Experience[Ragged]], None] = lambda whole: None,
     ) -> Metrics:
         """Takes one rollout's optimizer steps, after `step` finished ones.
@@ -103,9 +103,9 @@ class Learner:
             beside: dict[str, Any] = {} if self.ptx is None else {"auxiliary": self.ptx()}
             if experience.old_logp is None:
                 beside["scored"] = complete
-            rows = self.schedule.mini_batches(learnt.rollouts.sizes, step)
+            rows = self.schedule.mini_batches(trained.rollouts.sizes, step)
             found = take_steps(
-                self.policy, learnt, self.loss_fn, rows, journal=self.journal, **beside
+                self.policy, trained, self.loss_fn, rows, journal=self.journal, **beside
             )
             counts = {
                 name: value + metrics.get(name, 0.0)
@@ -116,7 +116,7 @@ class Learner:
             if (effective := self.effective) is not None:
                 # Of the whole rollout, which is on every process: a ratio of sums can't be averaged
                 # over micro-batches.
-                weighed = experience if learnt.old_logp is None else learnt
+                weighed = experience if trained.old_logp is None else trained
                 metrics["importance_effective"] = self.host.once(lambda: effective(weighed))
         if experience.reference_logp is not None:
             metrics["reference_kl"] = self.host.once(lambda: reference_kl(experience))

@@ -145,17 +145,17 @@ class PPOTrainer(Trainer):
         with self.phase("score"):
             experience = self.maker.make(samples, old_log_probs=not late)
         gap: Gap | None = None if late else self._gap(samples, experience)
-        learnt, replayed = experience, Metrics()
+        trained, replayed = experience, Metrics()
         if self.replay is not None:
             with self.phase("replay"):
-                learnt, replayed = self.replay.beside(experience, self.step)
+                trained, replayed = self.replay.beside(experience, self.step)
 
         def scored(whole: Experience[Ragged]) -> None:
             nonlocal experience, gap
             experience, gap = whole, self._gap(samples, whole)
 
         with self.phase("update"):
-            metrics = self.learner.update(experience, self.step, learnt, scored=scored)
+            metrics = self.learner.update(experience, self.step, trained, scored=scored)
         if self.replay is not None:
             self.replay.keep(experience, samples.group)
         self.step += 1

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 from rftmega.core.errors import ConfigError
 from rftmega.core.interfaces import RolloutGroup, RolloutStream, TakenGroups
 from rftmega.core.ragged import Ragged
-from rftmega.core.rollout_arrays import packed_answers, unpacked_answers
+from rftmega.core.rollout_arrays import packed_completions, unpacked_completions
 from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Metrics, Prompt, Rollout, Samples
 from rftmega.trainer.dynamic_sampler import DynamicSampler, described, groups_in
 from rftmega.trainer.experience import complete
 from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.journal import Journal
-from rftmega.trainer.learnt_order import LearntGroups
 from rftmega.trainer.prompt_queue import PromptQueue
+from rftmega.trainer.trained_order import TrainedGroups
 
 log = logging.getLogger(__name__)
 LEFT = "what is left under way"
@@ -132,7 +132,7 @@ class Asynchronous(OneAhead):
     def __init__(self, stream: RolloutStream, journal: Journal | None, *, max_staleness: int):
         super().__init__(stream, journal)
         self.max_staleness = max_staleness
-        self.learnt = LearntGroups([], [], [])  # in the last step
+        self.trained = TrainedGroups([], [], [])  # in the last step
 
     def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
         trainer.supply.forget([number for number, *_ in state["under_way"]])
@@ -164,9 +164,9 @@ class Asynchronous(OneAhead):
             found.append(answered)
             kept.append(good)
             left_out += most - groups_in([good])
-        kept = [part for part in kept if len(part)] or [trainer.refill.learnt(found[0])]
+        kept = [part for part in kept if len(part)] or [trainer.refill.trained(found[0])]
         samples = Samples.join(kept, trainer.refill.host.once)
-        self.learnt = LearntGroups.of(taken, [group.number for group in dropped])
+        self.trained = TrainedGroups.of(taken, [group.number for group in dropped])
         seen = described(found) | staleness(samples, trainer.step)
         seen["groups_dropped"] = float(len(dropped))
         seen["groups_left_out"] = float(left_out)
@@ -202,7 +202,7 @@ class Replayed(Asynchronous):
         journal: Journal | None,
         *,
         max_staleness: int,
-        order: Mapping[int, LearntGroups],
+        order: Mapping[int, TrainedGroups],
     ):
         """`order`: by the number of the step, counted from 1."""
         super().__init__(stream, journal, max_staleness=max_staleness)
@@ -213,7 +213,7 @@ class Replayed(Asynchronous):
         told = self._told(trainer.step)
         samples, seen = super().samples(trainer, batch)
         if told is not None:
-            seen["order_version_differs"] = float(self.learnt.differing(told))
+            seen["order_version_differs"] = float(self.trained.differing(told))
         return samples, seen
 
     def oldest(self, step: int) -> int:
@@ -236,7 +236,7 @@ class Replayed(Asynchronous):
         self._refuse_unknown(step, told.taken[waits], "takes")
         return self.stream.take_these(told.taken[waits])
 
-    def _told(self, step: int) -> LearntGroups | None:
+    def _told(self, step: int) -> TrainedGroups | None:
         """Returns what the record has of the step after `step` finished ones; None behind its end."""
         first, last = min(self.order), max(self.order)
         if step + 1 < first:
@@ -356,7 +356,7 @@ class JournaledStream:
             return {
                 "under_way": groups,
                 "ended": list(ended),
-                "rollouts": packed_answers(rollouts) if rollouts else None,
+                "rollouts": packed_completions(rollouts) if rollouts else None,
                 "unfinished": unfinished(),
             }
 
@@ -375,7 +375,7 @@ class JournaledStream:
 
     def _put(self, groups: Mapping[int, RolloutGroup], state: dict[str, Any]) -> None:
         """Puts in what had ended, and what there was of other rollouts."""
-        rollouts = complete(unpacked_answers(state["rollouts"])) if state["ended"] else ()
+        rollouts = complete(unpacked_completions(state["rollouts"])) if state["ended"] else ()
         left = iter(rollouts)
         for number in state["ended"]:
             own = [next(left) for _ in groups[number].seeds]

@@ -13,7 +13,7 @@ from rftmega.backends.megatron import MegatronActor, adapters
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoints.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
-from rftmega.core.errors import CheckpointError, NothingLearnt
+from rftmega.core.errors import CheckpointError, NothingTrained
 from rftmega.run.placement.export import export
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.run.planning.states import states
@@ -60,8 +60,8 @@ LAYOUTS: dict[str, Case] = {
 }  # fmt: skip
 # of embedding and head, beside some layers, and by themselves: then a difference in one step is ten
 # times as large in the next
-OF_WORDS = ("embed_tokens", "lm_head")
-WITH_WORDS = ("q_proj", "down_proj", *OF_WORDS)
+OF_VOCABULARY = ("embed_tokens", "lm_head")
+WITH_VOCABULARY = ("q_proj", "down_proj", *OF_VOCABULARY)
 IN_MEGATRON_S_NAMES = {
     "linear_proj": "o_proj",
     "word_embeddings": "embed_tokens",
@@ -153,7 +153,7 @@ def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: P
 
 
 def logits_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
-    actor = actor_of(folder, adapter, case, OF_WORDS)
+    actor = actor_of(folder, adapter, case, OF_VOCABULARY)
     with actor.manager.adapters.switched_off():
         off = packed_logits(actor.manager, ROWS)
     return packed_logits(actor.manager, ROWS), off
@@ -162,7 +162,7 @@ def logits_body(world: Any, folder: Path, adapter: Path, case: Case) -> Any:
 def test_whole_logits_have_what_the_adapters_of_embedding_and_head_add(tmp_path: Path) -> None:
     """A loss of one's own may ask for them; ours does without."""
     folder, case = save_tiny(tmp_path / "model", "qwen3"), LAYOUTS["TP2, SP"]
-    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=OF_WORDS)
+    pairs = plain_adapters.random_pairs(folder, rank=RANK, targets=OF_VOCABULARY)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
     found, *_ = run_ranks(case[0], logits_body, folder, adapter, case)
     for logits, beside in zip(found, (pairs, {}), strict=True):
@@ -227,22 +227,24 @@ def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_r
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("TP2, SP", WITH_WORDS),
-        ("PP2, full recompute", OF_WORDS),
-        ("TP2, distributed optimizer", WITH_WORDS),
-        pytest.param("TP1", OF_WORDS, marks=pytest.mark.ranks),
-        pytest.param("TP2", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("PP2", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("PP2 x VPP2", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("CP2", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("DP2, distributed optimizer", WITH_WORDS, marks=pytest.mark.ranks),
+        ("TP2, SP", WITH_VOCABULARY),
+        ("PP2, full recompute", OF_VOCABULARY),
+        ("TP2, distributed optimizer", WITH_VOCABULARY),
+        pytest.param("TP1", OF_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("TP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("PP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("CP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("DP2, distributed optimizer", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("full recompute", ("v_proj", "embed_tokens"), marks=pytest.mark.ranks),
         pytest.param("DP2, overlapped", ("lm_head",), marks=pytest.mark.ranks),
-        pytest.param("TP4 (2 key-value heads)", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP4 (2 key-value heads)", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("TP2 x PP2", tuple(IN_MEGATRON_S_NAMES), marks=pytest.mark.ranks),
-        pytest.param("TP2 x PP2, SP, full recompute", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("TP2 x CP2, SP, selective recompute", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2, SP, full recompute", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param(
+            "TP2 x CP2, SP, selective recompute", WITH_VOCABULARY, marks=pytest.mark.ranks
+        ),
+        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_VOCABULARY, marks=pytest.mark.ranks),
     ],
 )
 def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
@@ -303,13 +305,13 @@ def memory_body(
         assert all(start + size <= whole for start, size, whole in ends), f"{box.key} has padding"
         kept.add(box.key)
     assert all(".lora_" in key for key in kept), kept
-    learnt = sum(item.parameter.numel() for item in actor.manager.learnt)
+    trained = sum(item.parameter.numel() for item in actor.manager.trained)
     held = sum(p.numel() for chunk in actor.manager.chunks for p in chunk.parameters())
     planned = models_of(actor.manager.cfg, auto="float32", narrow_whole=False)[POLICY]
     stage = actor.topology.pipeline_rank
     foretold = states(planned, world.size, stage)
     assert actor.residency.bytes() == foretold, (foretold, actor.residency.bytes())
-    return learnt, held, actor.residency.bytes(), {key.split("/")[0] for key in kept}
+    return trained, held, actor.residency.bytes(), {key.split("/")[0] for key in kept}
 
 
 @pytest.mark.parametrize(
@@ -317,29 +319,29 @@ def memory_body(
     [
         ("TP1", ()),
         ("TP2, distributed optimizer", ()),
-        ("TP2, distributed optimizer", WITH_WORDS),
-        pytest.param("PP2", OF_WORDS, marks=pytest.mark.ranks),
+        ("TP2, distributed optimizer", WITH_VOCABULARY),
+        pytest.param("PP2", OF_VOCABULARY, marks=pytest.mark.ranks),
     ],
 )
 def test_only_adapters_have_gradients_and_an_optimizers_state(
     name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder, case = save_tiny(tmp_path, "qwen3"), LAYOUTS[name]
-    for learnt, held, bytes_of, kinds in run_ranks(case[0], memory_body, folder, case, targets):
-        assert 0 < learnt < held / 4
+    for trained, held, bytes_of, kinds in run_ranks(case[0], memory_body, folder, case, targets):
+        assert 0 < trained < held / 4
         # buffers are padded
         assert 4 * held <= bytes_of[PARAMETERS] < 4 * held + 2048
-        assert bytes_of[ADAM] == 8 * learnt
-        assert 4 * learnt <= bytes_of[GRADIENTS] < 4 * learnt + 2048
+        assert bytes_of[ADAM] == 8 * trained
+        assert 4 * trained <= bytes_of[GRADIENTS] < 4 * trained + 2048
         assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
 
 
 def test_memory_of_adapters_on_experts_is_as_foretold(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen3-moe")
     for name in ("EP2, full recompute", "EP2 x TP2 (one process an expert)"):
-        for learnt, _, bytes_of, _ in run_ranks(2, memory_body, folder, MIXED[name]):
+        for trained, _, bytes_of, _ in run_ranks(2, memory_body, folder, MIXED[name]):
             assert bytes_of[ADAM] > 0
-            assert learnt > 0
+            assert trained > 0
 
 
 def reference_body(
@@ -355,7 +357,7 @@ def reference_body(
     return on, off, plain.log_probs(rows).logp
 
 
-@pytest.mark.parametrize(("name", "targets"), [("TP2, SP", WITH_WORDS), ("PP2", ())])
+@pytest.mark.parametrize(("name", "targets"), [("TP2, SP", WITH_VOCABULARY), ("PP2", ())])
 def test_the_reference_is_the_policy_with_its_adapters_off(
     name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -382,7 +384,7 @@ def fresh_body(world: Any, folder: Path, case: Case, targets: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("variant", "case", "targets"),
     [
-        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN), WITH_WORDS),
+        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN), WITH_VOCABULARY),
         ("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED), ()),  # a shared expert
     ],
 )
@@ -415,7 +417,7 @@ def zero_body(world: Any, folder: Path, case: Case, cured: bool) -> str:
     actor = actor_of(folder, "", case)
     try:
         learn(actor, 1)
-    except NothingLearnt as raised:
+    except NothingTrained as raised:
         return str(raised)
     # nothing pulls: all advantages are 0
     nothing = given(rows_of(ROWS))
@@ -446,7 +448,7 @@ def dropout_body(
         told = learn(actor, 2)
         matrices = {
             f"{item.hf_names} {item.rank}": item.parameter.detach().clone()
-            for item in actor.manager.learnt
+            for item in actor.manager.trained
         }
         found.append((scored, told, matrices))
     return found
@@ -509,7 +511,7 @@ def resume_body(
     return learn(actor, 3)
 
 
-@pytest.mark.parametrize("targets", [(), WITH_WORDS])
+@pytest.mark.parametrize("targets", [(), WITH_VOCABULARY])
 def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_other_weights(
     targets: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -584,10 +586,10 @@ def merge_body(
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("TP2, distributed optimizer", (*MERGED, *OF_WORDS)),
+        ("TP2, distributed optimizer", (*MERGED, *OF_VOCABULARY)),
         pytest.param("TP2 x PP2", MERGED, marks=pytest.mark.ranks),
-        pytest.param("TP2 x PP2, SP, full recompute", OF_WORDS, marks=pytest.mark.ranks),
-        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("TP2 x PP2, SP, full recompute", OF_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("PP2 x VPP2 x DP2, overlapped", WITH_VOCABULARY, marks=pytest.mark.ranks),
     ],
 )
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(

@@ -11,7 +11,7 @@ from transformers import Qwen2AudioForConditionalGeneration
 
 from rftmega.backends.megatron import MegatronActor
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.audio_processor import audio_processor_of
 from rftmega.lightrft.padded_experience import Samples
 from rftmega.run.conversion import convert
 from rftmega.runtime.parallel.topology import Topology
@@ -64,7 +64,7 @@ def body(
     }
 
 
-def learnt(
+def trained(
     folder: Path, *, frozen: bool = False, rate: float = 1e-2
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any, list[float]]:
     """Log-probs before and after UPDATES steps of a plain loop, the model, gradient norms."""
@@ -72,14 +72,20 @@ def learnt(
     model = Qwen2AudioForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    ear = torch.nn.ModuleList([model.model.audio_tower, model.model.multi_modal_projector])
+    audio_processor = torch.nn.ModuleList(
+        [model.model.audio_tower, model.model.multi_modal_projector]
+    )
     # as the model is built; transformers forgets it when it reads a folder
     model.model.audio_tower.embed_positions.requires_grad_(False)
     if frozen:
-        ear.requires_grad_(False)
+        audio_processor.requires_grad_(False)
     learning = [p for p in model.parameters() if p.requires_grad]
     groups = []
-    for part, each in ((ear, rate), (model.model.language_model, 1e-2), (model.lm_head, 1e-2)):
+    for part, each in (
+        (audio_processor, rate),
+        (model.model.language_model, 1e-2),
+        (model.lm_head, 1e-2),
+    ):
         for decay in (0.0, 0.1):  # norms and biases do not decay
             chosen = [p for p in part.parameters() if (p.dim() > 1) == bool(decay)]
             groups.append({"params": chosen, "lr": each, "weight_decay": decay})
@@ -90,9 +96,9 @@ def learnt(
         logp = transformers_log_probs(model, tokens, placed)
         first = first or [row.detach() for row in logp]
         pairs = zip(logp, prompts_of(tokens), strict=True)
-        answers = [row[prompt - 1 :] for row, prompt in pairs]
+        completions = [row[prompt - 1 :] for row, prompt in pairs]
         adam.zero_grad()
-        (-torch.cat(answers).mean()).backward()
+        (-torch.cat(completions).mean()).backward()
         squares = [float(p.grad.double().square().sum()) for p in learning if p.grad is not None]
         norms.append(sum(squares) ** 0.5)
         adam.step()
@@ -112,7 +118,7 @@ def assert_learns_alike(
 ) -> None:
     """`rate`: the tower's."""
     save_tiny_audio(folder)
-    before, after, model, norms = learnt(folder, frozen=frozen, rate=rate)
+    before, after, model, norms = trained(folder, frozen=frozen, rate=rate)
     model.save_pretrained(folder / "after")
     wanted, started = tensors_of(folder / "after"), tensors_of(folder)
     for name, (processes, parallel, optimizer) in layouts.items():
@@ -165,11 +171,11 @@ def actor_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
         "audio_values": frames,
         "feature_attention_mask": (torch.arange(frames.shape[-1]) < lengths[:, None]).long(),
     }
-    canvas = Samples.of(replace(rows, pictures=None), prompts=[], labels=[""] * len(rows))
-    actor = ActorAL(policy, processor=ear_of(folder))
+    canvas = Samples.of(replace(rows, images=None), prompts=[], labels=[""] * len(rows))
+    actor = ActorAL(policy, processor=audio_processor_of(folder))
     found = actor(canvas.sequences, canvas.num_actions, canvas.attention_mask, **heard)
     packed = canvas.packed()
-    behind = ActorAL(policy, packing_samples=True, processor=ear_of(folder))(
+    behind = ActorAL(policy, packing_samples=True, processor=audio_processor_of(folder))(
         packed.sequences, packed.num_actions, packed_seq_lens=packed.packed_seq_lens, **heard
     )
     asked = canvas.sequences, canvas.num_actions, canvas.attention_mask

@@ -34,7 +34,7 @@ def prompts_of(folder: Path) -> list[Prompt]:
     """The rows of audio_rows, to be gone on with; waveforms are files."""
     tokens, placed = audio_rows(folder)
     return [
-        Prompt(tuple(ids), pictures=with_files(folder, own))
+        Prompt(tuple(ids), images=with_files(folder, own))
         for ids, own in zip(tokens, placed, strict=True)
     ]
 
@@ -49,7 +49,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
         max_response_tokens=6,
         cpu_cache_gib=0.05,
         max_batch=4,
-        max_pictures=3,
+        max_images=3,
     )
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=160)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[IM_END])
@@ -68,10 +68,10 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
         assert pushed["push_bytes"] == pushed["push_bytes_least"]
         oracle.load_weights(exporter, version=version)
         rollouts = shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.7))
-        answers = [completion_of(rollout) for rollout in rollouts]
+        completions = [completion_of(rollout) for rollout in rollouts]
         continued = [
-            Prompt((*p.token_ids, *a.token_ids), pictures=p.pictures)
-            for p, a in zip(prompts, answers, strict=True)
+            Prompt((*p.token_ids, *a.token_ids), images=p.images)
+            for p, a in zip(prompts, completions, strict=True)
         ]  # a second turn, of tokens that are expanded
         second = [
             completion_of(r)
@@ -81,10 +81,10 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, engine_size: int) -
             completion_of(r) for r in shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
         ]
         told = oracle.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
-        trainers = scored(policy, prompts, answers) + scored(policy, continued, second)
+        trainers = scored(policy, prompts, completions) + scored(policy, continued, second)
         found.append(
             {
-                "engine": [torch.tensor(a.logprobs) for a in answers + second],
+                "engine": [torch.tensor(a.logprobs) for a in completions + second],
                 "trainer": trainers,
                 "greedy": [list(a.token_ids) for a in greedy],
                 "oracle": [list(a.token_ids) for a in told],

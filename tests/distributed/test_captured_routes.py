@@ -54,8 +54,8 @@ def body(world: Any, folder: Path, engine_size: int) -> Any:
                 name: t * factor for name, t in load_file(folder / "model.safetensors").items()
             }
             engine.load_weights(iter(tensors.items()), version=version)
-            answers = engine.generate(PROMPTS, seeds=range(5), sampling=Sampling(1.0))
-            found.append([(list(each.token_ids), each.routes) for each in answers])
+            completions = engine.generate(PROMPTS, seeds=range(5), sampling=Sampling(1.0))
+            found.append([(list(each.token_ids), each.routes) for each in completions])
     finally:
         engine.close()
     return found, cached
@@ -93,10 +93,11 @@ def test_routes_of_every_fed_token_are_those_of_transformers(size: int, tmp_path
     folder = save_tiny(tmp_path, "qwen3-moe")
     for found, cached in run_ranks(size, body, folder, size, timeout=300):
         assert len(cached) >= 2, "nobody found a prompt in the cache"
-        for answers, factor in zip(found, FACTORS, strict=True):
+        for completions, factor in zip(found, FACTORS, strict=True):
             rows = [
-                [*prompt.token_ids, *ids] for prompt, (ids, _) in zip(PROMPTS, answers, strict=True)
+                [*prompt.token_ids, *ids]
+                for prompt, (ids, _) in zip(PROMPTS, completions, strict=True)
             ]
             wanted = of_transformers(folder, factor, rows)
-            for (_, routes), (experts, _) in zip(answers, wanted, strict=True):
+            for (_, routes), (experts, _) in zip(completions, wanted, strict=True):
                 assert torch.equal(routes.long().sort(-1).values, experts.sort(-1).values)

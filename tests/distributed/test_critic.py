@@ -161,9 +161,9 @@ def both_body(world: Any, policy: Path, reward: Path) -> Any:
     old = actor.log_probs(experience.rows).logp
     values = critic.values(experience.rows)
     actor_metrics = actor.step(replace(experience, old_logp=old), policy_loss())
-    learnt = learn(critic)
-    assert torch.equal(values, learnt[0]), "the actor's update changed the critic"
-    return actor_metrics, learnt, actor.log_probs(experience.rows).logp
+    trained = learn(critic)
+    assert torch.equal(values, trained[0]), "the actor's update changed the critic"
+    return actor_metrics, trained, actor.log_probs(experience.rows).logp
 
 
 def test_actor_and_critic_live_in_the_same_processes_in_layouts_of_their_own(
@@ -172,10 +172,10 @@ def test_actor_and_critic_live_in_the_same_processes_in_layouts_of_their_own(
     reward = save_reward_model(tmp_path, "qwen3", bias=True)
     alone = run_ranks(1, learn_body, reward, P(), OPTIMIZER)[0]
     ranks = run_ranks(4, both_body, tmp_path / "policy", reward)
-    for actor_metrics, learnt, logp in ranks:
+    for actor_metrics, trained, logp in ranks:
         assert actor_metrics == ranks[0][0]
         assert torch.equal(logp, ranks[0][2])
-        assert_equal(learnt, alone, "critic beside an actor")
+        assert_equal(trained, alone, "critic beside an actor")
 
 
 def test_a_reward_model_with_two_labels_is_refused(tmp_path: Path) -> None:

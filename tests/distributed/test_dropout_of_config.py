@@ -86,9 +86,9 @@ def test_an_update_computes_what_a_scoring_pass_does_whatever_config_json_drops(
     backend: str, variant: str, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     folder = with_dropout(tmp_path / "model", variant, backend)
-    ((scored, learnt, after),) = run_ranks(1, body, folder, parallel, backend, LoRA())
+    ((scored, trained, after),) = run_ranks(1, body, folder, parallel, backend, LoRA())
     assert not torch.allclose(scored, after, atol=1e-3), "the step moved nothing"
-    torch.testing.assert_close(learnt, scored, atol=2e-5, rtol=0)
+    torch.testing.assert_close(trained, scored, atol=2e-5, rtol=0)
     for row, wanted in enumerate(by_transformers(folder)):
         found = scored[row, : len(wanted)]
         torch.testing.assert_close(found, torch.tensor(wanted), atol=2e-5, rtol=0)
@@ -98,8 +98,8 @@ def test_adapters_dropout_is_the_only_one_that_an_update_has(tmp_path: Path) -> 
     folder = with_dropout(tmp_path / "model", "qwen3", "fsdp")
     for share in (0.0, 0.5):
         lora = LoRA(rank=4, dropout=share, targets=["embed_tokens", "q_proj", "down_proj"])
-        ((scored, learnt, after),) = run_ranks(1, two_steps, folder, lora)
-        assert torch.allclose(learnt, scored, atol=2e-5) == (share == 0.0)
+        ((scored, trained, after),) = run_ranks(1, two_steps, folder, lora)
+        assert torch.allclose(trained, scored, atol=2e-5) == (share == 0.0)
         assert not torch.allclose(scored, after, atol=1e-4)
 
 

@@ -37,12 +37,12 @@ class AsLongAsItsSeed(ScriptedEngine):
         assert self.version is not None
         return Completion((3,) * seed, (0.0,) * seed, "stop", self.version)
 
-    def _answer(self, requests: Any, sampling: Sampling) -> None:
+    def _serve(self, requests: Any, sampling: Sampling) -> None:
         def slowly() -> bool:
             time.sleep(self.pace())
             return requests.stopped()
 
-        super()._answer(Wrapped(requests, stopped=slowly), sampling)
+        super()._serve(Wrapped(requests, stopped=slowly), sampling)
 
 
 class NoTurns(DevicePhases):
@@ -101,8 +101,8 @@ def test_engines_stop_after_the_same_step_with_the_same_answers_whatever_the_tim
     assert {result[1] for result in (*quick, *slow)} == {steps}
     assert steps % EVERY == 0
     lengths = group_lengths()
-    for place, answer in enumerate(answers):
-        assert answer in (None, (lengths[place], {"reward": float(place // SIZE)}))
+    for place, completion in enumerate(answers):
+        assert completion in (None, (lengths[place], {"reward": float(place // SIZE)}))
     assert (
         sum(None not in answers[begin : begin + SIZE] for begin in range(0, len(answers), SIZE))
         >= 5
@@ -167,7 +167,9 @@ def test_vllm_aborts_the_rest_and_what_it_is_asked_next_is_answered_as_ever(
     (first, second, whole), left = results[0]
     assert all(result == results[0] for result in results), "the processes have different answers"
     assert not left, "aborted requests are still in the engine"
-    assert None in first and sum(answer is not None for answer in first) >= 10
+    assert None in first and sum(completion is not None for completion in first) >= 10
     assert None not in whole
     for part in (first, second):
-        assert all(answer in (None, complete) for answer, complete in zip(part, whole, strict=True))
+        assert all(
+            completion in (None, complete) for completion, complete in zip(part, whole, strict=True)
+        )

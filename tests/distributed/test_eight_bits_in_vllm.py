@@ -40,8 +40,8 @@ def body(world: Any, folder: Path) -> Any:
     try:
         for version in range(2):
             weights.push(version=version)
-            answers = engine.generate(PROMPTS, seeds=range(3), sampling=Sampling(1.0))
-            found.append([(list(each.token_ids), list(each.logprobs)) for each in answers])
+            completions = engine.generate(PROMPTS, seeds=range(3), sampling=Sampling(1.0))
+            found.append([(list(each.token_ids), list(each.logprobs)) for each in completions])
             engine.sleep()
     finally:
         engine.close()
@@ -72,15 +72,15 @@ def server_body(world: Any, folder: Path, logs: Path, transport: Any) -> Any:
         for version in range(2):
             weights.push(version=version)
             if world.is_main:
-                answers = engine.generate(PROMPTS, seeds=range(3), sampling=Sampling(1.0))
-                found.append([(list(each.token_ids), list(each.logprobs)) for each in answers])
+                completions = engine.generate(PROMPTS, seeds=range(3), sampling=Sampling(1.0))
+                found.append([(list(each.token_ids), list(each.logprobs)) for each in completions])
             torch.distributed.barrier()
     finally:
         engine.close()
     return found
 
 
-def assert_answers_of_rounded_weights(folder: Path, found: Any) -> None:
+def assert_completions_of_rounded_weights(folder: Path, found: Any) -> None:
     """Compares log-probs with those of transformers, with each weight rounded in blocks."""
     from transformers import AutoModelForCausalLM
 
@@ -93,8 +93,8 @@ def assert_answers_of_rounded_weights(folder: Path, found: Any) -> None:
     save_file(tensors, file, {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     gaps = []
-    for answers in found:
-        for prompt, (ids, logprobs) in zip(PROMPTS, answers, strict=True):
+    for completions in found:
+        for prompt, (ids, logprobs) in zip(PROMPTS, completions, strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt.token_ids, *ids][:-1]])).logits[0]
             wanted = logits[-len(ids) :].log_softmax(-1)
@@ -108,20 +108,20 @@ def assert_answers_of_rounded_weights(folder: Path, found: Any) -> None:
 def test_log_probs_are_those_of_the_rounded_model_as_far_as_8_bits_of_activations_go(
     variant: str, tmp_path: Path
 ) -> None:
-    if not device.current().multiplies_eight_bits():
+    if not device.current().has_fp8_matmul():
         pytest.skip("this machine does not multiply in 8 bits")
     more = {"moe_intermediate_size": 128} if variant == "qwen3-moe" else {}
     folder = save_tiny(tmp_path / "model", variant, **WHOLE, **more)
     (found,) = run_ranks(1, body, folder)
-    assert_answers_of_rounded_weights(folder, found)
+    assert_completions_of_rounded_weights(folder, found)
 
 
 @pytest.mark.parametrize(
     "transport", ["shared_memory", "network", pytest.param("disk", marks=pytest.mark.ranks)]
 )
 def test_servers_answer_with_the_rounded_weights(transport: str, tmp_path: Path) -> None:
-    if not device.current().multiplies_eight_bits():
+    if not device.current().has_fp8_matmul():
         pytest.skip("this machine does not multiply in 8 bits")
     folder = save_tiny(tmp_path / "model", "qwen3", **WHOLE)
     found, _ = run_ranks(2, server_body, folder, tmp_path, transport, timeout=300)
-    assert_answers_of_rounded_weights(folder, found)
+    assert_completions_of_rounded_weights(folder, found)

@@ -140,9 +140,10 @@ def test_what_a_server_that_dies_or_hangs_has_not_answered_is_asked_of_another_o
         2, servers_body, tmp_path, fault, wanted, servers, timeout=60
     ):
         assert all(
-            answer in (None, right) for answer, right in zip(found, SCORED_SERVER, strict=True)
+            completion in (None, right)
+            for completion, right in zip(found, SCORED_SERVER, strict=True)
         )
-        assert sum(answer is not None for answer in found) >= (wanted or 12)
+        assert sum(completion is not None for completion in found) >= (wanted or 12)
         started_anew = [4] * (servers == 1)
         assert versions == [4, *started_anew, 5], "the other one answers where there is one"
         seeds = [int(seed) for seeds in answered.values() for seed in seeds]
@@ -161,7 +162,7 @@ class Fragile(ScriptedEngine):
         )
         self.times, self.asked = times, list[list[int]]()
 
-    def _answer(self, requests: Any, sampling: Sampling) -> None:
+    def _serve(self, requests: Any, sampling: Sampling) -> None:
         self.asked.append([])
         ended = list[int]()
 
@@ -174,7 +175,7 @@ class Fragile(ScriptedEngine):
 
         noted = Wrapped(requests, finished=telling)
         noted.take = partial(noting, self.asked[-1], requests)
-        super()._answer(noted, sampling)
+        super()._serve(noted, sampling)
 
 
 def noting(seeds: list[int], requests: Any, room: int) -> Any:
@@ -224,7 +225,7 @@ def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_wh
 
 def test_where_there_is_enough_all_the_same_nothing_is_restarted() -> None:
     for found, asked, versions in run_ranks(2, shared_body, 1, 3):
-        assert sum(answer is not None for answer in found) >= 3
+        assert sum(completion is not None for completion in found) >= 3
         assert len(asked) == 1
         assert versions == [7]
 
@@ -255,7 +256,7 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
     )
     prompts = [Prompt((5, 9, 60 + place)) for place in range(12)]
     asked = list[list[int]]()
-    plain = engine._answer
+    plain = engine._serve
 
     def noted(requests: Any, sampling: Sampling) -> None:
         asked.append([])
@@ -263,7 +264,7 @@ def real_body(world: World, folder: Path, logs: Path, fault: int) -> Any:
         watched.take = partial(noting, asked[-1], requests)
         plain(watched, sampling)
 
-    engine._answer = noted  # type: ignore[method-assign]
+    engine._serve = noted  # type: ignore[method-assign]
     undisturbed = shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.7))
     seen = list[Rollout]()
 

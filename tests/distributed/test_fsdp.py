@@ -65,17 +65,17 @@ def averaged_body(world: Any, folder: Path, parallel: ParallelConfig, **settings
     start = actor.log_probs(rows).logp
     steps = [actor.step(given(rows), cross_entropy_loss()) for _ in range(3)]
     losses = [(metrics["loss"], metrics["grad_norm"]) for metrics in steps]
-    learnt = actor.log_probs(rows).logp
+    trained = actor.log_probs(rows).logp
     assert torch.equal(actor.reference_log_probs(rows).logp, start)
-    assert torch.equal(actor.log_probs(rows).logp, learnt)
-    assert (learnt - start).abs().max() > 0.1
+    assert torch.equal(actor.log_probs(rows).logp, trained)
+    assert (trained - start).abs().max() > 0.1
     weights, context = exported(actor), actor.averaged()
     assert context is not None
     with context:
         average = exported(actor)
     back = exported(actor)
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
-    return losses, learnt, weights, average
+    return losses, trained, weights, average
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.03)])

@@ -16,7 +16,7 @@ from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.checkpoints.training import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.adapters import OF_ATTENTION
-from rftmega.core.errors import CheckpointError, NothingLearnt
+from rftmega.core.errors import CheckpointError, NothingTrained
 from rftmega.models.hf.peft_folder import names_of_pairs
 from rftmega.models.lora import linear
 from rftmega.run.placement.export import export
@@ -30,11 +30,11 @@ from tests.block_engine import BlockEngine
 from tests.distributed.test_adapters import (
     ALPHA,
     MERGED,
-    OF_WORDS,
+    OF_VOCABULARY,
     RANK,
     ROWS,
     STEPS,
-    WITH_WORDS,
+    WITH_VOCABULARY,
     assert_drops,
     whole,
 )
@@ -140,19 +140,19 @@ def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("FSDP 1", WITH_WORDS),
-        ("FSDP 2", OF_WORDS),  # by themselves
-        ("FSDP 2, full recompute", WITH_WORDS),
-        ("FSDP 1 x TP2", WITH_WORDS),
+        ("FSDP 1", WITH_VOCABULARY),
+        ("FSDP 2", OF_VOCABULARY),  # by themselves
+        ("FSDP 2, full recompute", WITH_VOCABULARY),
+        ("FSDP 1 x TP2", WITH_VOCABULARY),
         pytest.param("FSDP 2, full recompute", ("v_proj", "embed_tokens"), marks=pytest.mark.ranks),
         pytest.param("FSDP 2", ("lm_head",), marks=pytest.mark.ranks),
-        pytest.param("FSDP 2, ZeRO-2", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("FSDP 2, on the host", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("FSDP 3", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("2 replicas", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("FSDP 2 x TP2", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("FSDP 2 x TP2, full recompute", OF_WORDS, marks=pytest.mark.ranks),
-        pytest.param("2 replicas x TP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2, ZeRO-2", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2, on the host", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("FSDP 3", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("2 replicas", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2 x TP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2 x TP2, full recompute", OF_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("2 replicas x TP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
     ],
 )
 def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
@@ -197,13 +197,13 @@ def fresh_body(
 ) -> Any:
     actor = policy_of(folder, parallel, targets=targets, backend=backend)
     rows = rows_of(ROWS)
-    before, matrices = actor.log_probs(rows).logp, learnt_of(actor)
+    before, matrices = actor.log_probs(rows).logp, trained_of(actor)
     with actor.manager.adapters.swapped_in():
         assert torch.equal(actor.log_probs(rows).logp, before)
-    return matrices, learn(actor, STEPS), learnt_of(actor)
+    return matrices, learn(actor, STEPS), trained_of(actor)
 
 
-def learnt_of(actor: Any) -> dict[str, torch.Tensor]:
+def trained_of(actor: Any) -> dict[str, torch.Tensor]:
     """The matrices of all pairs; without those that Megatron has of layers without a pair."""
     actor.residency.finish()
     found = whole(actor.adapters().shards, actor)
@@ -215,7 +215,7 @@ def learnt_of(actor: Any) -> dict[str, torch.Tensor]:
     [
         ("qwen3", "FSDP 2", MERGED),
         ("qwen3", "FSDP 2 x TP2, full recompute", MERGED),
-        ("qwen3", "FSDP 1 x TP2", WITH_WORDS),
+        ("qwen3", "FSDP 1 x TP2", WITH_VOCABULARY),
         ("qwen3-moe", "FSDP 2", ("q_proj", "up_proj")),  # half of what stands in a tensor
         pytest.param("mixtral", "FSDP 1 x TP2", ("w2", "w3"), marks=pytest.mark.ranks),
     ],
@@ -226,14 +226,14 @@ def test_adapters_begin_and_learn_as_under_megatron(
     folder = save_tiny(tmp_path, variant)
     (wanted,) = run_ranks(1, fresh_body, folder, P(), "megatron", targets)
     processes, parallel = LAYOUTS[name]
-    for matrices, told, learnt in run_ranks(
+    for matrices, told, trained in run_ranks(
         processes, fresh_body, folder, parallel, "fsdp", targets
     ):
         assert matrices.keys() == wanted[0].keys()
         assert all(torch.equal(matrices[each], wanted[0][each]) for each in matrices)
         for ours, theirs in zip(told, wanted[1], strict=True):
             assert ours == pytest.approx(theirs, rel=TOLERANCE)
-        for each, tensor in learnt.items():
+        for each, tensor in trained.items():
             torch.testing.assert_close(tensor, wanted[2][each], atol=2e-5, rtol=1e-4)
             assert not torch.equal(tensor, matrices[each]), f"{each} learnt nothing"
 
@@ -256,7 +256,7 @@ def reference_body(
     [
         ("qwen3", "FSDP 2, ZeRO-2", ()),
         ("qwen3", "FSDP 1 x TP2", ()),
-        ("qwen3", "FSDP 1 x TP2", OF_WORDS),
+        ("qwen3", "FSDP 1 x TP2", OF_VOCABULARY),
         pytest.param("qwen3-moe", "FSDP 2, ZeRO-2", (), marks=pytest.mark.ranks),
     ],
 )
@@ -285,16 +285,16 @@ def memory_body(
     manager = actor.manager
     for state in manager.optimizer.state.values():
         assert not state["exp_avg"].numel() or state["exp_avg_sq"].any(), "one had no gradient"
-    assert {weight.rows.dtype for weight in manager.learnt} == {torch.float32}
+    assert {weight.rows.dtype for weight in manager.trained} == {torch.float32}
     assert {weight.rows.dtype for weight in manager.weights_held} == {actor.dtype}
-    learnt, held = (
+    trained, held = (
         sum(weight.rows.numel() for weight in weights)
-        for weights in (manager.learnt, manager.weights_held)
+        for weights in (manager.trained, manager.weights_held)
     )
     found, planned = actor.residency.bytes(), models_of(manager.cfg)[POLICY]
     # between two steps nothing has a gradient; the memory of short blocks is as that of others
     assert found == states(planned, world.size, 0) | {GRADIENTS: 0}, "it was foretold otherwise"
-    return learnt, held, found, {key.split("/")[0] for key in kept}
+    return trained, held, found, {key.split("/")[0] for key in kept}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -302,9 +302,9 @@ def memory_body(
     ("variant", "name", "targets"),
     [
         ("qwen3", "FSDP 2, full recompute", ()),
-        ("qwen3", "FSDP 2, full recompute", WITH_WORDS),
+        ("qwen3", "FSDP 2, full recompute", WITH_VOCABULARY),
         ("qwen3", "FSDP 2 x TP2, full recompute", ()),
-        pytest.param("qwen3", "FSDP 2 x TP2", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("qwen3", "FSDP 2 x TP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("qwen3-moe", "FSDP 2 x TP2, full recompute", (), marks=pytest.mark.ranks),
     ],
 )
@@ -315,11 +315,11 @@ def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
     processes, parallel = LAYOUTS[name]
     size, narrow = (4, 0) if dtype == "float32" else (2, 2)
     found = run_ranks(processes, memory_body, folder, parallel, dtype, targets)
-    for learnt, held, bytes_of, kinds in found:
-        assert 0 < learnt < held / 3
+    for trained, held, bytes_of, kinds in found:
+        assert 0 < trained < held / 3
         # those of the frozen model, of what learns, and of every A once more
-        assert 0 < bytes_of[PARAMETERS] - size * held - (4 + narrow) * learnt < size * held / 4
-        assert bytes_of[ADAM] == 8 * learnt
+        assert 0 < bytes_of[PARAMETERS] - size * held - (4 + narrow) * trained < size * held / 4
+        assert bytes_of[ADAM] == 8 * trained
         main = {"main"} if narrow else set()
         assert kinds == {"weights", "exp_avg", "exp_avg_sq", *main}
 
@@ -327,12 +327,12 @@ def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
 def zero_body(world: Any, folder: Path, parallel: ParallelConfig, cured: bool) -> str:
     if not cured:
         linear.LinearWithPair.with_product = (  # type: ignore[method-assign]
-            lambda self, x, answer: answer + 0 * self.lora_B(self.lora_A(x))
+            lambda self, x, completion: completion + 0 * self.lora_B(self.lora_A(x))
         )
     actor = policy_of(folder, parallel)
     try:
         learn(actor, 1)
-    except NothingLearnt as raised:
+    except NothingTrained as raised:
         return str(raised)
     # nothing pulls: all advantages are 0
     nothing = given(rows_of(ROWS))
@@ -356,11 +356,11 @@ def dropout_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConf
         with actor.manager.before_micro_batch(actor.manager.network, True):
             drawn = torch.rand(4)
         scored, told = actor.log_probs(rows_of(ROWS)).logp, learn(actor, 2)
-        partial = [weight for weight in actor.manager.learnt if weight.partial]
+        partial = [weight for weight in actor.manager.trained if weight.partial]
         plans = [plan for weight in partial for plan in weight.plans]
         names = [name for plan in plans for name in plan.logical.names]
-        learnt = learnt_of(actor)
-        found.append((scored, told, {name: learnt[name] for name in names}))
+        trained = trained_of(actor)
+        found.append((scored, told, {name: trained[name] for name in names}))
     assert torch.equal(torch.random.get_rng_state(), usual), "the usual stream was drawn from"
     return found, drawn
 
@@ -455,7 +455,7 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
     ("variant", "targets"),
     [
         ("qwen3", MERGED),
-        pytest.param("qwen3", WITH_WORDS, marks=pytest.mark.ranks),
+        pytest.param("qwen3", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("qwen3-moe", MERGED, marks=pytest.mark.ranks),
     ],
 )
@@ -557,9 +557,9 @@ def rounded(kind: torch.dtype) -> float:
         ("FSDP 2, on the host", "float32", "qwen3", MERGED),
         ("2 replicas x TP2", "float32", "qwen3", MERGED),
         ("FSDP 2", "float32", "qwen3-moe", MERGED),  # of gate and up, in one tensor, up alone
-        ("FSDP 3", "float32", "qwen3", WITH_WORDS),
-        pytest.param("FSDP 2 x TP2", "float32", "qwen3", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("FSDP 2", "bfloat16", "qwen3", WITH_WORDS, marks=pytest.mark.ranks),
+        ("FSDP 3", "float32", "qwen3", WITH_VOCABULARY),
+        pytest.param("FSDP 2 x TP2", "float32", "qwen3", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2", "bfloat16", "qwen3", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("FSDP 2 x TP2", "bfloat16", "qwen3-moe", MERGED, marks=pytest.mark.ranks),
         pytest.param("FSDP 3", "float32", "qwen3-moe", MERGED, marks=pytest.mark.ranks),
     ],

@@ -21,7 +21,7 @@ from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights
 from tests.layouts import build_policy, config_of, rows_of
 from tests.ranks import run_ranks
-from tests.tiny_decoders import DECODER, MIXTURE, VOCABULARY, WINDOWS
+from tests.tiny_decoders import DECODER, MOE, VOCABULARY, WINDOWS
 
 TOKENS = [[5, 9, 4, 7, 8, 3, 11, 40], [6, 50, 33], [7, 12, 80, 95, 21]]
 LINEAR = {
@@ -31,7 +31,7 @@ LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-EXPERTS = {**MIXTURE, "num_experts": 4, "num_local_experts": 4}
+EXPERTS = {**MOE, "num_experts": 4, "num_local_experts": 4}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4, "layer_types": WINDOWS, "tie_word_embeddings": True},
     "qwen3_next": {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 24},

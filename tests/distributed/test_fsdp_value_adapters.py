@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import ParallelConfig
-from rftmega.core.errors import CheckpointError, NothingLearnt
+from rftmega.core.errors import CheckpointError, NothingTrained
 from rftmega.models.lora import linear
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.run.planning.states import states
@@ -109,9 +109,9 @@ def memory_body(world: Any, folder: Path, case: Case) -> None:
     has_row = any(weight.rows.numel() for weight in manager.head)
     wanted = {"weights", "main", "exp_avg", "exp_avg_sq"} if has_row else set()
     assert kinds == wanted, "the head learns by halves"
-    learnt = {weight.rows.dtype for weight in manager.learnt}
+    trained = {weight.rows.dtype for weight in manager.trained}
     frozen = {weight.rows.dtype for weight in manager.weights_held if not weight.learns}
-    assert (learnt, frozen) == ({torch.float32}, {torch.bfloat16})
+    assert (trained, frozen) == ({torch.float32}, {torch.bfloat16})
     cfg = manager.cfg
     cfg.algorithm.task = "reward_model"
     planned = states(models_of(cfg)[POLICY], world.size, 0)
@@ -143,13 +143,13 @@ def lost_body(world: Any, folder: Path, case: Case, cured: bool) -> tuple[int, s
     """Steps that were taken, and what then was raised."""
     if not cured:
         linear.LinearWithPair.with_product = (  # type: ignore[method-assign]
-            lambda self, x, answer: answer + 0 * self.lora_B(self.lora_A(x))
+            lambda self, x, completion: completion + 0 * self.lora_B(self.lora_A(x))
         )
     critic = critic_of(folder, "", case, backend="fsdp")
     for taken in range(2):
         try:
             learn(critic, 1)
-        except NothingLearnt as raised:
+        except NothingTrained as raised:
             return taken, str(raised)
     return 2, ""
 

@@ -42,7 +42,7 @@ def scored_by_index(
 def ask(
     engine: EnginePool, requests: Sequence[Prompt], until: bool, settings: dict[str, Any]
 ) -> Any:
-    enough = (lambda answers: None not in answers) if until else None
+    enough = (lambda completions: None not in completions) if until else None
     return engine.generate(requests, enough=enough, **settings)
 
 
@@ -82,28 +82,34 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
     steps = engine.steps
     preemption.meet(None)
     whole = shared.generate(REQUESTS, **settings)
-    answers = [None if c is None else (len(c.response_ids), c.scores) for c in raised.value.answers]
-    return answers, steps, came, [(len(c.response_ids), c.scores) for c in whole]
+    completions = [
+        None if c is None else (len(c.response_ids), c.scores) for c in raised.value.completions
+    ]
+    return completions, steps, came, [(len(c.response_ids), c.scores) for c in whole]
 
 
 @pytest.mark.parametrize("per_engine", [1, 2])
 def test_all_engines_end_soon_and_every_process_has_what_was_answered(
     per_engine: int, tmp_path: Path
 ) -> None:
-    (answers, steps, came, whole), other = run_ranks(2, shared_body, tmp_path, per_engine, False)
+    (completions, steps, came, whole), other = run_ranks(
+        2, shared_body, tmp_path, per_engine, False
+    )
     assert (came, other[2]) == (False, True), "one of them heard of it from the other"
-    assert answers == other[0]
+    assert completions == other[0]
     assert whole == [(length, {"reward": float(place)}) for place, length in enumerate(LENGTHS)]
-    assert all(answer in (None, right) for answer, right in zip(answers, whole, strict=True))
-    assert None in answers and any(answers)
+    assert all(
+        completion in (None, right) for completion, right in zip(completions, whole, strict=True)
+    )
+    assert None in completions and any(completions)
     assert 0 < steps < sum(LENGTHS) / 4 / (2 // per_engine), "it went on to its end"
     if per_engine == 2:
         assert (steps, other[1]) == (64, 64), "the processes of one engine end at one step"
 
 
 def test_what_is_enough_can_no_longer_be_decided_so_nothing_is_kept(tmp_path: Path) -> None:
-    for answers, steps, _, whole in run_ranks(2, shared_body, tmp_path, 1, True):
-        assert answers == []
+    for completions, steps, _, whole in run_ranks(2, shared_body, tmp_path, 1, True):
+        assert completions == []
         assert steps % EVERY == 0 and steps < 100
         assert None not in whole
 
@@ -167,7 +173,7 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
         whole = shared.generate(PROMPTS, **settings)
     finally:
         engine.close()
-    return told(raised.value.answers), told(whole)
+    return told(raised.value.completions), told(whole)
 
 
 @pytest.mark.parametrize(("asked", "until"), [(0, False), (1, False), (1, True)])
@@ -175,12 +181,13 @@ def test_servers_are_given_up_whichever_process_is_asked(
     asked: int, until: bool, tmp_path: Path
 ) -> None:
     save_scripted(tmp_path)
-    for answers, whole in run_ranks(2, servers_body, tmp_path, asked, until, timeout=60):
+    for completions, whole in run_ranks(2, servers_body, tmp_path, asked, until, timeout=60):
         assert whole == SCORED_SERVER
         if until:
-            assert answers == []
+            assert completions == []
         else:
             assert all(
-                answer in (None, right) for answer, right in zip(answers, whole, strict=True)
+                completion in (None, right)
+                for completion, right in zip(completions, whole, strict=True)
             )
-            assert 3 <= sum(answer is not None for answer in answers) < 12
+            assert 3 <= sum(completion is not None for completion in completions) < 12

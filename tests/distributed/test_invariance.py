@@ -14,7 +14,7 @@ from rftmega.backends.megatron import manager
 from rftmega.config import ParallelConfig
 from tests.invariance import (
     ADAPTED,
-    ADAPTED_MIXTURE,
+    ADAPTED_MOE,
     AGGREGATIONS,
     ALONE,
     LAYOUTS,
@@ -46,7 +46,7 @@ TOLERANCE = 1e-5
 
 # What planted bugs need, and the attention of deepseek-v3, which is another. `make ranks` has the whole
 # table. test_adapters.py and test_fsdp_adapters.py compare adapters with plain torch, test_vision.py
-# pictures with transformers.
+# images with transformers.
 QUICK = ("qwen3", "qwen2-tied", "qwen3-moe", "deepseek-v3", "qwen3_vl")
 MODELS = [
     pytest.param(variant, marks=() if variant in QUICK else pytest.mark.ranks)
@@ -93,7 +93,7 @@ def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter
 
 
 SHARING = {"FSDP 2 x TP2, on the host", "FSDP, 2 replicas x 2 x TP2, full recompute"}
-QUICK_WITH_PICTURES = {"TP2 x PP2, SP", "EP2 x TP2 x ETP2", "FSDP 2"}
+QUICK_WITH_IMAGES = {"TP2 x PP2, SP", "EP2 x TP2 x ETP2", "FSDP 2"}
 # What other layouts of the same model have in them; the whole table has them as well.
 CONTAINED = {
     "qwen2-tied": SHARDED_ROWS.keys() - {"FSDP, 2 replicas x 2", "FSDP 1 x TP2"},
@@ -114,9 +114,9 @@ CONTAINED = {
     # test_adapters.py and test_fsdp_adapters.py compare others with plain torch
     ADAPTED: LAYOUTS[ADAPTED].keys()
     - {"TP2 x PP2, SP, selective recompute", "FSDP 2 x TP2, ZeRO-2"},
-    ADAPTED_MIXTURE: LAYOUTS[ADAPTED_MIXTURE].keys() - {"EP2 x TP4, SP", "EP2 x TP2 x ETP2"},
+    ADAPTED_MOE: LAYOUTS[ADAPTED_MOE].keys() - {"EP2 x TP4, SP", "EP2 x TP2 x ETP2"},
     # test_vision.py compares others with transformers
-    **{kind: LAYOUTS[kind].keys() - QUICK_WITH_PICTURES for kind in KINDS},
+    **{kind: LAYOUTS[kind].keys() - QUICK_WITH_IMAGES for kind in KINDS},
 }
 
 

@@ -13,14 +13,14 @@ from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Sampling
 from rftmega.rollout.pool import streaming_pool
 from rftmega.rollout.pool.streaming_pool import StreamingPool
-from rftmega.rollout.servers import fleet_client
+from rftmega.rollout.servers import server_group_client
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run.placement.phases import DevicePhases
-from tests.distributed.test_fleet_push import TEMPERATURE, Trainer
-from tests.fleets import KEY, two_servers_elsewhere
+from tests.distributed.test_servers_push import TEMPERATURE, Trainer
 from tests.layouts import rows_of
 from tests.ranks import run_ranks
 from tests.rollouts import pool_of
+from tests.server_groups import KEY, two_servers_elsewhere
 from tests.tiny_models import save_tiny
 
 GROUPS = [RolloutGroup(n, Prompt((5, 9, 10 + n), index=n), (2 * n, 2 * n + 1)) for n in range(60)]
@@ -28,7 +28,7 @@ GROUPS = [RolloutGroup(n, Prompt((5, 9, 10 + n), index=n), (2 * n, 2 * n + 1)) f
 
 @pytest.fixture(params=["network", "disk"])
 def two_servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Gives the transport, a model's folder, and a roster of two servers of `rftmega serve`."""
+    """Gives the transport, a model's folder, and a server list of two servers of `rftmega serve`."""
     model = save_tiny(tmp_path / "model", "qwen3")
     rollout = {
         "max_prompt_tokens": 32, "max_response_tokens": 12, "cpu_cache_gib": 0.05, "max_batch": 2,
@@ -41,15 +41,17 @@ def two_servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
 
 def late_body(world: Any, folder: Path, model: Path, both: Path, transport: str) -> Any:
     os.environ[auth.KEY] = KEY
-    fleet_client.ELSEWHERE_SECONDS, streaming_pool.LATE_SECONDS = 0.2, 1.0
+    server_group_client.ELSEWHERE_SECONDS, streaming_pool.LATE_SECONDS = 0.2, 1.0
     while not both.exists() or len(both.read_text().split()) < 2:
         time.sleep(0.2)
     first, second = both.read_text().split()
-    roster = folder / "roster"
+    server_list = folder / "server_list"
     if world.is_main:
-        roster.write_text(first + "\n")
+        server_list.write_text(first + "\n")
     parallel = ParallelConfig(tensor=2, sequence=True)
-    trainer = Trainer(world, model, folder, parallel, transport=transport, roster=str(roster))
+    trainer = Trainer(
+        world, model, folder, parallel, transport=transport, server_list=str(server_list)
+    )
     pool: Any = pool_of(
         trainer.engine,
         DevicePhases({}, offload=False),
@@ -68,13 +70,13 @@ def late_body(world: Any, folder: Path, model: Path, both: Path, transport: str)
         pool.begin(GROUPS, sampling=Sampling(TEMPERATURE), reward=None)
         taken = list(pool.take(1).rollouts)
         if world.is_main:
-            roster.write_text(f"{first}\n{second}\n")
+            server_list.write_text(f"{first}\n{second}\n")
         while len(taken) < 2 * len(GROUPS):
             taken += pool.take(1).rollouts
             if world.is_main and len(trainer.engine.healthy) == 2:
                 seen["both before the end"] = True
         seen["intact"] = all(each.intact for each in trainer.weights.checksums())
-        seen["requests"] = [each.health.requests for each in trainer.engine.fleet.members]
+        seen["requests"] = [each.health.requests for each in trainer.engine.server_group.members]
         rows = [rollout.trajectories[0] for rollout in taken]
         sent = rows_of([row.token_ids.tolist() for row in rows], [3] * len(rows))
         logp = trainer.actor.log_probs(sent).logp

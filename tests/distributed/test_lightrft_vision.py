@@ -1,4 +1,4 @@
-"""LightRFT's names with pictures, end to end, beside plain transformers."""
+"""LightRFT's names with images, end to end, beside plain transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ from rftmega.lightrft.padded_experience import (
 from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
 from tests.layouts import config_of
 from tests.ranks import run_ranks
-from tests.tiny_vision import FILM, IM_END, IMAGE, PICTURE, VIDEO, pictures, save_tiny_vision
+from tests.tiny_vision import FILM, IM_END, IMAGE, IMAGE_TEXT, VIDEO, images, save_tiny_vision
 from tests.unit.data.media.test_videos import saved
 from tests.vision_rows import (
     PROMPTS,
-    rows_with_pictures,
+    rows_with_images,
     transformers_log_probs,
     vision_rows,
 )
 
-TEXTS = ["what<image>?", "nothing", f"two{PICTURE}and<image>"]
+TEXTS = ["what<image>?", "nothing", f"two{IMAGE_TEXT}and<image>"]
 NUMBERS = [1, 0, 2]
 GREEDY = {"temperature": 0.0}
 
@@ -45,7 +45,7 @@ def strategy_of(world: Any, folder: Path, parallel: ParallelConfig, *, most_vide
         engine="transformers",
         max_prompt_tokens=110,
         max_response_tokens=5,
-        max_pictures=3,
+        max_images=3,
         max_videos=most_videos,
     )
     config.trainer.prompts_per_step, config.rollout.samples_per_prompt = 3, 2
@@ -58,7 +58,7 @@ def likes_words(prompts: Any, rollouts: Any) -> Any:
 
 
 def tensors(folder: Path, drawn: list[Any]) -> dict[str, torch.Tensor]:
-    """What transformers' own processor makes of pictures."""
+    """What transformers' own processor makes of images."""
     processor: Any = AutoImageProcessor.from_pretrained(folder, backend="torchvision")
     made = processor(images=drawn, return_tensors="pt")
     return {name: made[name] for name in ("pixel_values", "image_grid_thw")}
@@ -66,11 +66,11 @@ def tensors(folder: Path, drawn: list[Any]) -> dict[str, torch.Tensor]:
 
 def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> dict[str, Any]:
     made = strategy_of(world, folder, parallel)
-    drawn = pictures()
+    drawn = images()
     files = []
-    for number, picture in enumerate(drawn):
+    for number, image in enumerate(drawn):
         files.append(str(output / f"{world.rank}-{number}.png"))
-        picture.save(files[-1])
+        image.save(files[-1])
     actor = ActorVL(made.policy, processor=made.processor)
     made.update_engine_weights(actor)
     flat = made.gather_and_generate(
@@ -93,7 +93,7 @@ def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> di
         with pytest.raises(Exception, match=why) as caught:
             made.gather_and_generate(GREEDY, all_prompts=texts, **here)
         assert world.rank == 0 or isinstance(caught.value, EngineError)
-    rows = rows_with_pictures(folder)
+    rows = rows_with_images(folder)
     canvas = Samples.of(rows, prompts=[], labels=[""] * len(rows))
     shown = [drawn[part] for part in (0, 1, 2, 1, 0, 1, 2)]
     patches = tensors(folder, shown)
@@ -115,7 +115,7 @@ def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> di
     batch = {"prompts": TEXTS, "images": [[drawn[0]], None, drawn[1:]], "labels": ["", "", ""]}
     made.update_engine_weights(actor)
     rolled = trainer.rollout(batch)
-    learnt = trainer.ppo_train(1)
+    trained = trainer.ppo_train(1)
     made.update_engine_weights(actor)
     told = trainer.evaluate([batch], 1)
     assert told.keys() == {"eval_reward", "eval_response_length"}
@@ -127,22 +127,22 @@ def body(world: Any, folder: Path, output: Path, parallel: ParallelConfig) -> di
         "logp": (logp, behind, after),
         "mask": canvas.action_mask,
         "experiences": experiences,
-        "trainer": (rolled, learnt),
-        "back": [to_experience(each, made.processor).pictures for each in experiences],
+        "trainer": (rolled, trained),
+        "back": [to_experience(each, made.processor).images for each in experiences],
     }
 
 
 @torch.no_grad()
 def continued(model: Any, ids: list[int], given: dict[str, torch.Tensor]) -> list[int]:
     """The greedy answer of plain transformers."""
-    row, answer = list(ids), list[int]()
-    while len(answer) < 5 and IM_END not in answer:
+    row, completion = list(ids), list[int]()
+    while len(completion) < 5 and IM_END not in completion:
         fed = torch.tensor([row])
         model.model.rope_deltas = None
         logits = model(fed, mm_token_type_ids=(fed == IMAGE).int(), **given).logits
-        answer.append(int(logits[0, -1].argmax()))
-        row.append(answer[-1])
-    return answer
+        completion.append(int(logits[0, -1].argmax()))
+        row.append(completion[-1])
+    return completion
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_answers_log_probs_and_experience_are_those_of_transformers(
     ranks = run_ranks(processes, body, folder, tmp_path, parallel)
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     model.eval()
-    drawn = pictures()
+    drawn = images()
     seen = [tensors(folder, drawn[:1]), {}, tensors(folder, drawn[1:])]
     tokens, placed = vision_rows(folder)
     with torch.no_grad():
         told = transformers_log_probs(model, tokens, placed)
     wanted = torch.cat([row[prompt - 1 :] for row, prompt in zip(told, PROMPTS, strict=True)])
     for found in ranks:
-        for answer, given in zip(found["flat"], seen, strict=True):
-            expected = continued(model, answer.prompt_token_ids, given)
-            assert answer.output_token_ids == expected
+        for completion, given in zip(found["flat"], seen, strict=True):
+            expected = continued(model, completion.prompt_token_ids, given)
+            assert completion.output_token_ids == expected
         features = [len(each.prompt_token_ids) for each in found["flat"]]
         assert features[0] > len("what?") + 2
         for other in ("nested", "local"):
@@ -176,10 +176,10 @@ def test_answers_log_probs_and_experience_are_those_of_transformers(
         assert (logp[found["mask"]] - wanted).abs().max() < 1e-5
         assert torch.equal(behind[0], logp[found["mask"]])
         assert (after - logp).abs().max() > 1e-4, "nothing was learnt"
-        rolled, learnt = found["trainer"]
+        rolled, trained = found["trainer"]
         assert rolled.keys() == {"rollout_reward", "rollout_response_length"}
-        assert learnt["skipped_steps"] == 0
-        assert "policy_loss" in learnt
+        assert trained["skipped_steps"] == 0
+        assert "policy_loss" in trained
         check_experiences(found["experiences"], found["back"], seen, model)
 
 
@@ -207,7 +207,7 @@ def check_experiences(
         assert (mine[: len(ids) - prompt] - logp[prompt - 1 :]).abs().max() < 1e-5
 
 
-FILM_TEXTS = [f"see{FILM}now", "no", f"{PICTURE}or{FILM}"]
+FILM_TEXTS = [f"see{FILM}now", "no", f"{IMAGE_TEXT}or{FILM}"]
 
 
 def films() -> list[Any]:
@@ -222,9 +222,9 @@ def films_body(world: Any, folder: Path, output: Path, parallel: ParallelConfig)
     made.update_engine_weights(actor)
     first, second = films()
     kept = saved(output / f"film of {world.rank}", np.stack(first))  # a folder of frames
-    given = {"all_images": [None, None, pictures()[:1]], "all_videos": [[first], None, [second]]}
-    marks = [text.replace(FILM, "<video>").replace(PICTURE, "<image>") for text in FILM_TEXTS]
-    answers = [
+    given = {"all_images": [None, None, images()[:1]], "all_videos": [[first], None, [second]]}
+    marks = [text.replace(FILM, "<video>").replace(IMAGE_TEXT, "<image>") for text in FILM_TEXTS]
+    completions = [
         made.gather_and_generate(GREEDY, all_prompts=FILM_TEXTS, sleep_engine=False, **given),
         made.gather_and_generate(
             GREEDY,
@@ -233,10 +233,10 @@ def films_body(world: Any, folder: Path, output: Path, parallel: ParallelConfig)
             **given | {"all_videos": [str(kept), second], "videos_num": [1, 0, 1]},
         ),
     ]
-    answers.append(
+    completions.append(
         made.gather_and_generate(
             GREEDY,
-            all_prompt_token_ids=[each.prompt_token_ids for each in answers[0]],
+            all_prompt_token_ids=[each.prompt_token_ids for each in completions[0]],
             sleep_engine=False,
             **given,
         )
@@ -254,12 +254,12 @@ def films_body(world: Any, folder: Path, output: Path, parallel: ParallelConfig)
     batch = {"prompts": FILM_TEXTS, "images": given["all_images"], "videos": given["all_videos"]}
     made.update_engine_weights(actor)
     trainer.rollout(batch | {"labels": ["", "", ""]})
-    learnt = trainer.ppo_train(1)
+    trained = trainer.ppo_train(1)
     return {
-        "answers": answers,
+        "answers": completions,
         "experience": experience,
         "again": again,
-        "learnt": learnt,
+        "learnt": trained,
         "after": actor(*canvas, **patches),
     }
 
@@ -271,7 +271,7 @@ def seen_by_transformers(folder: Path) -> list[dict[str, Any]]:
     media: list[dict[str, Any]] = [
         {"videos": [np.stack(first)]},
         {},
-        {"videos": [np.stack(second)], "images": pictures()[:1]},
+        {"videos": [np.stack(second)], "images": images()[:1]},
     ]
     found = []
     for text, given in zip(FILM_TEXTS, media, strict=True):
@@ -305,11 +305,11 @@ def test_with_videos_too_answers_log_probs_and_patches_are_those_of_transformers
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     seen = seen_by_transformers(folder)
     for found in ranks:
-        for answers in found["answers"]:
-            for answer, given in zip(answers, seen, strict=True):
+        for completions in found["answers"]:
+            for completion, given in zip(completions, seen, strict=True):
                 ids = given["input_ids"][0].tolist()
-                assert answer.prompt_token_ids == ids
-                for token in answer.output_token_ids:
+                assert completion.prompt_token_ids == ids
+                for token in completion.output_token_ids:
                     assert token == int(logits_of(model, ids, given)[-1].argmax())
                     ids.append(token)
         check_films(found["experience"], found["again"], seen, model)

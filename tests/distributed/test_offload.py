@@ -19,7 +19,7 @@ from tests.invariance import saved
 from tests.layouts import build_actor, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
-from tests.vision_rows import rows_with_pictures
+from tests.vision_rows import rows_with_images
 
 P = ParallelConfig
 INTERLEAVED = P(pipeline=2, virtual_pipeline=2)
@@ -46,7 +46,7 @@ def prepared_by(actor: Any, folder: Path) -> Experience:
     """Rows, scored by an actor, to learn from."""
     rows = rows_of([[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [3, 1, 2]])
     if actor.description.tower:
-        rows = rows_with_pictures(folder)
+        rows = rows_with_images(folder)
         logp = actor.log_probs(rows.ragged()).logp.padded()
     else:
         logp = actor.log_probs(rows).logp
@@ -59,7 +59,7 @@ def prepared_by(actor: Any, folder: Path) -> Experience:
         logp,
         None,
         torch.ones_like(logp),
-        pictures=rows.pictures,
+        images=rows.images,
     )
 
 

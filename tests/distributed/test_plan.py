@@ -249,7 +249,7 @@ SHARDED_CASES: dict[str, tuple[str, int, ParallelConfig, str, bool]] = {
     ),
 }
 ADAPTED = LoRA(rank=16)  # of those cases
-ADAPTED_WORDS = LoRA(rank=16, targets=["q_proj", "down_proj", "embed_tokens", "lm_head"])
+ADAPTED_VOCABULARY = LoRA(rank=16, targets=["q_proj", "down_proj", "embed_tokens", "lm_head"])
 QUICK_SHARDED = (
     *("FSDP over 2", "FSDP over 4, bf16", "ZeRO-2, bf16", "on the host", "a critic"),
     *("adapters, bf16", "adapters of a critic, bf16"),
@@ -307,7 +307,7 @@ def test_predicted_bytes_of_fsdp_are_within_ten_percent_of_the_measured(
     wide = WIDE | WIDE_EXPERTS if variant == "qwen3-moe" else WIDE
     folder = save_tiny(tmp_path, variant, **wide)
     lora = ADAPTED if name.startswith("adapters") else LoRA()
-    lora = ADAPTED_WORDS if name.startswith("adapters of words") else lora
+    lora = ADAPTED_VOCABULARY if name.startswith("adapters of words") else lora
     config = config_of(folder, parallel, PLAIN, dtype=dtype, backend="fsdp", lora=lora)
     config.algorithm.task = "reward_model" if value else "rl"
     planned = models_of(config)[POLICY]

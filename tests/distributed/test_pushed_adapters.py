@@ -25,8 +25,8 @@ from tests.tiny_models import save_tiny
 PRELOADED = VLLM
 
 P = ParallelConfig
-OF_WORDS = ("embed_tokens", "lm_head")
-WITH_WORDS = (*ALL, *OF_WORDS)
+OF_VOCABULARY = ("embed_tokens", "lm_head")
+WITH_VOCABULARY = (*ALL, *OF_VOCABULARY)
 # the last fills a block of the prefix cache, which is then found again
 LONG = tuple((37 * i) % 129 + 2 for i in range(150))
 PROMPTS = [Prompt((5, 9, 100)), Prompt((3,)), Prompt(LONG)]
@@ -76,15 +76,15 @@ class Pushing:
             bucket_bytes=50_000,
         )
 
-    def answers(self) -> tuple[float, list[float]]:
+    def completions(self) -> tuple[float, list[float]]:
         """The largest difference between engine and trainer, and the engine's log-probs of one token."""
         given = [Prompt(each.token_ids) for each in PROMPTS]
-        answers = self.engine.generate(given, seeds=[1, 2, 3], sampling=SAMPLING)
+        completions = self.engine.generate(given, seeds=[1, 2, 3], sampling=SAMPLING)
         rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, completions, strict=True)],
             [len(p.token_ids) for p in PROMPTS],
         )
-        said = torch.tensor([x for answer in answers for x in answer.logprobs])
+        said = torch.tensor([x for completion in completions for x in completion.logprobs])
         logp = self.actor.log_probs(rows).logp[rows.mask]
         return float((logp - said).abs().max()), said[:3].tolist()
 
@@ -108,7 +108,7 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
             pushing.engine.sleep()  # which drops the model
         metrics = pushing.weights.push(version=version)
         assert pushing.engine.version == version
-        found.append((metrics, *pushing.answers()))
+        found.append((metrics, *pushing.completions()))
         pushing.learn()
     pushing.engine.close()
     return found, whole
@@ -118,11 +118,13 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
     ("variant", "processes", "parallel", "engine_size", "backend", "targets"),
     [
         ("qwen3", 1, P(), 1, "megatron", ()),
-        ("qwen3", 2, P(tensor=2), 1, "megatron", WITH_WORDS),
+        ("qwen3", 2, P(tensor=2), 1, "megatron", WITH_VOCABULARY),
         pytest.param("qwen2", 2, P(pipeline=2), 2, "megatron", (), marks=pytest.mark.ranks),
         ("qwen3", 2, P(), 2, "fsdp", ()),
-        pytest.param("llama", 2, P(pipeline=2), 2, "megatron", WITH_WORDS, marks=pytest.mark.ranks),
-        pytest.param("phi3", 1, P(), 1, "megatron", OF_WORDS, marks=pytest.mark.ranks),
+        pytest.param(
+            "llama", 2, P(pipeline=2), 2, "megatron", WITH_VOCABULARY, marks=pytest.mark.ranks
+        ),
+        pytest.param("phi3", 1, P(), 1, "megatron", OF_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param(
             "phi3", 4, P(tensor=2, pipeline=2), 2, "megatron", (), marks=pytest.mark.ranks
         ),
@@ -169,16 +171,16 @@ def broken_body(world: Any, *wanted: Any) -> Any:
         pushing.weights.push(version=1)
     adapter_weights.sum_of = sum_of
     with pytest.raises(EngineError, match="no weights"):  # the model is there, the adapters are not
-        pushing.answers()
+        pushing.completions()
     if world.rank == 1:
         engine._load_adapter = no_room
     with pytest.raises(EngineError, match="no room" if world.rank else "failed on another process"):
         pushing.weights.push(version=2)
     engine._load_adapter = load
     with pytest.raises(EngineError, match="no weights"):
-        pushing.answers()
+        pushing.completions()
     pushing.weights.push(version=3)
-    gap, _ = pushing.answers()
+    gap, _ = pushing.completions()
     intact = [each.intact for each in pushing.weights.checksums()]
     pushing.learn()
     changed = {each.name for each in pushing.weights.checksums() if not each.intact}
@@ -235,20 +237,20 @@ def several_body(world: Any, folder: Path, own: Path, other: Path, fewer: Pairs)
     found = {}
     for push in range(2):
         now = pushing.weights._pairs.gathered()
-        learnt = {
+        trained = {
             name.removeprefix(PREFIX).removesuffix(DOWN): (a, now[name.replace("lora_A", "lora_B")])
             for name, a in now.items()
             if name.endswith(DOWN)
         }
-        pairs: dict[str, Pairs] = {"": learnt, "other": fewer, "base": {}}
+        pairs: dict[str, Pairs] = {"": trained, "other": fewer, "base": {}}
         for name in ("", "other", "base", ""):
             pushing.engine.answer_with(name)
-            answers = pushing.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=SAMPLING)
+            completions = pushing.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=SAMPLING)
             found[push, name] = 0.0
-            for prompt, answer in zip(PROMPTS, answers, strict=True):
-                row = [*prompt.token_ids, *answer.token_ids]
+            for prompt, completion in zip(PROMPTS, completions, strict=True):
+                row = [*prompt.token_ids, *completion.token_ids]
                 wanted = transformers_says(folder, pairs[name], row)[len(prompt.token_ids) - 1 :]
-                gaps = (torch.tensor(wanted) - torch.tensor(list(answer.logprobs))).abs()
+                gaps = (torch.tensor(wanted) - torch.tensor(list(completion.logprobs))).abs()
                 found[push, name] = max(found[push, name], float(gaps.max()))
         if push == 0:
             pushing.learn()

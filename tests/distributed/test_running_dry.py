@@ -46,12 +46,12 @@ class LongTailed(ScriptedEngine):
         ids = tokens_of(seed)
         return Completion(ids, tuple(-0.5 for _ in ids), "stop", self.version)
 
-    def _answer(self, requests: Any, sampling: Sampling) -> None:
+    def _serve(self, requests: Any, sampling: Sampling) -> None:
         def stepped() -> bool:
             self.then(self)
             return requests.stopped()
 
-        super()._answer(Wrapped(requests, stopped=stepped), sampling)
+        super()._serve(Wrapped(requests, stopped=stepped), sampling)
 
 
 def scores(prompts: Sequence[Prompt], completions: Sequence[Rollout]) -> list[dict[str, float]]:
@@ -66,12 +66,15 @@ def by_one_engine() -> list[Any]:
     """Of all requests, asked in their order."""
     engine = LongTailed()
     engine.load_weights([], version=7)
-    answers = engine.generate(PROMPTS, seeds=SEEDS, sampling=Sampling(1.0))
-    rollouts = [rollout_of(prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    completions = engine.generate(PROMPTS, seeds=SEEDS, sampling=Sampling(1.0))
+    rollouts = [
+        rollout_of(prompt, completion)
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
     scored = scores(PROMPTS, rollouts)
     return [
-        (answer.token_ids, answer.logprobs, score)
-        for answer, score in zip(answers, scored, strict=True)
+        (completion.token_ids, completion.logprobs, score)
+        for completion, score in zip(completions, scored, strict=True)
     ]
 
 
@@ -82,10 +85,10 @@ def all_there(completions: Sequence[Rollout | None]) -> bool:
 def asked_of(shared: EnginePool, until: bool) -> list[Any]:
     settings: dict[str, Any] = {"seeds": SEEDS, "sampling": Sampling(1.0), "reward": scores}
     found: Any = shared.generate(PROMPTS, enough=all_there if until else None, **settings)
-    answers = map(completion_of, found)
+    completions = map(completion_of, found)
     return [
-        (answer.token_ids, answer.logprobs, rollout.scores)
-        for answer, rollout in zip(answers, found, strict=True)
+        (completion.token_ids, completion.logprobs, rollout.scores)
+        for completion, rollout in zip(completions, found, strict=True)
     ]
 
 
@@ -117,7 +120,7 @@ def test_answers_are_one_engines_and_each_request_is_begun_once_by_all_processes
     per_engine: int, until: bool
 ) -> None:
     results = run_ranks(4, body, per_engine, until, timeout=60)
-    assert all(answers == by_one_engine() for answers, *_ in results)
+    assert all(completions == by_one_engine() for completions, *_ in results)
     begun = [seeds for _, seeds, _ in results]
     assert begun == [begun[rank - rank % per_engine] for rank in range(4)], (
         "processes of one engine took other requests"
@@ -147,7 +150,7 @@ def dealt_once(engines: int) -> int:
 
 def test_while_one_engine_stands_still_the_others_answer_all_that_it_has_not_begun() -> None:
     results = run_ranks(4, one_stands_still)
-    assert all(answers == by_one_engine() for answers, _ in results)
+    assert all(completions == by_one_engine() for completions, _ in results)
     assert results[0][1] == first_of(4)[0]
 
 
@@ -207,6 +210,6 @@ def fault_body(world: World, per_engine: int, until: bool, breaks: int) -> Any:
 def test_an_engine_that_breaks_down_meanwhile_costs_no_answer(
     per_engine: int, until: bool, breaks: int
 ) -> None:
-    for answers, versions in run_ranks(4, fault_body, per_engine, until, breaks, timeout=60):
-        assert answers == by_one_engine()
+    for completions, versions in run_ranks(4, fault_body, per_engine, until, breaks, timeout=60):
+        assert completions == by_one_engine()
         assert versions == [7, 7]

@@ -81,21 +81,21 @@ CONFIG = RolloutConfig(
     max_batch=8,
     stop=STRINGS,
 )
-Answers = list[Completion]
+Completions = list[Completion]
 
 
-def asked(engine: Any) -> list[Answers]:
+def asked(engine: Any) -> list[Completions]:
     return [engine.generate(PROMPTS, seeds=SEEDS, sampling=each) for each in TRUNCATED]
 
 
-def with_and_without(engine: Any) -> tuple[list[Answers], list[Answers]]:
+def with_and_without(engine: Any) -> tuple[list[Completions], list[Completions]]:
     """Returns answers without stop strings, and with those that `engine` was built for."""
     stopped = asked(engine)
     engine.config, engine.stop = replace(engine.config, stop=[]), []
     return asked(engine), stopped
 
 
-def vllm_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
+def vllm_body(world: Any, folder: Path) -> tuple[list[Completions], list[Completions]]:
     from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -107,7 +107,7 @@ def vllm_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
     return found
 
 
-def servers_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
+def servers_body(world: Any, folder: Path) -> tuple[list[Completions], list[Completions]]:
     from rftmega.rollout.servers.server_engine import ServerEngine
 
     logs = folder.parent / "logs"
@@ -119,7 +119,7 @@ def servers_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]
     return found
 
 
-def transformers_body(world: Any, folder: Path) -> tuple[list[Answers], list[Answers]]:
+def transformers_body(world: Any, folder: Path) -> tuple[list[Completions], list[Completions]]:
     engine: Any = TransformersEngine(folder, CONFIG, stop_ids=[STOP], where=world.device)
     engine.load_weights(load_file(folder / "model.safetensors").items(), version=0)
     engine.config = CONFIG
@@ -135,12 +135,12 @@ def test_tokens_are_drawn_from_the_asked_distribution_and_answers_end_at_stop_st
 ) -> None:
     folder = save_model(tmp_path / "model")
     ((plain, stopped),) = run_ranks(1, body, folder, timeout=300)
-    for sampling, answers in zip(TRUNCATED, plain, strict=True):
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            row = [*prompt.token_ids, *answer.token_ids]
+    for sampling, completions in zip(TRUNCATED, plain, strict=True):
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            row = [*prompt.token_ids, *completion.token_ids]
             logits = transformers_logits(folder, [row])[0][len(prompt.token_ids) - 1 : -1]
             for place, (token, logp) in enumerate(
-                zip(answer.token_ids, answer.logprobs, strict=True)
+                zip(completion.token_ids, completion.logprobs, strict=True)
             ):
                 assert logp == pytest.approx(kept(logits[place], sampling)[token], abs=2e-5)
     ends = 0

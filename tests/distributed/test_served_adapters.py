@@ -19,10 +19,10 @@ from rftmega.core.shards import AdapterSource
 from rftmega.core.types import Prompt, Sampling
 from rftmega.rollout.servers.vllm import auth
 from rftmega.trainer.experience import given
-from tests.fleets import KEY, gap_of_answers, two_servers_elsewhere
 from tests.layouts import build_actor, rows_of
 from tests.plain_adapters import random_pairs, write_pairs
 from tests.ranks import VLLM, run_ranks
+from tests.server_groups import KEY, gap_of_completions, two_servers_elsewhere
 from tests.tiny_models import save_tiny
 
 PRELOADED = VLLM
@@ -66,18 +66,18 @@ class Served:
 
     def gap(self) -> tuple[float, list[float], set[int]]:
         """The largest difference of log-probs, those of a few tokens, and the answers' versions."""
-        largest, answers = gap_of_answers(self.engine, self.actor, PROMPTS, TEMPERATURE)
-        said = [x for answer in answers for x in answer.logprobs]
-        return largest, said[:3], {answer.policy_version for answer in answers}
+        largest, completions = gap_of_completions(self.engine, self.actor, PROMPTS, TEMPERATURE)
+        said = [x for completion in completions for x in completion.logprobs]
+        return largest, said[:3], {completion.policy_version for completion in completions}
 
     def learn(self) -> None:
         self.actor.step(given(rows_of(ROWS)), cross_entropy_loss())
         self.actor.manager.finish_param_sync()
 
 
-def spoilt(parcel: bytes) -> bytes:
-    """The parcel with one other bit in the last matrix."""
-    return parcel[:-1] + bytes([parcel[-1] ^ 1])
+def spoilt(payload: bytes) -> bytes:
+    """The payload with one other bit in the last matrix."""
+    return payload[:-1] + bytes([payload[-1] ^ 1])
 
 
 def pushes_body(
@@ -95,16 +95,16 @@ def pushes_body(
         seen["changed"] = {each.name for each in weights.checksums() if not each.intact}
         seen["model's sums"] = len(weights.base.checksums())
         if world.is_main:
-            (*_, member) = engine.fleet.members
-            land, note_miss = member.server.land_adapters, engine.fleet.note_miss
+            (*_, member) = engine.server_group.members
+            land, note_miss = member.server.land_adapters, engine.server_group.note_miss
             missed: list[str] = []
 
             def noted(member: Any, error: EngineError) -> None:
                 missed.append(str(error))
                 note_miss(member, error)
 
-            member.server.land_adapters = lambda version, parcel: land(version, spoilt(parcel))  # type: ignore[method-assign]
-            engine.fleet.note_miss = noted  # type: ignore[method-assign]
+            member.server.land_adapters = lambda version, payload: land(version, spoilt(payload))  # type: ignore[method-assign]
+            engine.server_group.note_miss = noted  # type: ignore[method-assign]
         if rollout.get("servers", 1) == 1:
             with pytest.raises(EngineError, match="has the"):
                 weights.push(version=3)
@@ -114,7 +114,7 @@ def pushes_body(
             seen["others"] = (weights.push(version=3), *served.gap())
         if world.is_main:
             member.server.land_adapters = land  # type: ignore[method-assign]
-            seen["states"] = [str(each.state) for each in engine.fleet.members]
+            seen["states"] = [str(each.state) for each in engine.server_group.members]
             assert len(missed) == 1 and "is not as it was sent" in missed[0], missed
         seen["mended"] = (weights.push(version=4), *served.gap())
         if world.is_main:
@@ -184,7 +184,7 @@ def test_servers_with_the_adapters_of_a_push_say_what_the_trainer_says(
 
 @pytest.fixture
 def two_elsewhere(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Gives a model's folder, and a roster of two servers of `rftmega serve`."""
+    """Gives a model's folder, and a server list of two servers of `rftmega serve`."""
     model = save_tiny(tmp_path / "model", "qwen3", hidden_size=128)
     rollout = {
         "max_prompt_tokens": 180, "max_response_tokens": 12, "cpu_cache_gib": 0.05, "max_batch": 8,
@@ -201,9 +201,9 @@ def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:
     while not both.exists() or len(both.read_text().split()) < 2:
         time.sleep(0.2)
     first, second = both.read_text().split()
-    roster = both.parent / "roster"
-    roster.write_text(first)
-    served = Served(world, model, adapter, P(), transport="network", roster=str(roster))
+    server_list = both.parent / "server_list"
+    server_list.write_text(first)
+    served = Served(world, model, adapter, P(), transport="network", server_list=str(server_list))
     engine, weights = served.engine, served.weights
     seen: dict[str, Any] = {}
     try:
@@ -211,10 +211,10 @@ def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:
             weights.push(version=version)
             if version == 0:
                 served.learn()
-        roster.write_text(f"{first}\n{second}")
-        engine.fleet.look_elsewhere()
+        server_list.write_text(f"{first}\n{second}")
+        engine.server_group.look_elsewhere()
         seen["landed"] = weights.push_to_late()
-        known, late = engine.fleet.members
+        known, late = engine.server_group.members
         known.health.missed()  # so that the late one answers alone
         seen["late"] = served.gap()
         seen["asked"] = late.health.requests

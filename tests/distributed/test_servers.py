@@ -61,19 +61,19 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
     def gap(version: int) -> tuple[float, list[tuple[int, ...]]]:
         metrics = weights.push(version=version)
         assert metrics["push_bytes"] == metrics["push_bytes_least"] == weights.total_bytes
-        answers = engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
-        told: list[Any] = [answers]
+        completions = engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(TEMPERATURE))
+        told: list[Any] = [completions]
         torch.distributed.broadcast_object_list(told)
-        (answers,) = told
+        (completions,) = told
         rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, completions, strict=True)],
             [len(p.token_ids) for p in PROMPTS],
         )
         logp = actor.log_probs(rows).logp[rows.mask]
-        assert {a.policy_version for a in answers} == {version}
-        return (logp - torch.tensor([x for a in answers for x in a.logprobs])).abs().max().item(), [
-            a.token_ids for a in answers
-        ]
+        assert {a.policy_version for a in completions} == {version}
+        return (
+            logp - torch.tensor([x for a in completions for x in a.logprobs])
+        ).abs().max().item(), [a.token_ids for a in completions]
 
     found: dict[str, Any] = {
         "first": gap(0),
@@ -99,10 +99,10 @@ def server_body(world: Any, folder: Path, logs: Path) -> Any:
             name for each in within for name in each.cmdline()[:1] if "VLLM::" in name
         ]
         found["from outside"] = from_outside(engine, logs)
-        (member,) = engine.fleet.members
+        (member,) = engine.server_group.members
         member.health.failed()
         member.paused = True
-        engine.fleet.probe(member)
+        engine.server_group.probe(member)
         found["probed"] = str(member.state)
     real = weights._write
     weights._write = lambda bucket, memory: [each + 1 for each in real(bucket, memory)]  # type: ignore[method-assign]
@@ -191,7 +191,7 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
         assert found["second"][1] == found["repeated"][1] != found["first"][1]
     told, elsewhere = results
     together, *alone = told["longer"]
-    assert [answer.token_ids for answer in together] == [own.token_ids for (own,) in alone]
+    assert [completion.token_ids for completion in together] == [own.token_ids for (own,) in alone]
     assert told["names"] == ["VLLM::EngineCore"]  # and no worker that it would spin for
     outside = told["from outside"]
     assert outside["statuses"] == {False: {401}, True: {404}}  # with the run's key, or without

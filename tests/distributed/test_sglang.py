@@ -20,7 +20,7 @@ from rftmega.config import ParallelConfig
 from rftmega.core.types import Prompt, Sampling
 from rftmega.rollout.servers import server_engine
 from rftmega.rollout.servers.vllm import auth
-from tests.distributed.test_fleet_push import Trainer, push_body
+from tests.distributed.test_servers_push import Trainer, push_body
 from tests.distributed.test_streaming import assert_exact, in_flight_body
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -141,8 +141,8 @@ def filtered_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
     try:
         trainer.weights.push(version=0)
         for sampling in PARTS:
-            answers = trainer.engine.generate(prompts, seeds=range(6), sampling=sampling)
-            given = zip(prompts, answers, strict=True)
+            completions = trainer.engine.generate(prompts, seeds=range(6), sampling=sampling)
+            given = zip(prompts, completions, strict=True)
             found.append([(p.token_ids, list(a.token_ids), list(a.logprobs)) for p, a in given])
     finally:
         trainer.engine.close()
@@ -157,8 +157,8 @@ def test_log_probs_are_of_the_part_of_the_distribution_that_was_drawn_from(tmp_p
         given = {"engine": "sglang", "transport": "network", "addresses": [address]}
         (found,) = run_ranks(1, filtered_body, folder, tmp_path, given)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for sampling, answers in zip(PARTS, found, strict=True):
-        for prompt, ids, logprobs in answers:
+    for sampling, completions in zip(PARTS, found, strict=True):
+        for prompt, ids, logprobs in completions:
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
             rows = zip(logits / 0.7, ids, strict=True)

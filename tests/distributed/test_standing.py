@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from rftmega.runtime.parallel import lease, preemption
-from rftmega.runtime.parallel.lease import Sign, Standing
+from rftmega.runtime.parallel.lease import Lease, Sign
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.watchdog import mark
 from tests.ranks import run_ranks
@@ -93,7 +93,7 @@ def test_only_where_nobody_gets_on_somebody_is_named(
     signs: list[tuple[float, bool]], named: list[int]
 ) -> None:
     board = dist.HashStore()
-    first = Standing(0, len(signs), board)
+    first = Lease(0, len(signs), board)
     for rank, (idle, waits) in enumerate(signs):
         board.set(
             lease._key(rank),
@@ -107,7 +107,7 @@ def test_only_where_nobody_gets_on_somebody_is_named(
 
 
 def test_a_process_alone_is_named_and_not_after_it_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, now = Standing(0, 1, None), time.monotonic()
+    alone, now = Lease(0, 1, None), time.monotonic()
     mark("push")
     told = {}
     for later in (50, 61, 100, 130, 200, 280):
@@ -124,7 +124,7 @@ def test_a_process_alone_is_named_and_not_after_it_went_on(monkeypatch: pytest.M
 def test_an_engine_that_compiles_as_the_run_starts_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone, now = Standing(0, 1, None), time.monotonic()
+    alone, now = Lease(0, 1, None), time.monotonic()
     mark("start")
     told = {}
     for later in (61, 290, 301):

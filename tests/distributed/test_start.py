@@ -171,10 +171,10 @@ def cycle_body(world: Any, folder: Path) -> Any:
     seen.append({name: sum(residency.bytes().values()) for name, residency in residencies.items()})
     made.weights.push(version=0)
     prompts = [Prompt((5, 9)), Prompt((3,))] * 2
-    answers = made.engine.generate(prompts, seeds=[1, 2, 3, 4], sampling=Sampling(1.0))
+    completions = made.engine.generate(prompts, seeds=[1, 2, 3, 4], sampling=Sampling(1.0))
     samples = collect(
         prompts,
-        complete(answers),
+        complete(completions),
         lambda p, c: [{"reward": float(len(x.response_ids))} for x in c],
         samples_per_prompt=2,
     )

@@ -76,7 +76,7 @@ class Recorded(ScriptedEngine):
         self.batches: list[int] = []
         self.load_weights([], version=0)
 
-    def _answer(self, requests: Any, sampling: Sampling) -> None:
+    def _serve(self, requests: Any, sampling: Sampling) -> None:
         noted = Wrapped(requests)
 
         def taken(room: int) -> Any:
@@ -86,7 +86,7 @@ class Recorded(ScriptedEngine):
             return found
 
         noted.take = taken
-        super()._answer(noted, sampling)
+        super()._serve(noted, sampling)
 
 
 PORTIONS = [[[1], [2, 2], [3]], [], [[4]], [[5], [6, 6]]]
@@ -101,18 +101,16 @@ def generate(world: Any, engine_processes: int) -> Any:
     engine = made.inference_engine = Recorded()
     made.inference_engine_type = "scripted"
     made.engine_processes = engine_processes
-    answers = made.gather_and_generate(SAMPLING, PORTIONS[world.rank])
+    completions = made.gather_and_generate(SAMPLING, PORTIONS[world.rank])
     assert engine.status is EngineStatus.SLEEPED
     engine.load_weights([], version=1)
     nobody = made.gather_and_generate(SAMPLING, [], sleep_engine=False)
-    # on every process, though one has the picture
+    # on every process, though one has the image
     with pytest.raises(EngineError, match="reads token ids only"):
-        made.gather_and_generate(
-            SAMPLING, [[1]], all_images=["picture"] if world.rank == 1 else None
-        )
+        made.gather_and_generate(SAMPLING, [[1]], all_images=["image"] if world.rank == 1 else None)
     local = made.engine_generate_local(SAMPLING, [[9]] * 4)
     return (
-        answers,
+        completions,
         nobody,
         engine.batches[0] if engine.batches else 0,
         [each.output_token_ids for each in local],
@@ -127,10 +125,12 @@ def test_every_process_gets_the_answers_to_its_own_prompts_whoever_shares_an_eng
     # A process without prompts, and alone with its engine, is next asked by itself: for 4.
     for size, batches in ((1, [3, 4, 1, 2]), (2, [3, 3, 3, 3]), (4, [6, 6, 6, 6])):
         found = [rank[size] for rank in ranks]
-        assert [[each.prompt_token_ids for each in answers] for answers, *_ in found] == PORTIONS
+        assert [
+            [each.prompt_token_ids for each in completions] for completions, *_ in found
+        ] == PORTIONS
         assert [nobody for _, nobody, *_ in found] == [[]] * 4
         assert [batch for *_, batch, _ in found] == batches
-        assert sum((answers for answers, *_ in found), []) == expected
+        assert sum((completions for completions, *_ in found), []) == expected
         local = {str(ids) for *_, ids in found}
         assert len(local) == 4 // size, "one engine's processes draw alike, engines differently"
 
@@ -171,8 +171,8 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     actor = made.unwrap_model(policy)
     assert made.setup_inference_engine(made.args, "scripted", actor=policy) is made.inference_engine
     mine = [[[5, 9, 100], [3]], [[7]]][world.rank]
-    answers = made.gather_and_generate({"temperature": 1.0}, mine)
-    assert [each.prompt_token_ids for each in answers] == mine
+    completions = made.gather_and_generate({"temperature": 1.0}, mine)
+    assert [each.prompt_token_ids for each in completions] == mine
     (first, *_), critic, *_ = made.prepare_models_and_optimizers(
         policy, None, [], None, made.args, max_steps=100
     )
@@ -218,7 +218,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     assert not torch.equal(policy.log_probs(rows).logp, before)
     made.save_ckpt(policy, str(output), tag="b", max_num=1, save_latest=False)
     manager, average = actor.manager, actor.average
-    learnt, averaged = policy.log_probs(rows).logp, [x.clone() for x in average.held]
+    trained, averaged = policy.log_probs(rows).logp, [x.clone() for x in average.held]
     made.update_engine_weights(policy)
     # and the trainer's weights leave the device
     made.gather_and_generate({}, mine, sleep_engine=False)
@@ -230,7 +230,7 @@ def megatron_body(world: Any, folder: Path, output: Path) -> Any:
     )
     assert (adam_steps(manager), schedule_steps(manager)) == (1, 1), "not of the weights"
     made.load_ckpt(policy, str(output), tag="b", load_optimizer_states=False)
-    assert torch.equal(policy.log_probs(rows).logp, learnt)
+    assert torch.equal(policy.log_probs(rows).logp, trained)
     assert all(torch.equal(x, y) for x, y in zip(average.held, averaged, strict=True))
     made.load_ckpt(policy, str(output), tag="a", load_lr_scheduler_states=False)
     assert (adam_steps(manager), schedule_steps(manager)) == (0, 1)

@@ -109,7 +109,7 @@ def scripted_body(world: World, folder: Path) -> Any:
     return seen
 
 
-def test_groups_are_learnt_whichever_servers_die(tmp_path: Path) -> None:
+def test_groups_are_trained_whichever_servers_die(tmp_path: Path) -> None:
     save_scripted(tmp_path)
     first, other = run_ranks(2, scripted_body, tmp_path)
     pushes, others = first.pop("pushes"), other.pop("pushes")

@@ -132,7 +132,7 @@ class Talks(ScriptedEngine):
         reason: Any = "stop" if most == len(ids) else "length"
         return Completion(ids[:most], logprobs[:most], reason, self.version or 0)
 
-    def _answer(self, requests: Any, sampling: Sampling) -> None:
+    def _serve(self, requests: Any, sampling: Sampling) -> None:
         def stepped() -> bool:
             time.sleep(0.0005 * self.pace.random())
             if self.steps == self.breaks:
@@ -143,7 +143,7 @@ class Talks(ScriptedEngine):
                 self.signalled = 0
             return bool(requests.stopped())
 
-        super()._answer(Wrapped(requests, stopped=stepped), sampling)
+        super()._serve(Wrapped(requests, stopped=stepped), sampling)
 
 
 def scores(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import EngineFault
 from rftmega.rollout.servers.vllm import auth
-from tests.distributed.test_fleet_push import Trainer
+from tests.distributed.test_servers_push import Trainer
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 from tests.two_hosts import MAY, TwoHosts, two_hosts
@@ -37,7 +37,7 @@ def server_of(
     run = {"model": {"path": str(model), "dtype": "float32"}, "rollout": rollout}
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     serve = [sys.executable, "-m", "rftmega", "serve", str(folder / "run.yaml")]
-    serve += ["--listen", hosts.there, "--roster", str(folder / "roster")]
+    serve += ["--listen", hosts.there, "--server-list", str(folder / "server_list")]
     serve += ["--logs", str(folder / "logs"), "--servers", str(servers)]
     with (folder / "serve.log").open("w") as said:
         return subprocess.Popen(
@@ -50,12 +50,18 @@ def trainer_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
 
     os.environ[auth.KEY] = KEY
     server_engine.MESSAGE_SECONDS = 5.0
-    roster = folder / "roster"
-    while not (roster.exists() and roster.read_text()):
+    server_list = folder / "server_list"
+    while not (server_list.exists() and server_list.read_text()):
         time.sleep(0.2)
     parallel = ParallelConfig(tensor=2, sequence=True)
     trainer = Trainer(
-        world, model, folder, parallel, transport="network", roster=str(roster), listen=hosts.here
+        world,
+        model,
+        folder,
+        parallel,
+        transport="network",
+        server_list=str(server_list),
+        listen=hosts.here,
     )
     weights, seen = trainer.weights, {}
 
@@ -115,7 +121,7 @@ def test_a_server_on_another_host_follows_the_trainer_over_cuts_and_deaths(tmp_p
         finally:
             serving.send_signal(signal.SIGTERM)
             assert serving.wait(60) == 0
-    assert not (tmp_path / "roster").read_text(), "who ends takes its address away"
+    assert not (tmp_path / "server_list").read_text(), "who ends takes its address away"
     for seen in found:
         ratio, (gap, versions) = seen["first"]
         assert (ratio, versions) == (1, {0}) and gap < 1e-5
@@ -128,8 +134,8 @@ def test_a_server_on_another_host_follows_the_trainer_over_cuts_and_deaths(tmp_p
 def slow_link_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> Any:
     """Pushes from four processes to two servers over 40 megabits a second: what went over the wire."""
     os.environ[auth.KEY] = KEY
-    roster = folder / "roster"
-    while not (roster.exists() and len(roster.read_text().splitlines()) == 2):
+    server_list = folder / "server_list"
+    while not (server_list.exists() and len(server_list.read_text().splitlines()) == 2):
         time.sleep(0.2)
     trainer = Trainer(
         world,
@@ -137,7 +143,7 @@ def slow_link_body(world: Any, folder: Path, model: Path, hosts: TwoHosts) -> An
         folder,
         ParallelConfig(tensor=2, pipeline=2),
         transport="network",
-        roster=str(roster),
+        server_list=str(server_list),
         listen=hosts.here,
     )
     seen = []

@@ -40,7 +40,7 @@ class Paced(ScriptedEngine):
         )
         self.pace, self.breaks, self.asked = pace, breaks, list[tuple[int, ...]]()
 
-    def _answer(self, requests: Any, sampling: Sampling) -> None:
+    def _serve(self, requests: Any, sampling: Sampling) -> None:
         def stepped() -> bool:
             time.sleep(0.0005 * self.pace.random())
             if self.steps == self.breaks:
@@ -55,17 +55,17 @@ class Paced(ScriptedEngine):
             return found
 
         noted.take = taken
-        super()._answer(noted, sampling)
+        super()._serve(noted, sampling)
 
 
 def rightly() -> list[Any]:
     engine = Paced(random.Random(0))
     engine.load_weights([], version=7)
 
-    def answer(ids: Sequence[int], seed: int) -> Completion:
+    def completion(ids: Sequence[int], seed: int) -> Completion:
         return engine.generate([Prompt(tuple(ids))], seeds=[seed], sampling=Sampling(1.0))[0]
 
-    return expected(PROMPTS, SEEDS, answer)
+    return expected(PROMPTS, SEEDS, completion)
 
 
 def scores(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:

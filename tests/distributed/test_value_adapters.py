@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rftmega.algorithms.supervised import last_value, pairwise_loss
 from rftmega.backends.megatron import adapters
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
-from rftmega.core.errors import NothingLearnt
+from rftmega.core.errors import NothingTrained
 from rftmega.run.placement.export import export
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.run.planning.states import states
@@ -132,11 +132,11 @@ def assert_learns_as_plain_torch(
     assert wanted[-1][0] < wanted[0][0] - 0.05, "nothing was learnt, so nothing was compared"
     after = in_columns(model)
     ranks = run_ranks(case[0], body, folder, adapter, case, targets, preloaded=preloaded)
-    for values, told, learnt in ranks:
+    for values, told, trained in ranks:
         torch.testing.assert_close(values, before, atol=TOLERANCE, rtol=TOLERANCE)
         for ours, theirs in zip(told, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=TOLERANCE)
-        torch.testing.assert_close(learnt, after, atol=2 * TOLERANCE, rtol=2 * TOLERANCE)
+        torch.testing.assert_close(trained, after, atol=2 * TOLERANCE, rtol=2 * TOLERANCE)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -180,9 +180,9 @@ def memory_body(world: Any, folder: Path, case: Case) -> None:
     last = critic.topology.is_last_stage
     wanted = {"weights", "main", "exp_avg", "exp_avg_sq"} if last else set()
     assert {key.split("/")[0] for key in kinds} == wanted, "the head learns by halves"
-    learnt = sum(item.parameter.numel() for item in critic.manager.learnt)
+    trained = sum(item.parameter.numel() for item in critic.manager.trained)
     bytes_of = critic.residency.bytes()
-    assert bytes_of[GRADIENTS] >= 4 * learnt
+    assert bytes_of[GRADIENTS] >= 4 * trained
     cfg = critic.manager.cfg
     cfg.algorithm.task = "reward_model"
     planned = models_of(cfg, auto="float32", narrow_whole=False)[POLICY]
@@ -278,7 +278,7 @@ def lost_body(world: Any, folder: Path, case: Case, cured: bool) -> tuple[int, s
     for taken in range(3):
         try:
             learn(critic, 1)
-        except NothingLearnt as raised:
+        except NothingTrained as raised:
             return taken, str(raised)
     return 3, ""
 

@@ -24,7 +24,7 @@ from tests.vision_rows import (
     PROMPTS,
     experience_of,
     inputs_of,
-    rows_with_pictures,
+    rows_with_images,
     transformers_log_probs,
     vision_rows,
 )
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
         P(tensor=2, context=2, sequence=True, recompute="full"),
         SHARDED,
     ),
-    "DP4, overlapped": (4, P(), OVERLAPPED),  # of which one has no picture
+    "DP4, overlapped": (4, P(), OVERLAPPED),  # of which one has no image
 }
 MORE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
     "one process": (1, P(), OPTIMIZER),
@@ -66,12 +66,12 @@ WITH_VIDEOS = {
     "CP2": MORE["CP2"],
 }
 # A mixture takes tensor parallelism with sequence parallelism only.
-MIXTURE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
+MOE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
     "EP2 x TP2, SP": (2, P(tensor=2, sequence=True, expert=2), OPTIMIZER),
     "EP2 x TP2 x ETP2, SP": (4, P(tensor=2, sequence=True, expert=2, expert_tensor=2), OPTIMIZER),
     "EP2 x PP2 x DP2, overlapped": (4, P(pipeline=2, expert=2), OVERLAPPED),
 }
-MORE_OF_MIXTURE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
+MORE_OF_MOE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
     "EP2": (2, P(expert=2), OPTIMIZER),
     "EP4, distributed optimizer": (4, P(expert=4), SHARDED),
     "EP2 x CP2": (2, P(expert=2, context=2), OPTIMIZER),
@@ -92,7 +92,7 @@ def layouts_of(kind: str, *, more: bool) -> dict[str, tuple[int, ParallelConfig,
         interleaved = {} if kind == "qwen3_vl" else INTERLEAVED
         return MORE | interleaved if more else LAYOUTS
     fits = {name: each for name, each in MORE.items() if each[1].tensor == 1 or each[1].sequence}
-    return LAYOUTS | fits | MORE_OF_MIXTURE if more else MIXTURE
+    return LAYOUTS | fits | MORE_OF_MOE if more else MOE
 
 
 def likelihood(stats: Any, experience: Experience) -> TokenLoss:
@@ -107,7 +107,7 @@ def body(
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
     settings: dict[str, Any],
-    laid_out: Callable[[Path], Rows] = rows_with_pictures,
+    laid_out: Callable[[Path], Rows] = rows_with_images,
     token_cap: int = 90,
 ) -> dict[str, Any]:
     config = config_of(folder, parallel, optimizer, token_cap=token_cap)
@@ -128,9 +128,9 @@ def body(
     }
 
 
-def learnt(
+def trained(
     folder: Path,
-    laid_out: Callable[[Path], Rows] = rows_with_pictures,
+    laid_out: Callable[[Path], Rows] = rows_with_images,
     *,
     frozen: bool = False,
     rate: float = 1e-2,
@@ -138,7 +138,7 @@ def learnt(
     """Log-probs before and after UPDATES steps of a plain loop, the model, gradient norms."""
     rows = laid_out(folder)
     tokens = [ids[:end].tolist() for ids, end in zip(rows.tokens, rows.lengths, strict=True)]
-    placed = [*rows.pictures.rows] if rows.pictures is not None else []
+    placed = [*rows.images.rows] if rows.images is not None else []
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -156,9 +156,11 @@ def learnt(
     for _ in range(UPDATES):
         logp = transformers_log_probs(model, tokens, placed)
         first = first or [row.detach() for row in logp]
-        answers = [row[prompt - 1 :] for row, prompt in zip(logp, rows.prompt_lengths, strict=True)]
+        completions = [
+            row[prompt - 1 :] for row, prompt in zip(logp, rows.prompt_lengths, strict=True)
+        ]
         adam.zero_grad()
-        (-torch.cat(answers).mean()).backward()
+        (-torch.cat(completions).mean()).backward()
         squares = [float(p.grad.double().square().sum()) for p in learning if p.grad is not None]
         norms.append(sum(squares) ** 0.5)
         adam.step()
@@ -175,13 +177,13 @@ def assert_learns_alike(
     preloaded: str = LOCAL,
     frozen: bool = False,
     rate: float = 1e-2,
-    laid_out: Callable[[Path], Rows] = rows_with_pictures,
+    laid_out: Callable[[Path], Rows] = rows_with_images,
     token_cap: int = 90,
     **settings: Any,
 ) -> None:
     """`rate`: the tower's."""
     save_tiny_vision(folder, kind)
-    before, after, model, norms = learnt(folder, laid_out, frozen=frozen, rate=rate)
+    before, after, model, norms = trained(folder, laid_out, frozen=frozen, rate=rate)
     model.save_pretrained(folder / "after")
     wanted = tensors_of(folder / "after")
     started = tensors_of(folder)
@@ -260,7 +262,7 @@ def values_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     with torch.no_grad():
         for parameter in head:
             parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape))
-    rows = rows_with_pictures(folder)
+    rows = rows_with_images(folder)
     values = critic.values(rows.ragged()).padded()
     experience = replace(experience_of(rows), returns=experience_of(rows).advantage)
     critic.manager.weights_changed()
@@ -274,7 +276,7 @@ def towards_one(stats: Any, experience: Experience) -> TokenLoss:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.ranks)])
-def test_a_critic_s_values_of_pictures_are_those_of_transformers_hidden_states(
+def test_a_critic_s_values_of_images_are_those_of_transformers_hidden_states(
     kind: str, tmp_path: Path
 ) -> None:
     save_tiny_vision(tmp_path, kind)
@@ -314,7 +316,7 @@ def both_dtypes_body(world: Any, folders: list[Path]) -> list[list[torch.Tensor]
     """Log-probs of every token in float32 and in bfloat16, of each model."""
     found = []
     for folder in folders:
-        rows = rows_with_pictures(folder)
+        rows = rows_with_images(folder)
         fed = torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1
         configs = [config_of(folder, P(), dtype=kind, token_cap=512) for kind in ROUGH]
         actors = [MegatronActor(config, Topology.create(P(), seed=1)) for config in configs]
@@ -357,7 +359,7 @@ def export_body(world: Any, source: Path, target: Path) -> None:
     export_hf_folder(exporter, source, target, write=world.rank == 0)
 
 
-def test_a_mixture_is_exported_as_it_is_published(tmp_path: Path) -> None:
+def test_a_moe_is_exported_as_it_is_published(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     save_tiny_vision(source, "qwen3_vl_moe")
     run_ranks(2, export_body, source, target)
@@ -377,7 +379,7 @@ def convert_body(
 
 CONVERTED = {
     "qwen3_vl": LAYOUTS["TP2 x PP2, SP"],
-    "qwen3_vl_moe": MORE_OF_MIXTURE["EP2 x TP2 x PP2, SP, full recompute"],
+    "qwen3_vl_moe": MORE_OF_MOE["EP2 x TP2 x PP2, SP, full recompute"],
     "qwen2_vl": LAYOUTS["TP2 x PP2, SP"],
 }
 
@@ -400,7 +402,7 @@ def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
         source / "preprocessor_config.json"
     ).read_bytes()
     found = run_ranks(processes, body, target, parallel, optimizer, {})
-    first, last, model, _ = learnt(source)
+    first, last, model, _ = trained(source)
     model.save_pretrained(tmp_path / "after")
     for ours, theirs in zip(found[0]["logp"], (first, last), strict=True):
         pairs = zip(ours, theirs, strict=True)
@@ -415,7 +417,7 @@ def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
     "kind",
     [kind if kind == "qwen3_vl" else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS],
 )
-def test_two_updates_on_videos_and_pictures_are_those_of_transformers(
+def test_two_updates_on_videos_and_images_are_those_of_transformers(
     kind: str, tmp_path: Path
 ) -> None:
     assert_learns_alike(kind, WITH_VIDEOS, tmp_path, laid_out=rows_with_videos, token_cap=130)

@@ -1,4 +1,4 @@
-"""Engines that see: after every push vLLM says of pictures what the trainer says, and what
+"""Engines that see: after every push vLLM says of images what the trainer says, and what
 transformers says.
 """
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.types import Completion, Prompt, Rows, Sampling
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.rollout.pool.colocated_weights import ColocatedWeights
@@ -24,7 +24,7 @@ from tests.ranks import VLLM, run_ranks
 from tests.rollouts import completion_of, pool_of
 from tests.tiny_vision import IM_END, save_tiny_vision
 from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows, with_files
-from tests.vision_rows import experience_of, rows_with_pictures, vision_rows
+from tests.vision_rows import experience_of, rows_with_images, vision_rows
 
 PRELOADED = VLLM
 
@@ -32,20 +32,20 @@ SEEDS = [1, 2, 3, 4, 5, 6]
 
 
 def prompts_of(folder: Path, *, videos: bool) -> list[Prompt]:
-    """The rows of vision_rows or video_rows, to be gone on with; pictures are files."""
+    """The rows of vision_rows or video_rows, to be gone on with; images are files."""
     tokens, placed = video_rows(folder, LONG_ROWS) if videos else vision_rows(folder)
     return [
-        Prompt(tuple(ids), pictures=with_files(folder, own))
+        Prompt(tuple(ids), images=with_files(folder, own))
         for ids, own in zip(tokens, placed, strict=True)
     ]
 
 
-def scored(policy: Any, prompts: list[Prompt], answers: list[Completion]) -> list[torch.Tensor]:
+def scored(policy: Any, prompts: list[Prompt], completions: list[Completion]) -> list[torch.Tensor]:
     """The trainer's log-probs of the answers."""
-    ids = [[*p.token_ids, *a.token_ids] for p, a in zip(prompts, answers, strict=True)]
+    ids = [[*p.token_ids, *a.token_ids] for p, a in zip(prompts, completions, strict=True)]
     rows = rows_of(ids, [len(prompt.token_ids) for prompt in prompts])
-    pictures = RowPictures.of(prompt.pictures for prompt in prompts)
-    seen = Rows(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, pictures)
+    images = RowImages.of(prompt.images for prompt in prompts)
+    seen = Rows(rows.tokens, rows.prompt_lengths, rows.lengths, rows.mask, images)
     logp = policy.log_probs(seen.ragged()).logp.padded()
     return [own[mask] for own, mask in zip(logp, rows.mask, strict=True)]
 
@@ -62,7 +62,7 @@ def body(
         max_response_tokens=6,
         cpu_cache_gib=0.05,
         max_batch=4,
-        max_pictures=3,
+        max_images=3,
         max_videos=2 if videos else 0,
     )
     actor = build_actor(folder, parallel, temperature=0.7, token_cap=180)
@@ -77,15 +77,15 @@ def body(
     exporter = Exporter(actor.manager.shards(), actor.topology.replica_group, bucket_bytes=50_000)
     prompts = prompts_of(folder, videos=videos)
     found = []
-    for version in range(2):  # the second time other weights, the same pictures: no stale cache
+    for version in range(2):  # the second time other weights, the same images: no stale cache
         pushed = weights.push(version=version)
         assert pushed["push_bytes"] == pushed["push_bytes_least"]
         oracle.load_weights(exporter, version=version)
         rollouts = shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.7))
-        answers = [completion_of(rollout) for rollout in rollouts]
+        completions = [completion_of(rollout) for rollout in rollouts]
         continued = [
-            Prompt((*p.token_ids, *a.token_ids), pictures=p.pictures)
-            for p, a in zip(prompts, answers, strict=True)
+            Prompt((*p.token_ids, *a.token_ids), images=p.images)
+            for p, a in zip(prompts, completions, strict=True)
         ]  # a second turn, of tokens that are expanded
         second = [
             completion_of(r)
@@ -95,18 +95,16 @@ def body(
             completion_of(r) for r in shared.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
         ]
         told = oracle.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
-        trainers = scored(policy, prompts, answers) + scored(policy, continued, second)
+        trainers = scored(policy, prompts, completions) + scored(policy, continued, second)
         found.append(
             {
-                "engine": [torch.tensor(a.logprobs) for a in answers + second],
+                "engine": [torch.tensor(a.logprobs) for a in completions + second],
                 "trainer": trainers,
                 "greedy": [list(a.token_ids) for a in greedy],
                 "oracle": [list(a.token_ids) for a in told],
             }
         )
-        experience = experience_of(
-            rows_with_videos(folder) if videos else rows_with_pictures(folder)
-        )
+        experience = experience_of(rows_with_videos(folder) if videos else rows_with_images(folder))
         policy.step(experience, likelihood)
     engine.close()
     return found
@@ -132,7 +130,7 @@ def body(
         ),
     ],
 )
-def test_after_every_push_the_engine_says_of_pictures_what_the_trainer_says(
+def test_after_every_push_the_engine_says_of_images_what_the_trainer_says(
     kind: str, processes: int, parallel: ParallelConfig, engine_size: int, tmp_path: Path
 ) -> None:
     save_tiny_vision(tmp_path, kind)

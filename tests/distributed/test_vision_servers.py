@@ -1,4 +1,4 @@
-"""Servers that see: pictures and videos reach a real vLLM server through shared memory, and after
+"""Servers that see: images and videos reach a real vLLM server through shared memory, and after
 every push it says of them what the trainer says.
 """
 
@@ -20,7 +20,7 @@ from tests.layouts import build_actor
 from tests.ranks import run_ranks
 from tests.tiny_vision import IM_END, save_tiny_vision
 from tests.video_rows import rows_with_videos
-from tests.vision_rows import experience_of, rows_with_pictures
+from tests.vision_rows import experience_of, rows_with_images
 
 SIBLINGS = 3  # answers to each prompt
 TEMPERATURE = 0.7
@@ -34,7 +34,7 @@ def body(
         max_response_tokens=6,
         cpu_cache_gib=0.05,
         max_batch=32,
-        max_pictures=3,
+        max_images=3,
         max_videos=2 if videos else 0,
     )
     actor = build_actor(folder, parallel, temperature=TEMPERATURE, token_cap=180)
@@ -45,25 +45,25 @@ def body(
     closed: list[str] = []
     watched(made, closed)
 
-    def answers_to(prompts: list[Prompt]) -> list[Completion]:
+    def completions_to(prompts: list[Prompt]) -> list[Completion]:
         seeds = list(range(len(prompts)))
         told = [engine.generate(prompts, seeds=seeds, sampling=Sampling(TEMPERATURE))]
         torch.distributed.broadcast_object_list(told)
         return told[0]
 
     found: dict[str, Any] = {"engine": [], "trainer": [], "made": [], "refused": ""}
-    for version in range(2):  # the second time other weights, the same pictures: no stale cache
+    for version in range(2):  # the second time other weights, the same images: no stale cache
         weights.push(version=version)
-        first = answers_to(asked)
+        first = completions_to(asked)
         found["made"].append((len(made), sorted(made) == sorted(closed)))
         continued = [
-            Prompt((*p.token_ids, *a.token_ids), pictures=p.pictures)
+            Prompt((*p.token_ids, *a.token_ids), images=p.images)
             for p, a in zip(asked, first, strict=True)
         ]  # a second turn, of tokens that are expanded
-        second = answers_to(continued)
+        second = completions_to(continued)
         found["engine"].append([torch.tensor(a.logprobs) for a in first + second])
         found["trainer"].append(scored(actor, asked, first) + scored(actor, continued, second))
-        rows = rows_with_videos(folder) if videos else rows_with_pictures(folder)
+        rows = rows_with_videos(folder) if videos else rows_with_images(folder)
         actor.step(experience_of(rows), likelihood)
     if world.is_main:
         with pytest.raises(EngineError) as caught:
@@ -74,11 +74,11 @@ def body(
 
 
 def a_feature_short(prompts: list[Prompt]) -> Prompt:
-    """Returns a prompt whose last picture has other features than the server makes of it."""
-    prompt = next(p for p in prompts if p.pictures and p.pictures[-1].frames is None)
-    *others, picture = prompt.pictures
-    ids = [*prompt.token_ids[: picture.end - 1], *prompt.token_ids[picture.end :]]
-    return Prompt(tuple(ids), pictures=(*others, replace(picture, tokens=picture.tokens - 1)))
+    """Returns a prompt whose last image has other features than the server makes of it."""
+    prompt = next(p for p in prompts if p.images and p.images[-1].frames is None)
+    *others, image = prompt.images
+    ids = [*prompt.token_ids[: image.end - 1], *prompt.token_ids[image.end :]]
+    return Prompt(tuple(ids), images=(*others, replace(image, tokens=image.tokens - 1)))
 
 
 def watched(made: list[str], closed: list[str]) -> None:
@@ -105,15 +105,13 @@ def watched(made: list[str], closed: list[str]) -> None:
         pytest.param("qwen3_vl", 2, ParallelConfig(pipeline=2), True, marks=pytest.mark.ranks),
     ],
 )
-def test_after_every_push_a_server_says_of_pictures_what_the_trainer_says(
+def test_after_every_push_a_server_says_of_images_what_the_trainer_says(
     kind: str, processes: int, parallel: ParallelConfig, videos: bool, tmp_path: Path
 ) -> None:
     folder = save_tiny_vision(tmp_path / "model", kind)
     runs = run_ranks(processes, body, folder, tmp_path / "logs", parallel, videos, timeout=300)
     distinct = {
-        picture.digest
-        for prompt in prompts_of(folder, videos=videos)
-        for picture in prompt.pictures
+        image.digest for prompt in prompts_of(folder, videos=videos) for image in prompt.images
     }
     for found in runs:
         for engines, trainers in zip(found["engine"], found["trainer"], strict=True):
@@ -127,6 +125,6 @@ def test_after_every_push_a_server_says_of_pictures_what_the_trainer_says(
         ]
         assert max(moved) > 1e-2, "the second push brought nothing new"
     made, all_closed = runs[0]["made"][0]
-    assert made == len(distinct), "a picture was put into memory more or less than once"
+    assert made == len(distinct), "an image was put into memory more or less than once"
     assert all_closed
     assert "tokens of a prompt with" in runs[0]["refused"]

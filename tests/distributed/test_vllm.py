@@ -117,19 +117,19 @@ def agreement_body(
         # the others are still in the engine then, and must not come back
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7), finished=interrupt)
-        answers = shared.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))
-        assert by_loader_itself(weights, shared, version) == answers, (
+        completions = shared.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))
+        assert by_loader_itself(weights, shared, version) == completions, (
             "recorded copies are not the loader's"
         )
-        answers = [completion_of(a) for a in answers]
+        completions = [completion_of(a) for a in completions]
         with broken_once(engine):
             mended = shared.generate(PROMPTS, seeds=[1, 2, 3], sampling=Sampling(0.7))
         again = shared.generate(PROMPTS[::-1], seeds=[3, 2, 1], sampling=Sampling(0.7))[::-1]
         rows = rows_of(
-            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, answers, strict=True)],
+            [[*p.token_ids, *a.token_ids] for p, a in zip(PROMPTS, completions, strict=True)],
             [len(p.token_ids) for p in PROMPTS],
         )
-        engine_logp = torch.tensor([x for a in answers for x in a.logprobs])
+        engine_logp = torch.tensor([x for a in completions for x in a.logprobs])
         greedy = [
             [
                 completion_of(a)
@@ -140,13 +140,13 @@ def agreement_body(
         stats = policy.log_probs(rows)
         found.append({
             "gap": (stats.logp[rows.mask] - engine_logp).abs().max().item(),
-            "answers": [tuple(a.token_ids) for a in answers],
+            "answers": [tuple(a.token_ids) for a in completions],
             "logp": engine_logp.tolist(),
             "mended": [response_of(a) for a in mended],
             "again": [response_of(a) for a in again],
-            "versions": {a.policy_version for a in answers},
-            "greedy": [[a.token_ids for a in answers] for answers in greedy],
-            "reasons": [(a.finish_reason, len(a.token_ids), a.token_ids[-1]) for a in answers],
+            "versions": {a.policy_version for a in completions},
+            "greedy": [[a.token_ids for a in completions] for completions in greedy],
+            "reasons": [(a.finish_reason, len(a.token_ids), a.token_ids[-1]) for a in completions],
         })  # fmt: skip
         plain = Experience(
             rows.tokens,
@@ -171,14 +171,14 @@ def agreement_body(
     engine.sleep()
     weights.push(version=2)  # wakes what it needs
     told: list[int] = []
-    answers = engine.generate(
+    completions = engine.generate(
         PROMPTS,
         seeds=[1, 2, 3],
         sampling=Sampling(0.7),
-        finished=lambda places, answers: told.extend(places),
+        finished=lambda places, completions: told.extend(places),
     )
     assert sorted(told) == [0, 1, 2]
-    assert {answer.policy_version for answer in answers} == {2}
+    assert {completion.policy_version for completion in completions} == {2}
     dist.barrier()
     engine.close()
     return found
@@ -271,14 +271,16 @@ def says_the_same(engine: Any, oracle: TransformersEngine) -> None:
     one, other = (
         each.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0)) for each in (engine, oracle)
     )
-    assert [answer.token_ids for answer in one] == [answer.token_ids for answer in other]
-    for answer, wanted in zip(one, other, strict=True):
+    assert [completion.token_ids for completion in one] == [
+        completion.token_ids for completion in other
+    ]
+    for completion, wanted in zip(one, other, strict=True):
         torch.testing.assert_close(
-            torch.tensor(answer.logprobs), torch.tensor(wanted.logprobs), atol=2e-5, rtol=0
+            torch.tensor(completion.logprobs), torch.tensor(wanted.logprobs), atol=2e-5, rtol=0
         )
 
 
-def mixture_body(world: Any, folder: Path) -> None:
+def moe_body(world: Any, folder: Path) -> None:
     """Its parameters and its answers, over three pushes."""
     from rftmega.rollout.engines.vllm import VLLMEngine
 
@@ -337,10 +339,10 @@ def mixture_body(world: Any, folder: Path) -> None:
     engine.close()
 
 
-def test_a_mixtures_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path) -> None:
+def test_a_moe_models_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path) -> None:
     run_ranks(
         2,
-        mixture_body,
+        moe_body,
         save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64),
         timeout=300,
     )
@@ -385,7 +387,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "
         pytest.param("glm4-moe", {"head_dim": 64}, marks=pytest.mark.ranks),
     ],
 )
-def test_vllm_says_what_transformers_says_of_every_mixture(
+def test_vllm_says_what_transformers_says_of_every_moe(
     variant: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
     run_ranks(1, family_body, save_tiny(tmp_path, variant, hidden_size=128, **changes), timeout=300)
@@ -408,8 +410,8 @@ def test_an_engine_takes_plain_weights_for_a_folder_of_8_bit_numbers(tmp_path: P
     run_ranks(1, family_body, tmp_path / "quantised", plain, timeout=300)
 
 
-def said(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], list[float]]]:
-    return [(tuple(answer.token_ids), list(answer.logprobs)) for answer in answers]
+def said(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], list[float]]]:
+    return [(tuple(completion.token_ids), list(completion.logprobs)) for completion in completions]
 
 
 def pushed_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
@@ -478,7 +480,9 @@ def many_body(world: Any, folder: Path) -> list[list[tuple[int, ...]]]:
         for seed, prompt in enumerate(prompts)
     ]
     engine.close()
-    return [[answer.token_ids for answer in answers] for answers in (together, alone)]
+    return [
+        [completion.token_ids for completion in completions] for completions in (together, alone)
+    ]
 
 
 def test_more_prompts_than_a_step_takes_are_answered_as_each_alone(tmp_path: Path) -> None:

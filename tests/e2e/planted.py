@@ -2,7 +2,7 @@
 option=value ... --processes N`
 
 slow     In each update, which must be one micro-batch, rank 1 waits until rank 0 has computed its own; then ten times as long:
-         whatever the machine does, it is the slowest. Standing still for half a second is named.
+         whatever the machine does, it is the slowest. Lease still for half a second is named.
 server   When the second policy's third answer is there, the last vLLM server is killed, with all that it has started.
 core     Likewise, but only the process that computes: the one that listens lives on.
 """
@@ -73,16 +73,16 @@ def struck(kind: str, note: Path) -> None:
     """`note` holds the answers of that rollout, of before and after the kill."""
     from rftmega.rollout.servers.server_engine import ServerEngine
 
-    plain, answers = ServerEngine.part, 0
+    plain, completions = ServerEngine.part, 0
 
     async def part(self: ServerEngine, *given: Any) -> Any:
-        nonlocal answers
+        nonlocal completions
         found = await plain(self, *given)
         if self.version == 1:
-            answers += 1
-            if answers == 3:
+            completions += 1
+            if completions == 3:
                 kill(kind, self.servers[-1]._process.pid)  # type: ignore[attr-defined]
-            note.write_text(str(answers))
+            note.write_text(str(completions))
         return found
 
     ServerEngine.part = part  # type: ignore[method-assign]

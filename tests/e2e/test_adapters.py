@@ -66,8 +66,8 @@ def test_a_run_of_adapters_learns_exports_and_goes_on_as_if_it_had_not_ended(
         by_hand = plain_adapters.merged_by_hand(arithmetic / "model", whole / f"{folder}_adapter")
         for name, tensor in by_hand.items():
             torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
-            learnt = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj")
-            assert torch.equal(merged[name], start[name]) != learnt, name
+            trained = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj")
+            assert torch.equal(merged[name], start[name]) != trained, name
 
 
 def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_one_that_merges_them(

@@ -76,7 +76,7 @@ def heard_in(output: Path) -> int:
     found = 0
     for file in sorted((output / "trajectories").rglob("*.gz")):
         for line in gzip.decompress(file.read_bytes()).splitlines():
-            for waveform in json.loads(line).get("pictures", []):
+            for waveform in json.loads(line).get("images", []):
                 assert waveform["digest"] == digest_of(Path(waveform["path"]).read_bytes())
                 assert waveform["frames"] in (25, 38)
                 found += 1
@@ -84,8 +84,8 @@ def heard_in(output: Path) -> int:
 
 
 def test_a_waveform_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
-    given = ["rollout.max_pictures=1", f"trainer.output={tmp_path}"]
+    given = ["rollout.max_images=1", f"trainer.output={tmp_path}"]
     done = train(world / "run.yaml", *given, timeout=120)
     assert done.returncode == 2
-    assert "a prompt with 2 waveforms: rollout.max_pictures is 1" in done.stderr
+    assert "a prompt with 2 waveforms: rollout.max_images is 1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ import soundfile
 from examples.beeps import make_data, warm_start
 from rftmega.config import load
 from rftmega.config.validation import violations
-from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.audio_processor import audio_processor_of
 from tests.e2e.conftest import ROOT
 
 SIZES = {"eval": 20, "warm_start": 40, "train": 40}
@@ -82,14 +82,16 @@ def test_a_question_fits_the_model_and_is_read_as_a_run_reads_it(folder: Path) -
     config = load(ROOT / "examples/beeps/grpo.yaml")
     warm_start.save_processing(folder / "model")
     warm_start.save(warm_start.untrained(), folder / "model")
-    ear = ear_of(folder / "model")
-    assert ear is not None
+    audio_processor = audio_processor_of(folder / "model")
+    assert audio_processor is not None
     examples = warm_start.read(folder / "eval.jsonl", folder / "model")
     for example, record in zip(examples, records(folder, "eval"), strict=True):
         content = (folder / record["audio"][0]).read_bytes()
-        tokens = ear.tokens_of(ear.frames_of(ear.samples_of(content, "a")))
-        assert example.tokens.count(ear.placeholder) == tokens
-        assert ear.frames(content).equal(example.frames)
+        tokens = audio_processor.tokens_of(
+            audio_processor.frames_of(audio_processor.samples_of(content, "a"))
+        )
+        assert example.tokens.count(audio_processor.placeholder) == tokens
+        assert audio_processor.frames(content).equal(example.frames)
         assert len(example.tokens) <= config.rollout.max_prompt_tokens
         assert len(example.answer) == config.rollout.max_response_tokens
 

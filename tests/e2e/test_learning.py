@@ -58,7 +58,7 @@ def test_a_recipe_learns_what_is_asked_of_it_with_every_seed(name: str) -> None:
         assert (record["logprob_gap_max"] or 0.0) < 1e-4
 
 
-def test_a_run_that_has_ended_is_repeated_only_where_what_it_learnt_from_has_changed(
+def test_a_run_that_has_ended_is_repeated_only_where_what_it_trained_from_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "ROOT", tmp_path)
@@ -97,7 +97,7 @@ def test_what_is_asked_is_a_rise_and_an_end() -> None:
     assert not learning.Asked(end=0.5, at_most_swapped=0.3).met(0.0, 0.5, 0.31)
 
 
-def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_learnt_from_or_held_out(
+def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_trained_from_or_held_out(
     tmp_path: Path,
 ) -> None:
     import make_data
@@ -108,9 +108,11 @@ def test_thoughts_are_equal_sums_and_of_no_prompt_that_is_learnt_from_or_held_ou
         for name in ("thoughts", "train", "eval")
     }
     for example in given["thoughts"]:
-        thought, answer = example["label"].split("=")
+        thought, completion = example["label"].split("=")
         asked = example["prompt"].removesuffix("=")
-        assert sum(map(int, asked.split("+"))) == sum(map(int, thought.split("+"))) == int(answer)
+        assert (
+            sum(map(int, asked.split("+"))) == sum(map(int, thought.split("+"))) == int(completion)
+        )
     prompts = {example["prompt"] for example in given["thoughts"]}
     assert prompts.isdisjoint(
         example["prompt"] for name in ("train", "eval") for example in given[name]

@@ -58,8 +58,8 @@ def assert_memory_as_predicted(step: dict[str, float]) -> None:
 
 
 def undocumented(seen: dict[str, list[dict[str, float]]]) -> set[str]:
-    """Metrics that no item of the list in docs/watching.md names; <part> there stands for any word."""
-    _, metrics = (ROOT / "docs/watching.md").read_text().split("## Metrics\n")
+    """Metrics that no item of the list in docs/monitoring.md names; <part> there stands for any word."""
+    _, metrics = (ROOT / "docs/monitoring.md").read_text().split("## Metrics\n")
     items = metrics.split("\n## ")[0].split("\n- ")
     rows = [item.partition(": ")[0] for item in items if item.startswith("`")]
     patterns = [
@@ -199,7 +199,7 @@ TWO_LAYOUTS = {
 }
 
 
-def learnt_alike(
+def trained_alike(
     config: Path, options: list[str], judged: str, folder: Path
 ) -> dict[str, list[dict[str, float]]]:
     """Metrics of a run alone and of one in four processes, which agree."""
@@ -220,22 +220,24 @@ def learnt_alike(
 
 
 @pytest.mark.ranks
-def test_given_answers_are_learnt_alike_under_two_layouts(arithmetic: Path, tmp_path: Path) -> None:
+def test_given_answers_are_trained_alike_under_two_layouts(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     options = ["algorithm.task=sft", "data.response_key=label"]
-    learnt_alike(arithmetic / "given.yaml", options, "eval_cross_entropy", tmp_path)
+    trained_alike(arithmetic / "given.yaml", options, "eval_cross_entropy", tmp_path)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "TP2 x PP2" / "policy")
     assert policy.dtype == torch.float32
 
 
 @pytest.mark.ranks
-def test_preferences_are_learnt_alike_under_two_layouts_and_then_judge_a_run(
+def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
     arithmetic: Path, tmp_path: Path
 ) -> None:
     data = [
         f"data.train={arithmetic / 'pairs.jsonl'}",
         f"data.eval={arithmetic / 'held_out_pairs.jsonl'}",
     ]
-    seen = learnt_alike(
+    seen = trained_alike(
         arithmetic / "given.yaml", ["algorithm.task=reward_model", *data], "eval_margin", tmp_path
     )
     judge = AutoModelForSequenceClassification.from_pretrained(
@@ -339,7 +341,7 @@ def test_help_explains_every_section(train: Run) -> None:
         assert part in done.stdout
 
 
-def test_torchrun_starts_it_as_well_and_what_it_learnt_from_is_written_once(
+def test_torchrun_starts_it_as_well_and_what_it_trained_from_is_written_once(
     arithmetic: Path, tmp_path: Path
 ) -> None:
     torchrun = [

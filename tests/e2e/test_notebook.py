@@ -56,15 +56,15 @@ def test_the_first_steps_run_show_their_progress_and_learn(
     assert shown is not None
     assert float(shown[1]) == pytest.approx(steps[0]["eval_accuracy"], rel=1e-3)
     assert float(shown[2]) == pytest.approx(steps[-1]["eval_accuracy"], rel=1e-3)
-    (answers,) = [cell for cell in code if "policy.generate(" in cell.source]
-    lines = "\n".join(outputs(answers, "text/plain")).splitlines()
+    (completions,) = [cell for cell in code if "policy.generate(" in cell.source]
+    lines = "\n".join(outputs(completions, "text/plain")).splitlines()
     asked = [line.split()[-1] for line in lines if "=" in line]
     assert len(asked) == 10
     assert asked.count("right") > 5, "most completions of the trained model are right"
     (table,) = [cell for cell in code if "result.table(" in cell.source]
     assert f"{steps[-1]['reward']:.6f}"[:6] in "\n".join(outputs(table, "text/plain"))
     (plot,) = [cell for cell in code if "result.plot(" in cell.source]
-    assert any(outputs(plot, "image/png")), "no picture"
+    assert any(outputs(plot, "image/png")), "no image"
 
 
 def test_the_line_below_a_cell_tells_the_time_left() -> None:

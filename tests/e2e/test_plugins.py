@@ -81,7 +81,7 @@ def halved(log_ratio, options):
 
 
 @pytest.mark.ranks
-def test_an_environment_and_an_importance_weight_of_a_users_own_are_learnt_from(
+def test_an_environment_and_an_importance_weight_of_a_users_own_are_trained_from(
     arithmetic: Path, train: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "my_tool.py").write_text(TALK)

@@ -21,10 +21,10 @@ class Silent(BaseHTTPRequestHandler):
     """It answers the first few requests, of one answer each, and no other."""
 
     asked = threading.Event()
-    answers = threading.Semaphore(0)
+    completions = threading.Semaphore(0)
 
     def do_POST(self) -> None:
-        if not Silent.answers.acquire(blocking=False):
+        if not Silent.completions.acquire(blocking=False):
             Silent.asked.set()
             threading.Event().wait(600)
         body = b'{"rewards": [1.0]}'
@@ -39,7 +39,7 @@ class Silent(BaseHTTPRequestHandler):
 @pytest.fixture
 def silent() -> Iterator[str]:
     Silent.asked.clear()
-    Silent.answers.release(6)
+    Silent.completions.release(6)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -14,7 +14,7 @@ EP = ("parallel.expert=2", "parallel.recompute=full", "model.dtype=float32", "ch
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The arithmetic world with a random mixture of experts."""
     import warm_start
 
@@ -30,9 +30,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(mixture: Path, output: Path, *options: str, processes: int = 2) -> list[dict[str, Any]]:
+def run(moe: Path, output: Path, *options: str, processes: int = 2) -> list[dict[str, Any]]:
     given = (f"trainer.output={output}", *EP, *options)
-    run_ranks(processes, run_body, mixture / "run.yaml", "megatron", *given, timeout=300)
+    run_ranks(processes, run_body, moe / "run.yaml", "megatron", *given, timeout=300)
     return steps_of(output)
 
 
@@ -45,30 +45,30 @@ def assert_same(seen: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.ranks)])
 def test_in_float32_the_engines_routes_are_those_of_the_scoring_pass(
-    engine: str, mixture: Path, tmp_path: Path
+    engine: str, moe: Path, tmp_path: Path
 ) -> None:
     """Over two updates a step, of which the second one's router would choose otherwise; stopped
     after two steps, and resumed.
     """
     rollout = (f"rollout.engine={engine}", "algorithm.importance_sampling=token")
     replays = "rollout.router_replay=engine"
-    whole = run(mixture, tmp_path / "engine", *rollout, replays)
+    whole = run(moe, tmp_path / "engine", *rollout, replays)
     for line in whole:
         assert line["routes_known"] == 1.0 and line["logprob_gap_max"] < 1e-4
-    trainer = run(mixture, tmp_path / "trainer", *rollout, "rollout.router_replay=trainer")
+    trainer = run(moe, tmp_path / "trainer", *rollout, "rollout.router_replay=trainer")
     assert all("routes_known" not in line for line in trainer)
     assert_same(trainer, whole)
-    run(mixture, tmp_path / "two", *rollout, replays, "trainer.steps=2")
-    assert_same(run(mixture, tmp_path / "two", *rollout, replays), whole)
+    run(moe, tmp_path / "two", *rollout, replays, "trainer.steps=2")
+    assert_same(run(moe, tmp_path / "two", *rollout, replays), whole)
 
 
 def test_what_a_model_or_an_engine_can_not_replay_is_refused_by_name(
-    mixture: Path, arithmetic: Path, tmp_path: Path
+    moe: Path, arithmetic: Path, tmp_path: Path
 ) -> None:
     from tests.e2e.conftest import train_rl
 
     said = train_rl(
-        mixture / "run.yaml", "rollout.router_replay=engine", "backend=fsdp", "--processes", "1"
+        moe / "run.yaml", "rollout.router_replay=engine", "backend=fsdp", "--processes", "1"
     )
     assert said.returncode == 2
     assert "needs backend=megatron: routers of transformers take no routes" in said.stderr
@@ -77,7 +77,7 @@ def test_what_a_model_or_an_engine_can_not_replay_is_refused_by_name(
     assert dense.returncode == 2
     assert "rollout.router_replay=trainer: this model has no experts." in dense.stderr
     servers = train_rl(
-        mixture / "run.yaml",
+        moe / "run.yaml",
         "rollout.router_replay=engine",
         "rollout.engine=vllm",
         "strategy=separate",

@@ -31,7 +31,7 @@ PATIENCE = 400  # seconds
 def serving(arithmetic: Path, tmp_path: Path) -> "Iterator[subprocess.Popen[bytes]]":
     """Runs `rftmega serve`, which starts a server again that ends."""
     command = [sys.executable, "-m", "rftmega", "serve", str(arithmetic / "run.yaml"), *OPTIONS]
-    command += ["--listen", "127.0.0.1", "--roster", str(tmp_path / "roster")]
+    command += ["--listen", "127.0.0.1", "--server-list", str(tmp_path / "server_list")]
     command += ["--logs", str(tmp_path / "servers")]
     with (tmp_path / "serve.log").open("w") as said:
         process = subprocess.Popen(
@@ -44,7 +44,7 @@ def serving(arithmetic: Path, tmp_path: Path) -> "Iterator[subprocess.Popen[byte
 
 def trainer(arithmetic: Path, folder: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, str(ROOT / "train_rl.py"), str(arithmetic / "run.yaml")]
-    command += ["--processes", "2", *OPTIONS, f"rollout.roster={folder / 'roster'}"]
+    command += ["--processes", "2", *OPTIONS, f"rollout.server_list={folder / 'server_list'}"]
     command.append(f"trainer.output={folder / 'out'}")
     return subprocess.Popen(
         command,
@@ -72,7 +72,7 @@ def kill_server(serving: "subprocess.Popen[bytes]") -> None:
 
 
 @pytest.mark.ranks
-def test_each_group_is_learnt_at_most_once_over_kills_of_trainer_and_server(
+def test_each_group_is_trained_at_most_once_over_kills_of_trainer_and_server(
     serving: Any, arithmetic: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
@@ -86,13 +86,13 @@ def test_each_group_is_learnt_at_most_once_over_kills_of_trainer_and_server(
     said, _ = second.communicate(timeout=PATIENCE)
     assert second.returncode == 0, said
     assert "resumed from" in said and "is asked nothing more" in said, said
-    steps = [json.loads(line) for line in (output / "learnt_order.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (output / "trained_order.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    learnt = [number for step in steps for wait in step["taken"] for number in wait]
+    trained = [number for step in steps for wait in step["taken"] for number in wait]
     dropped = [number for step in steps for number in step["dropped"]]
-    assert len({*learnt, *dropped}) == len(learnt) + len(dropped), "a group ended twice"
-    assert len(learnt) == 4 * STEPS
-    under_way = {*range(max(learnt + dropped) + 1)} - {*learnt, *dropped}
+    assert len({*trained, *dropped}) == len(trained) + len(dropped), "a group ended twice"
+    assert len(trained) == 4 * STEPS
+    under_way = {*range(max(trained + dropped) + 1)} - {*trained, *dropped}
     assert len(under_way) <= 4 * (STALENESS + 1), "groups were lost"
     for step in steps:
         versions = [version for wait in step["versions"] for group in wait for version in group]

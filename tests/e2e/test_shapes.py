@@ -30,9 +30,9 @@ def records(folder: Path, name: str) -> list[Record]:
 
 def patches_of(colour: str, path: Path) -> int:
     """Counts the connected patches of a colour that is clearly the strongest of its pixel."""
-    with Image.open(path) as picture:
-        assert picture.size == (48, 48)
-        pixels = np.asarray(picture.convert("RGB")).astype(int)
+    with Image.open(path) as image:
+        assert image.size == (48, 48)
+        pixels = np.asarray(image.convert("RGB")).astype(int)
     channel = ("red", "green", "blue").index(colour)
     others = np.delete(pixels, channel, axis=-1).max(-1)
     rest = {(int(y), int(x)) for y, x in np.argwhere(pixels[..., channel] > others + 100)}
@@ -49,7 +49,7 @@ def patches_of(colour: str, path: Path) -> int:
 
 
 @pytest.mark.parametrize(("name", "every"), [("eval", 1), ("warm_start", 10), ("train", 10)])
-def test_a_label_is_the_number_of_patches_of_the_colour_in_the_picture(
+def test_a_label_is_the_number_of_patches_of_the_colour_in_the_image(
     name: str, every: int, folder: Path
 ) -> None:
     for record in records(folder, name)[::every]:
@@ -58,15 +58,15 @@ def test_a_label_is_the_number_of_patches_of_the_colour_in_the_picture(
         assert int(record["label"]) == patches_of(colour, folder / path), path
 
 
-def test_a_swapped_question_has_another_s_picture_and_its_own_answer(folder: Path) -> None:
+def test_a_swapped_question_has_another_s_image_and_its_own_answer(folder: Path) -> None:
     asked, astray = records(folder, "eval"), records(folder, "swapped")
     assert [line["label"] for line in astray] == [line["label"] for line in asked]
     assert [line["prompt"] for line in astray] == [line["prompt"] for line in asked]
-    pictures = [line["images"] for line in asked]
-    assert [line["images"] for line in astray] == pictures[1:] + pictures[:1]
+    images = [line["images"] for line in asked]
+    assert [line["images"] for line in astray] == images[1:] + images[:1]
 
 
-def test_answers_are_equally_frequent_and_no_picture_comes_twice(folder: Path) -> None:
+def test_answers_are_equally_frequent_and_no_image_comes_twice(folder: Path) -> None:
     seen = set()
     for name, size in SIZES.items():
         found = records(folder, name)
@@ -93,7 +93,7 @@ def test_its_runs_can_start(name: str) -> None:
     )
 
 
-def test_a_question_fits_the_model_and_a_swapped_one_has_the_next_picture(folder: Path) -> None:
+def test_a_question_fits_the_model_and_a_swapped_one_has_the_next_image(folder: Path) -> None:
     config = load(ROOT / "examples/shapes/grpo.yaml")
     warm_start.save_processing(folder / "model")
     examples = warm_start.read(folder / "eval.jsonl", folder / "model")

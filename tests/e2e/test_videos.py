@@ -14,7 +14,7 @@ from tests.unit.data.media.test_videos import drawn, written
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-VL, prompts with a video, with a picture, with both and with none, and run.yaml."""
+    """A tiny Qwen3-VL, prompts with a video, with an image, with both and with none, and run.yaml."""
     folder = tmp_path_factory.mktemp("videos")
     save_tiny_vision(folder / "model", "qwen3_vl")
     noise = np.random.default_rng(3)

@@ -130,7 +130,7 @@ def test_lines_that_all_prompts_begin_with_are_left_out_of_the_table(
     page.close()
 
 
-def test_pictures_stand_below_the_prompt_and_nothing_else_is_loaded(
+def test_images_stand_below_the_prompt_and_nothing_else_is_loaded(
     browser: Any, tmp_path: Path
 ) -> None:
     file = io.BytesIO()
@@ -139,23 +139,23 @@ def test_pictures_stand_below_the_prompt_and_nothing_else_is_loaded(
     first = drawn | {"thumbnail": base64.b64encode(file.getvalue()).decode()}
     gone = {"digest": "b", "path": "gone.png", "grid": [1, 4, 4], "thumbnail": None}
     samples = [
-        sample(0) | {"pictures": [first, gone]},
-        sample(1) | {"pictures": [drawn]},
+        sample(0) | {"images": [first, gone]},
+        sample(1) | {"images": [drawn]},
         sample(2),
     ]
     (tmp_path / "x.html").write_text(view.page(list(map(view.checked, samples)), title="x"))
     page = browser.new_page()
     page.goto(f"file://{tmp_path}/x.html")
-    widths = "pictures => [...pictures.querySelectorAll('img')].map(p => p.naturalWidth)"
-    assert page.eval_on_selector("#pictures", widths) == [40]
-    assert page.text_content("#pictures") == "gone.png, patches [1, 4, 4]"
+    widths = "images => [...images.querySelectorAll('img')].map(p => p.naturalWidth)"
+    assert page.eval_on_selector("#images", widths) == [40]
+    assert page.text_content("#images") == "gone.png, patches [1, 4, 4]"
     page.keyboard.press("ArrowDown")
     page.wait_for_function("document.getElementById('prompt').textContent === 'question 1'")
-    assert page.eval_on_selector("#pictures", widths) == [40]
-    assert HOSTILE in page.get_attribute("#pictures img", "title")
+    assert page.eval_on_selector("#images", widths) == [40]
+    assert HOSTILE in page.get_attribute("#images img", "title")
     page.keyboard.press("ArrowDown")
     page.wait_for_function("document.getElementById('prompt').textContent === 'question 2'")
-    assert page.eval_on_selector("#pictures", widths) == []
+    assert page.eval_on_selector("#images", widths) == []
     page.close()
 
 
@@ -267,13 +267,13 @@ def test_a_conversation_is_a_block_a_turn_with_who_spoke_and_its_reward(open_pag
     assert page.text_content("#measures") == ""
 
 
-def test_only_what_was_learnt_is_coloured_and_the_template_is_pale(open_page: Any) -> None:
+def test_only_what_was_trained_is_coloured_and_the_template_is_pale(open_page: Any) -> None:
     page = open_page(talk(0))
     clear = "rgba(0, 0, 0, 0)"
-    learnt = [True, True, False, False, False, False, True, True]
+    trained = [True, True, False, False, False, False, True, True]
     for measure in ("gap", "advantage", "entropy"):
         page.check(f"input[value={measure}]")
-        assert [each != clear for each in colours(page)] == learnt
+        assert [each != clear for each in colours(page)] == trained
     pale = "blocks => blocks.map(block => Number(getComputedStyle(block).opacity))"
     assert page.eval_on_selector_all("#response > .turn", pale) == [1, 1, 1]
     assert max(page.eval_on_selector_all("#response > .between", pale)) < 0.8
@@ -453,7 +453,7 @@ def test_groups_are_jumped_between_and_a_click_shows_the_answers_to_one_prompt(p
     assert chosen() == seen[1], "groups without a sample in the list are passed over"
 
 
-def inked(browser: Any, picture: bytes) -> tuple[list[int], list[float]]:
+def inked(browser: Any, image: bytes) -> tuple[list[int], list[float]]:
     """The size of a PNG and, of its upper and its lower half, the share of pixels that have not the
     half's commonest colour.
     """
@@ -471,7 +471,7 @@ def inked(browser: Any, picture: bytes) -> tuple[list[int], list[float]]:
                 counts.set(pixel, (counts.get(pixel) ?? 0) + 1);
             return 1 - Math.max(...counts.values()) / (width * height / 2); })];
     }""",
-        base64.b64encode(picture).decode(),
+        base64.b64encode(image).decode(),
     )
     page.close()
     return size, shares
@@ -526,10 +526,10 @@ def test_the_page_is_readable_on_a_desk_and_on_a_telephone(
     for moment, key in (("first", "Home"), ("last", "End")):
         page.keyboard.press(key)
         page.wait_for_function("() => document.querySelector('tr.row[aria-selected=true]')")
-        picture = page.screenshot(path=tmp_path / f"{width}_{moment}.png")
-        size, shares = inked(browser, picture)
+        image = page.screenshot(path=tmp_path / f"{width}_{moment}.png")
+        size, shares = inked(browser, image)
         assert size == [width, height]
-        assert min(shares) > 0.004, "half of the picture is blank"
+        assert min(shares) > 0.004, "half of the image is blank"
         assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
         assert page.evaluate(OUTSIDE) == []
         cells = page.evaluate(CELLS)

@@ -1,4 +1,4 @@
-"""Runs on pictures, from the command line."""
+"""Runs on images, from the command line."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, kind: str) -> Path:
-    """A tiny model, ten prompts of 0, 1 and 2 pictures, and run.yaml."""
+    """A tiny model, ten prompts of 0, 1 and 2 images, and run.yaml."""
     save_tiny_vision(folder / "model", kind)
     drawn = np.random.default_rng(3)
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     records = []
     for number in range(10):
-        names = [f"pictures/{number}-{place}.png" for place in range(number % 3)]
+        names = [f"images/{number}-{place}.png" for place in range(number % 3)]
         for place, name in enumerate(names):
             noise = drawn.integers(0, 256, (40 + 20 * place, 60, 3), dtype=np.uint8)
             Image.fromarray(noise).save(folder / name)
@@ -49,7 +49,7 @@ trainer: {{steps: 3, prompts_per_step: 4, max_tokens_per_micro_batch: 120, outpu
         pytest.param("qwen3_vl_moe", "parallel.expert=2", marks=pytest.mark.ranks),
     ],
 )
-def test_a_resumed_run_on_pictures_gives_the_numbers_and_weights_of_one_that_was_not_ended(
+def test_a_resumed_run_on_images_gives_the_numbers_and_weights_of_one_that_was_not_ended(
     kind: str, layout: str, tmp_path: Path
 ) -> None:
     (tmp_path / "world").mkdir()
@@ -79,7 +79,7 @@ def test_a_resumed_run_on_pictures_gives_the_numbers_and_weights_of_one_that_was
 
 
 @pytest.mark.ranks
-def test_with_two_servers_a_run_on_pictures_is_that_with_engines_inside(
+def test_with_two_servers_a_run_on_images_is_that_with_engines_inside(
     world: Path, tmp_path: Path, train: Run
 ) -> None:
     seen = {}
@@ -100,9 +100,9 @@ def test_with_two_servers_a_run_on_pictures_is_that_with_engines_inside(
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4), (ours["step"], metric)
 
 
-def test_a_picture_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
-    given = ["rollout.max_pictures=1", f"trainer.output={tmp_path}"]
+def test_a_image_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
+    given = ["rollout.max_images=1", f"trainer.output={tmp_path}"]
     done = train(world / "run.yaml", *given, timeout=120)
     assert done.returncode == 2
-    assert "a prompt with 2 pictures: rollout.max_pictures is 1" in done.stderr
+    assert "a prompt with 2 images: rollout.max_images is 1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -50,7 +50,7 @@ def followed(command: str, folder: Path) -> str:
 
 
 @pytest.mark.learning
-def test_a_newcomer_follows_readme_and_the_page_to_a_model_that_has_learnt(tmp_path: Path) -> None:
+def test_a_newcomer_follows_readme_and_the_page_to_a_model_that_has_trained(tmp_path: Path) -> None:
     """A fresh clone, an environment that `make demo` makes, and then the page, word for word."""
     clone = tmp_path / "rftmega"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)

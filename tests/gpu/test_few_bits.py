@@ -75,7 +75,7 @@ def products_body(world: Any, folder: Path, fp8: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_products_of_8_bits_are_near_those_of_16(where: str, tmp_path: Path) -> None:
-    products = device.current().products_of_eight_bits()
+    products = device.current().fp8_matmuls()
     if not products or not uses_transformer_engine():
         pytest.skip("no Transformer Engine, or no products of 8 bits")
     folder = save_tiny(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)

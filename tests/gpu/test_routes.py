@@ -29,12 +29,12 @@ def test_routes_of_every_fed_token_are_those_of_transformers_but_for_near_ties(
     folder = save_tiny(tmp_path, "qwen3-moe")
     ((found, _),) = run_ranks(1, body, folder, 1)
     others, all_of_them = [], 0
-    for answers, factor in zip(found, FACTORS, strict=True):
+    for completions, factor in zip(found, FACTORS, strict=True):
         rows = [
-            [*prompt.token_ids, *ids] for prompt, (ids, _) in zip(PROMPTS, answers, strict=True)
+            [*prompt.token_ids, *ids] for prompt, (ids, _) in zip(PROMPTS, completions, strict=True)
         ]
         wanted = of_transformers(folder, factor, rows)
-        for (_, routes), (experts, lead) in zip(answers, wanted, strict=True):
+        for (_, routes), (experts, lead) in zip(completions, wanted, strict=True):
             same = (routes.long().sort(-1).values == experts.sort(-1).values).all(-1)
             others += lead[~same].tolist()
             all_of_them += same.numel()

@@ -31,7 +31,7 @@ class Job:
     def steps(self) -> list[int]:
         return [int(record["step"]) for record in metrics_of(self.output)]
 
-    def learnt(self) -> list[tuple[float, ...]]:
+    def trained(self) -> list[tuple[float, ...]]:
         """What does not depend on time, of every step."""
         return [
             tuple(record.get(name, 0.0) for name in ("step", "loss", "reward", "grad_norm"))
@@ -127,9 +127,9 @@ def test_servers_run_on_nodes_of_their_own(
     assert job.steps() == [0, 1, 2, 3]
     assert "processes: 1" in job.log("-rank-0")
     assert "finished" in job.log()
-    learnt = [record for record in metrics_of(job.output) if "loss" in record]
-    assert {record["servers_healthy"] for record in learnt} == {1.0}
-    assert max(record["logprob_gap_max"] for record in learnt) < 1e-4
+    trained = [record for record in metrics_of(job.output) if "loss" in record]
+    assert {record["servers_healthy"] for record in trained} == {1.0}
+    assert max(record["logprob_gap_max"] for record in trained) < 1e-4
     assert "server 0 answers at http://127.0.0.1:" in job.log("-servers-0")
     until(lambda: not servers_of(arithmetic / "model"), START, "the servers have ended")
 
@@ -200,4 +200,4 @@ def test_a_run_that_is_interrupted_goes_on_and_ends_as_if_nothing_had_been(
     )
     job.wait()
     assert ("failed with 137" in job.log()) == (end is killed)
-    assert job.learnt() == uninterrupted.learnt()
+    assert job.trained() == uninterrupted.trained()

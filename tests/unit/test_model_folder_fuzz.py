@@ -129,7 +129,7 @@ def tokenise(folder: Path) -> None:
     ours = Tokenizer(folder)
     ours.encode("1+2", chat_template=False)
     ours.encode("1+2", chat_template=True)
-    ours.encode_answer("1+", "2", chat_template=True)
+    ours.encode_response("1+", "2", chat_template=True)
 
 
 def load(folder: Path) -> None:

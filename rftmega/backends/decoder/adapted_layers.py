@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from rftmega.backends.decoder.meta_decoder import EXPERT_DIMENSIONS, layers_of, words_of
+from rftmega.backends.decoder.meta_decoder import EXPERT_DIMENSIONS, layers_of, vocabulary_of
 from rftmega.config.options.adapters import OF_ATTENTION, experts_targeted
 from rftmega.converters.adapters import (
     pair_names,
@@ -17,7 +17,7 @@ from rftmega.converters.adapters import (
     without_head,
 )
 from rftmega.core.errors import ConfigError
-from rftmega.core.shards import EMBEDDING, HEAD, OF_WORDS
+from rftmega.core.shards import EMBEDDING, HEAD, OF_VOCABULARY
 
 if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
     from transformers import PreTrainedModel
@@ -50,16 +50,16 @@ def adapted_of(
     model where both are one matrix, for experts that are not told apart in transformers' own
     conversion, and for a model with a tower.
     """
-    if words_of(model) is not model.base_model:
+    if vocabulary_of(model) is not model.base_model:
         raise ConfigError(
             f"model.lora.rank: {type(model).__name__} has a tower beside its decoder, and can't have adapters yet. Set it to 0."
         )
-    words = _of_words(model)
+    words = _of_vocabulary(model)
     if value:
         targets = without_head(targets)
         words.pop(HEAD, None)
     elif model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-        refuse_named(targets, OF_WORDS)
+        refuse_named(targets, OF_VOCABULARY)
         words.clear()
     layers = set(layers_of(model))
     names = [name for name, module in model.named_modules() if module in layers]
@@ -98,7 +98,7 @@ def module_name(weight: str) -> str:
     return _leaf(weight.removesuffix(WEIGHT))
 
 
-def _of_words(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
+def _of_vocabulary(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
     """Returns the embedding and the output head of a model by the last parts of their names, with
     their whole names; without one that computes, or is called, otherwise than in most models.
     """

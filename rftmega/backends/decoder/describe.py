@@ -14,7 +14,7 @@ from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import VisionTower
 
 CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
-# Models with a vision tower whose pictures `rftmega.data.media` places and reads. Not qwen3_vl_moe:
+# Models with a vision tower whose images `rftmega.data.media` places and reads. Not qwen3_vl_moe:
 # transformers transposes its experts, which then are no boxes of the folder's tensors.
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -55,8 +55,8 @@ def read_config(path: str | Path) -> Any:
     if config.get_text_config() is not config and config.model_type not in SEEING:
         raise CheckpointError(
             f"{path}: model_type={config.model_type} has more than a decoder of text, and backend=fsdp trains such models of "
-            f"these types only: {', '.join(SEEING)}. Take backend=megatron if docs/families.md lists it, or the folder of its "
-            "decoder alone."
+            f"these types only: {', '.join(SEEING)}. Take backend=megatron if docs/supported_architectures.md "
+            "lists it, or the folder of its decoder alone."
         )
     if getattr(config, "quantization_config", None):
         raise CheckpointError(

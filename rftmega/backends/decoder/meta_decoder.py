@@ -33,7 +33,7 @@ def on_meta(config: Any, attention: str) -> "PreTrainedModel":
     return model.eval()
 
 
-def words_of(model: "PreTrainedModel") -> nn.Module:
+def vocabulary_of(model: "PreTrainedModel") -> nn.Module:
     """Returns the decoder of text, which is all of most models but their head."""
     decoder: nn.Module = getattr(model.base_model, "language_model", model.base_model)
     return decoder
@@ -48,7 +48,7 @@ def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> Tran
     }
     share = said.experts.active / said.experts.number if said.experts else 1.0
     counted, matrices = sum(parameter.numel() for parameter in model.parameters()), 0.0
-    for parameter in words_of(model).parameters():
+    for parameter in vocabulary_of(model).parameters():
         if parameter.dim() > 1 and id(parameter) not in outside:
             fused = parameter.dim() == EXPERT_DIMENSIONS
             matrices += parameter.numel() * (share if fused else 1.0)

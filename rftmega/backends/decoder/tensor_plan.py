@@ -22,7 +22,7 @@ COLUMN, ROW = "colwise", "rowwise"
 COLUMN_GATHERED, ROW_OF_WHOLE = "colwise_gather_output", "rowwise_split_input"
 PACKED, EXPERTS = "packed_colwise", "moe_tp_experts"
 PARTIAL, VOCABULARY = "replicated_with_grad_allreduce", "vocabulary"
-OF_WORDS = "embedding_rowwise"
+OF_VOCABULARY = "embedding_rowwise"
 OF_LINEARS = (COLUMN, ROW, COLUMN_GATHERED, ROW_OF_WHOLE)
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
 FUSED = 3  # dimensions of the parameters that hold all experts of a layer
@@ -82,7 +82,7 @@ def _known(style: str, part: object) -> bool:
     if isinstance(part, nn.Parameter):
         return style in (PACKED, COLUMN, ROW) and part.dim() == FUSED
     linear = isinstance(part, nn.Linear) and style in OF_LINEARS
-    words = isinstance(part, nn.Embedding) and style == OF_WORDS
+    words = isinstance(part, nn.Embedding) and style == OF_VOCABULARY
     return linear or words or style in (PARTIAL, EXPERTS)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rftmega.backends.fsdp.packed_attention import EDGES, Edges
-from rftmega.data.media.model_inputs import FedPictures
+from rftmega.data.media.model_inputs import FedImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def feed(
     *,
     packed: bool,
     where: torch.device,
-    pictures: FedPictures | None = None,
+    images: FedImages | None = None,
 ) -> Feed:
     """Feeds the tokens [B, T + 1] of rows of so many tokens each, on the host, but each row's last,
     which predicts nothing here.
@@ -37,7 +37,7 @@ def feed(
     at their ends, which a causal decoder's earlier tokens never see, so it needs no mask. A batch
     without targets is one token of filler.
 
-    `pictures` are those of a model that sees, of packed rows; what its tower is fed is never empty.
+    `images` are those of a model that sees, of packed rows; what its tower is fed is never empty.
     """
     rows, columns = tokens.shape[0], tokens.shape[1] - 1
     real = torch.arange(columns) < lengths[:, None] - 1
@@ -59,8 +59,8 @@ def feed(
             "position_ids": _sent(positions[grid][None], where),
             EDGES: Edges(edges),
         }
-        if pictures is not None:
-            arguments |= _seen(pictures, grid, where)
+        if images is not None:
+            arguments |= _seen(images, grid, where)
         places = torch.arange(edges[-1])
     else:
         arguments = {
@@ -77,20 +77,20 @@ def _sent(value: Tensor, where: torch.device) -> Tensor:
     return value.to(where, non_blocking=True)
 
 
-def _seen(pictures: FedPictures, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
+def _seen(images: FedImages, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
     """Returns positions [3, 1, N] and features [1, N] of the tokens of `grid`, and the tower's
     arguments.
     """
-    assert pictures.pixels is not None
-    assert pictures.grids is not None
+    assert images.pixels is not None
+    assert images.grids is not None
     rows, width = grid.shape
-    filler = not pictures.features.numel()  # no row, or none with a target
-    positions = torch.zeros(1, 1, 3, dtype=torch.int64) if filler else pictures.positions
-    features = torch.zeros(1, 1, dtype=torch.int64) if filler else pictures.features
+    filler = not images.features.numel()  # no row, or none with a target
+    positions = torch.zeros(1, 1, 3, dtype=torch.int64) if filler else images.positions
+    features = torch.zeros(1, 1, dtype=torch.int64) if filler else images.features
     found = {
         "position_ids": positions[:rows, :width][grid].T[:, None],
         "features": features[:rows, :width][grid][None],
-        "pixels": pictures.pixels,
-        "grids": pictures.grids,
+        "pixels": images.pixels,
+        "grids": images.grids,
     }
     return {name: _sent(given, where) for name, given in found.items()}

@@ -26,16 +26,16 @@ from rftmega.backends.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
 from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.backends.fsdp.weight import Weight
-from rftmega.backends.runner.gradient_check import ReachedAdapters
+from rftmega.backends.runner.gradient_check import ActiveAdapters
 from rftmega.backends.runner.learning_rate import learning_rate
 from rftmega.checkpoints import frozen_weights
 from rftmega.checkpoints.reader import is_distributed
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
+from rftmega.core.media_positions import PlacedImage, RowImages, images_of
 from rftmega.core.shards import Shard
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
 from rftmega.models.hf.hf_folder import HFFolder, is_finite
@@ -98,14 +98,14 @@ class FSDPModelManager:
         # those of the model, and those that are learnt: the same, or its adapters' and a value head's
         own = set(built.names.values())
         self.weights_held = [weight for weight in every if weight.name in own]
-        self.learnt = [weight for weight in every if weight.learns]
+        self.trained = [weight for weight in every if weight.learns]
         self._load(files)
         if self.adapters is not None:
             self._adapt(self.adapters)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule_steps = 0
         self._pushed_is_old = True
-        self._reached = ReachedAdapters()
+        self._reached = ActiveAdapters()
         # what adapters drop; processes that compute the same rows drop the same
         self.dropped: RandomStream | None = None
         if self.adapters is not None and cfg.model.lora.dropout:
@@ -118,20 +118,20 @@ class FSDPModelManager:
         return self.cfg.parallel.cpu_offload
 
     @cached_property
-    def _processor(self) -> PictureProcessor:
-        return PictureProcessor(self.cfg.model.path)
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self.cfg.model.path)
 
-    def pixels(self, picture: PlacedPicture) -> Tensor:
-        """Returns the patches [P, C] of a picture or video, as the vision tower is fed them.
+    def pixels(self, image: PlacedImage) -> Tensor:
+        """Returns the patches [P, C] of an image or video, as the vision tower is fed them.
 
         Raises DataError where it can't be read any more, or has changed.
         """
-        return self._processor.pixels(picture)
+        return self._processor.pixels(image)
 
-    def read_ahead(self, batches: Iterable[RowPictures | None]) -> None:
-        """Begins to read the pictures of micro-batches that come next."""
-        held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
-        self._processor.read_ahead(picture for batch in held for picture in batch)
+    def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
+        """Begins to read the images of micro-batches that come next."""
+        held = [images_of(batch.distinct.values()) for batch in batches if batch is not None]
+        self._processor.read_ahead(image for batch in held for image in batch)
 
     def _places(self, files: HFFolder, built: Built) -> dict[str, list[Placed]]:
         """Returns the folder's tensors in each parameter, by transformers' names."""
@@ -209,7 +209,7 @@ class FSDPModelManager:
         lora = self.cfg.model.lora
         held = [weight for weight in self.weights_held if not weight.learns]
         self.sum_of_base = self._sum_of(held)
-        adapters.bind(self.learnt)
+        adapters.bind(self.trained)
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")
             folder.check(lora, adapters.targets)
@@ -263,7 +263,7 @@ class FSDPModelManager:
         """
         assert self.optimizer is not None
         self.optimizer.state.clear()
-        for weight in self.learnt if steps else ():
+        for weight in self.trained if steps else ():
             moments = {name: torch.zeros_like(weight.rows) for name in MOMENTS}
             self.optimizer.state[weight.rows] = {"step": torch.tensor(float(steps))} | moments
 
@@ -272,8 +272,8 @@ class FSDPModelManager:
             return {PARAMETERS: [], GRADIENTS: [], MAIN_PARAMETERS: [], ADAM: []}
         frozen = [weight.rows for weight in self.weights_held if not weight.learns]
         whole = [] if self.adapters is None else self.adapters.gathered
-        narrow = [weight.pushed for weight in self.learnt if weight.pushed is not weight.rows]
-        gradients = [weight.parameter.grad for weight in self.learnt]
+        narrow = [weight.pushed for weight in self.trained if weight.pushed is not weight.rows]
+        gradients = [weight.parameter.grad for weight in self.trained]
         state = self.optimizer.state if self.optimizer else {}
         return {
             PARAMETERS: frozen + self.weights() + narrow + whole,
@@ -284,7 +284,7 @@ class FSDPModelManager:
 
     def weights(self) -> list[Tensor]:
         """Returns this process's rows of all parameters that are learnt."""
-        return [weight.rows for weight in self.learnt]
+        return [weight.rows for weight in self.trained]
 
     def setup_model_and_optimizer(self) -> None:
         """Builds Adam (Loshchilov and Hutter, arXiv:1711.05101) over this process's rows.
@@ -292,8 +292,8 @@ class FSDPModelManager:
         Norms and biases are exempt from weight decay.
         """
         chosen = self.cfg.optimizer
-        decays = [weight for weight in self.learnt if _decays(weight)]
-        exempt = [weight for weight in self.learnt if not _decays(weight)]
+        decays = [weight for weight in self.trained if _decays(weight)]
+        exempt = [weight for weight in self.trained if not _decays(weight)]
         groups = [
             {"params": [weight.rows for weight in decays], "weight_decay": chosen.weight_decay},
             {"params": [weight.rows for weight in exempt], "weight_decay": 0.0},
@@ -323,7 +323,7 @@ class FSDPModelManager:
             self.adapters.train(learning)
 
     def zero_grad(self) -> None:
-        for weight in self.learnt:
+        for weight in self.trained:
             weight.parameter.grad = None
 
     def gather_nothing(self) -> None:
@@ -353,18 +353,18 @@ class FSDPModelManager:
 
         Where a process has a share of a gradient only, the shares are added up first.
         """
-        for weight in self.learnt:
+        for weight in self.trained:
             if weight.partial and weight.parameter.grad is not None:
                 gradient = local(weight.parameter.grad)
                 total = gradient.to(self.where)
                 dist.all_reduce(total, group=self.placement.tensor_group)
                 gradient.copy_(total)
-        for gradient in _gradients(self.learnt):
+        for gradient in _gradients(self.trained):
             gradient.div_(max(count, 1))
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingLearnt, on every process, where no gradient reaches a value model's adapters
-        though its head has one: `ReachedAdapters`.
+        """Raises NothingTrained, on every process, where no gradient reaches a value model's adapters
+        though its head has one: `ActiveAdapters`.
 
         A collective, of value models with adapters, until a gradient was once seen there.
         """
@@ -399,16 +399,16 @@ class FSDPModelManager:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        for weight in self.learnt:
+        for weight in self.trained:
             gradient = weight.parameter.grad
             weight.rows.grad = None if gradient is None else local(gradient)
         self.optimizer.step()
-        for weight in self.learnt:
+        for weight in self.trained:
             weight.rows.grad = None
 
     def _grad_norm(self) -> float:
         first = self.placement.tensor_rank == 0  # of what all have whole, its own counts
-        counted = [weight for weight in self.learnt if first or weight.split is not None]
+        counted = [weight for weight in self.trained if first or weight.split is not None]
         gradients = [weight.parameter.grad for weight in counted]
         squares = [local(each).float().square().sum() for each in gradients if each is not None]
         total = torch.stack(squares or [torch.zeros(())]).sum().to(self.where)
@@ -419,7 +419,7 @@ class FSDPModelManager:
         largest = self.cfg.optimizer.clip_grad
         scale = largest / (grad_norm + 1e-6)
         if largest and scale < 1.0:
-            for gradient in _gradients(self.learnt):
+            for gradient in _gradients(self.trained):
                 gradient.mul_(scale)
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> None:
@@ -445,7 +445,7 @@ class FSDPModelManager:
     @torch.no_grad()
     def take_pushed(self) -> None:
         """Takes weights in the dtype of the forward pass, which were read, as the rows."""
-        for weight in self.learnt:
+        for weight in self.trained:
             if weight.pushed is not weight.rows:
                 weight.rows.copy_(weight.pushed)
         self.residency.changed()
@@ -457,7 +457,7 @@ class FSDPModelManager:
         """
         if self._pushed_is_old:
             self._pushed_is_old = False
-            for weight in self.learnt:
+            for weight in self.trained:
                 if weight.pushed is not weight.rows:
                     weight.pushed.copy_(weight.rows)
             if self.adapters is not None:

@@ -71,14 +71,16 @@ class Network(nn.Module):
         targets lie in its flattened output.
         """
         hidden = self.decoder(**fed, use_cache=False).last_hidden_state
-        answers: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
-        return answers
+        completions: tuple[Tensor, ...] = self.head(
+            hidden.flatten(0, 1)[places], targets, temperature
+        )
+        return completions
 
 
 class SeeingNetwork(Network):
     """SeeingNetwork is a decoder with a vision tower, and a head.
 
-    The tower runs in every pass of every process, whether there is a picture or not: gathering its
+    The tower runs in every pass of every process, whether there is an image or not: gathering its
     weights takes everybody.
     """
 
@@ -110,8 +112,10 @@ class SeeingNetwork(Network):
             **{EDGES: fed[EDGES]},
             **more,
         ).last_hidden_state
-        answers: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
-        return answers
+        completions: tuple[Tensor, ...] = self.head(
+            hidden.flatten(0, 1)[places], targets, temperature
+        )
+        return completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
     sees = config.model_type in SEEING
     if sees and unpacked is not None:
         raise CheckpointError(
-            f"{path}: {unpacked}, so its rows would be padded, and rows with pictures are packed. Take backend=megatron."
+            f"{path}: {unpacked}, so its rows would be padded, and rows with images are packed. Take backend=megatron."
         )
     network = (SeeingNetwork if sees else Network)(model.base_model, head)
     own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}

@@ -11,7 +11,7 @@ from rftmega.backends.fsdp.feed import Feed, feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
 from rftmega.core.types import Rows
-from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.data.media.model_inputs import FedImages, fed_images
 from rftmega.model_providers.tower import VisionTower
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel.watchdog import mark
@@ -36,7 +36,7 @@ class FSDPRunner(ModelRunner):
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         recorder.count("ideal", len(batches))
         if self.manager.description.tower is not None:
-            self.manager.read_ahead(batch.rows.pictures for batch in batches)
+            self.manager.read_ahead(batch.rows.images for batch in batches)
         found = []
         counted = torch.zeros((), dtype=torch.int64, device=self.manager.where)
         try:
@@ -47,7 +47,7 @@ class FSDPRunner(ModelRunner):
                     continue
                 last = number == len(batches)
                 with self.manager.before_micro_batch(self.manager.network, last):
-                    total, count, collected = self.learnt(self._forward(batch), batch)
+                    total, count, collected = self.trained(self._forward(batch), batch)
                     total.backward()
                 counted += count
                 found.append(collected)
@@ -66,22 +66,24 @@ class FSDPRunner(ModelRunner):
             rows.lengths,
             packed=self.manager.unpacked is None,
             where=self.manager.where,
-            pictures=self._pictures(rows),
+            images=self._images(rows),
         )
-        answers = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
-        return self.stats(*[_in_rows(answer, fed) for answer in answers])
+        completions = self.manager.network(
+            fed.arguments, fed.places, fed.targets, batch.temperature
+        )
+        return self.stats(*[_in_rows(completion, fed) for completion in completions])
 
-    def _pictures(self, rows: Rows) -> FedPictures | None:
-        """Returns what the pictures of the rows feed the tower with; None for a model without one.
+    def _images(self, rows: Rows) -> FedImages | None:
+        """Returns what the images of the rows feed the tower with; None for a model without one.
 
-        A micro-batch without pictures feeds it a black one, which stands nowhere.
+        A micro-batch without images feeds it a black one, which stands nowhere.
         """
         tower = self.manager.description.tower
         if not isinstance(tower, VisionTower):
             return None
         size, width = rows.tokens.shape
         load = self.manager.pixels
-        fed = fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
+        fed = fed_images(rows.images, size, width - 1, merge=tower.merge, load=load)
         if fed.pixels is not None:
             return fed
         grid = torch.tensor([[1, tower.merge, tower.merge]])
@@ -89,11 +91,11 @@ class FSDPRunner(ModelRunner):
         return replace(fed, pixels=black, grids=grid)
 
 
-def _in_rows(answers: Tensor, fed: Feed) -> Tensor:
+def _in_rows(completions: Tensor, fed: Feed) -> Tensor:
     """Puts the answers of an empty micro-batch's token aside, and the others into [B, T].
 
     Differentiable even where there is no target, so that the backward pass reaches every layer.
     """
     size = fed.rows * fed.columns
-    canvas = answers.new_zeros(size + 1)  # the last one takes the filler
-    return canvas.index_put((fed.slots,), answers)[:size].unflatten(0, (fed.rows, fed.columns))
+    canvas = completions.new_zeros(size + 1)  # the last one takes the filler
+    return canvas.index_put((fed.slots,), completions)[:size].unflatten(0, (fed.rows, fed.columns))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rftmega.backends.decoder.meta_decoder import words_of
+from rftmega.backends.decoder.meta_decoder import vocabulary_of
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -30,7 +30,7 @@ def refusal_to_pack(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - {SLIDING, FULL}:
         return f"it has layers of type {sorted(others)[0]}"
-    words = words_of(model)
+    words = vocabulary_of(model)
     if getattr(config, "attention_chunk_size", None):
         return "its attention is within chunks"
     if getattr(model, "_is_stateful", False):
@@ -77,7 +77,7 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
         position for a, b in zip(PROBE, PROBE[1:], strict=False) for position in range(b - a)
     ]
     try:
-        words_of(model)(
+        vocabulary_of(model)(
             input_ids=torch.zeros(1, PROBE[-1], dtype=torch.int64, device="meta"),
             position_ids=torch.tensor([positions], device="meta"),
             use_cache=False,

@@ -68,8 +68,8 @@ def _columns(module: Any, group: Any, *, joins: bool) -> Forward:
     linear: Forward = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        answer = linear(copied(x, group))
-        return joined(answer, group) if joins else answer
+        completion = linear(copied(x, group))
+        return joined(completion, group) if joins else completion
 
     return forward
 
@@ -80,16 +80,16 @@ def _rows(module: Any, group: Any, *, of_whole: bool) -> Forward:
         part = functional.linear(own, module.weight)
         if isinstance(module, LinearWithPair):
             part = module.with_product(own, part)
-        answer = summed(part, group)
-        whole: Tensor = answer if module.bias is None else answer + module.bias
+        completion = summed(part, group)
+        whole: Tensor = completion if module.bias is None else completion + module.bias
         return whole
 
     return forward
 
 
-def _experts(mixture: Forward, group: Any) -> Forward:
+def _experts(moe: Forward, group: Any) -> Forward:
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor, *more: Any) -> Tensor:
-        return summed(mixture(copied(hidden, group), chosen, copied(weights, group), *more), group)
+        return summed(moe(copied(hidden, group), chosen, copied(weights, group), *more), group)
 
     return forward
 

@@ -113,7 +113,7 @@ class FSDPModel:
 
     def _model_tensors(self) -> Iterator[ShardBox]:
         averages = self.average.held if self.average is not None else None
-        for number, weight in enumerate(self.manager.learnt):
+        for number, weight in enumerate(self.manager.trained):
             yield from self._boxes(WEIGHTS, weight, self.residency.host(weight.pushed))
             if averages is not None:
                 yield from self._boxes(AVERAGE, weight, averages[number])
@@ -123,7 +123,7 @@ class FSDPModel:
         where there are any yet.
         """
         optimizer = self.manager.optimizer
-        for weight in self.manager.learnt if optimizer is not None else ():
+        for weight in self.manager.trained if optimizer is not None else ():
             assert optimizer is not None
             if weight.pushed is not weight.rows:
                 yield from self._boxes(MAIN, weight, self.residency.host(weight.rows))

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.data.media.model_inputs import FedImages, fed_images
 from rftmega.data.media.waveform_inputs import FedWaveforms
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.layers.embedding_adapters import pair_of_head
@@ -258,7 +258,7 @@ def custom_forward(
     temperature: float | Tensor = 1.0,
     max_batch_seqlen: int | None = 4096,
     padding_seqlen: int | None = None,
-    pictures: FedPictures | FedWaveforms | None = None,
+    images: FedImages | FedWaveforms | None = None,
     routes: FedRoutes | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
@@ -274,7 +274,7 @@ def custom_forward(
     and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
     longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
     Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
-    `pictures` are those of a model with a tower, whose rows begin at column 0. `routes`: which
+    `images` are those of a model with a tower, whose rows begin at column 0. `routes`: which
     experts the tokens are sent to, of a chunk that was prepared for it (`router_replay.install`).
 
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
@@ -311,7 +311,7 @@ def custom_forward(
     ids = packing.take(input_ids)[None]
     no_logits = value_model or isinstance(logits_processor, HiddenProcessor)
     with _routed(packing, routes, _seen_by_routers(packing, chunk, tensor_group)):
-        output = _run(model, chunk, ids, packing, pictures, hidden_only=no_logits)
+        output = _run(model, chunk, ids, packing, images, hidden_only=no_logits)
     if not chunk.post_process:
         return output
     if value_model:
@@ -371,7 +371,7 @@ def _run(
     chunk: GPTModel,
     ids: Tensor,
     packing: Packing,
-    pictures: FedPictures | FedWaveforms | None,
+    images: FedImages | FedWaveforms | None,
     *,
     hidden_only: bool,
 ) -> Tensor:
@@ -379,16 +379,16 @@ def _run(
     rotary = getattr(chunk, "rotary_pos_emb", None)
     rank, ranks = packing.context
     if isinstance(rotary, MultimodalRotary):
-        if not isinstance(pictures, FedPictures):
-            pictures = fed_pictures(None, packing.rows, packing.columns, merge=1, load=None)
-        positions = packing.take_vectors(pictures.positions, whole=rotary.by_rows)
+        if not isinstance(images, FedImages):
+            images = fed_images(None, packing.rows, packing.columns, merge=1, load=None)
+        positions = packing.take_vectors(images.positions, whole=rotary.by_rows)
         rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
     elif isinstance(rotary, PackedRotary):
         rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
     seen: dict[str, Tensor] = {}
-    if chunk.pre_process and pictures is not None and pictures.inputs:
-        seen["features"] = packing.take(pictures.features)
-        for name, given in pictures.inputs.items():
+    if chunk.pre_process and images is not None and images.inputs:
+        seen["features"] = packing.take(images.features)
+        for name, given in images.inputs.items():
             seen[name] = given.to(packing.slots.device, non_blocking=True)
     kept = chunk.post_process
     chunk.post_process = kept and not hidden_only

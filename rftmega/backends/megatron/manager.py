@@ -47,7 +47,7 @@ from rftmega.backends.megatron.load import (
 from rftmega.backends.megatron.sharded import load_distributed, pieces_of
 from rftmega.backends.optimizers import offload
 from rftmega.backends.optimizers.build import build_optimizer
-from rftmega.backends.runner.gradient_check import ReachedAdapters
+from rftmega.backends.runner.gradient_check import ActiveAdapters
 from rftmega.checkpoints import frozen_weights
 from rftmega.checkpoints.reader import is_distributed, read_manifest
 from rftmega.config import RunConfig
@@ -55,11 +55,11 @@ from rftmega.converters import Rule, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.converters.decoder import is_of_value_head
 from rftmega.core.errors import ConfigError
-from rftmega.core.media_positions import PlacedPicture, RowPictures, pictures_of
+from rftmega.core.media_positions import PlacedImage, RowImages, images_of
 from rftmega.core.shards import Shard
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.model_providers.builder import build_chunk, transformer_config
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
@@ -161,7 +161,7 @@ class MegatronModelManager:
         self.optimizer: Any = None
         # parameters wait for the next forward pass (optimizer.overlap_param_gather)
         self._gather_is_due = False
-        self._reached = ReachedAdapters()
+        self._reached = ActiveAdapters()
         self.residency: Residency = Residency(
             lambda: offload.parts_of(self.model, self.optimizer, borrowed),
             finish=self.finish_param_sync,
@@ -187,7 +187,7 @@ class MegatronModelManager:
             pieces, _ = pieces_of(self.chunks, self.bound)
         # of what is learnt: which of equal holders this process is
         self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
-        self.learnt: Sequence[Bound] = self.bound
+        self.trained: Sequence[Bound] = self.bound
         self.head: list[Bound] = []  # of a value model with adapters: it learns whole beside them
         self.adapters: Adapters | None = None
         self._packed: list[PackedWeight] = []
@@ -209,39 +209,39 @@ class MegatronModelManager:
         return self if alike and cfg.model.lora.rank and self.adapters is not None else None
 
     @cached_property
-    def _processor(self) -> PictureProcessor:
-        return PictureProcessor(self.cfg.model.path)
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self.cfg.model.path)
 
     @cached_property
-    def _ear(self) -> AudioProcessor:
+    def _audio_processor(self) -> AudioProcessor:
         return AudioProcessor(self.cfg.model.path)
 
-    def pixels(self, picture: PlacedPicture) -> Tensor:
-        """Returns the patches [P, C] of a picture or video, as the vision tower is fed them.
+    def pixels(self, image: PlacedImage) -> Tensor:
+        """Returns the patches [P, C] of an image or video, as the vision tower is fed them.
 
         Raises DataError where it can't be read any more, or has changed.
         """
-        return self._processor.pixels(picture)
+        return self._processor.pixels(image)
 
     def frames(self, waveform: PlacedWaveform) -> Tensor:
         """Returns the frames [M, T] of a waveform, as the tower that hears is fed them.
 
         Raises DataError where it can't be read any more, or has changed.
         """
-        return self._ear.frames(waveform.source, waveform.digest)
+        return self._audio_processor.frames(waveform.source, waveform.digest)
 
-    def read_ahead(self, batches: Iterable[RowPictures | None]) -> None:
-        """Begins to read the pictures of micro-batches that come next, where this process feeds
+    def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
+        """Begins to read the images of micro-batches that come next, where this process feeds
         them.
         """
         sees = isinstance(self.description.tower, VisionTower)
         if sees and any(chunk.pre_process for chunk in self.chunks):
-            held = [pictures_of(batch.distinct.values()) for batch in batches if batch is not None]
-            self._processor.read_ahead(picture for batch in held for picture in batch)
+            held = [images_of(batch.distinct.values()) for batch in batches if batch is not None]
+            self._processor.read_ahead(image for batch in held for image in batch)
 
     def weights(self) -> list[Tensor]:
         """Returns this process's weights that are learnt, in the order of `learnt`, detached."""
-        return [item.parameter.detach() for item in self.learnt]
+        return [item.parameter.detach() for item in self.trained]
 
     def shards(self) -> list[Shard]:
         """Returns what this process holds of the model, without copies of tensors held elsewhere;
@@ -273,7 +273,7 @@ class MegatronModelManager:
         self.head = [item for item, _ in head]
         for item in self.head:
             item.parameter.requires_grad_()
-        self.learnt = [*self.adapters.bound, *self.head]
+        self.trained = [*self.adapters.bound, *self.head]
         self.replicas = [*self.adapters.replicas, *(pieces for _, pieces in head)]
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")
@@ -446,8 +446,8 @@ class MegatronModelManager:
         return taken, grad_norm if taken else math.nan
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingLearnt, on every process, where no gradient reaches a value model's adapters
-        though its head has one: `ReachedAdapters`.
+        """Raises NothingTrained, on every process, where no gradient reaches a value model's adapters
+        though its head has one: `ActiveAdapters`.
 
         A collective, of value models with adapters, until a gradient was once seen there.
         """

@@ -24,7 +24,7 @@ from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
 from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
-from rftmega.data.media.model_inputs import FedPictures, fed_pictures
+from rftmega.data.media.model_inputs import FedImages, fed_images
 from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
 from rftmega.model_providers.tower import AudioTower
 from rftmega.models.layers.router_replay import FedRoutes
@@ -61,7 +61,7 @@ class MegatronRunner(ModelRunner):
         recorder.count("bubble", self.topology.pipeline - 1)
         recorder.count("ideal", len(batches) * len(self.manager.model))
         if self.manager.description.tower is not None:
-            self.manager.read_ahead(batch.rows.pictures for batch in batches)
+            self.manager.read_ahead(batch.rows.images for batch in batches)
         found = self.manager.run_schedule(self.forward_step, batches, forward_only=forward_only)
         if not forward_only:
             self.manager.refuse_lost_gradient()
@@ -87,7 +87,7 @@ class MegatronRunner(ModelRunner):
             logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
             temperature=batch.temperature,
             max_batch_seqlen=None,  # the plan has a cap of its own
-            pictures=self._pictures(rows, model),
+            images=self._images(rows, model),
             routes=self._routes(batch),
         )
         finish = partial(self._stats if batch.loss_fn is None else self._loss, batch, output)
@@ -108,8 +108,8 @@ class MegatronRunner(ModelRunner):
             given = given.padded(width=width, fill=unknown)
         return FedRoutes(given, batch.chosen)
 
-    def _pictures(self, rows: Rows, model: Any) -> FedPictures | FedWaveforms | None:
-        """Returns what the pictures or waveforms of the rows feed the chunk with; None for a model
+    def _images(self, rows: Rows, model: Any) -> FedImages | FedWaveforms | None:
+        """Returns what the images or waveforms of the rows feed the chunk with; None for a model
         without a tower.
         """
         tower = self.manager.description.tower
@@ -119,9 +119,9 @@ class MegatronRunner(ModelRunner):
         feeds = unwrap(model).pre_process
         if isinstance(tower, AudioTower):
             frames = self.manager.frames if feeds else None
-            return fed_waveforms(rows.pictures, size, width - 1, load=frames)
+            return fed_waveforms(rows.images, size, width - 1, load=frames)
         load = self.manager.pixels if feeds else None
-        return fed_pictures(rows.pictures, size, width - 1, merge=tower.merge, load=load)
+        return fed_images(rows.images, size, width - 1, merge=tower.merge, load=load)
 
     def _stats(
         self, batch: MicroBatch, output: Any, shown: Any = None, non_loss_data: bool = True
@@ -132,7 +132,7 @@ class MegatronRunner(ModelRunner):
         """Returns Megatron's three: local sum with its graph, integer count, and what is
         collected.
         """
-        total, count, collected = self.learnt(self._stats(batch, output), batch)
+        total, count, collected = self.trained(self._stats(batch, output), batch)
         # Context-parallel processes all have the whole rows, and their gradients add up: one of
         # them counts.
         counted = count if self.topology.context_rank == 0 else torch.zeros_like(count)

@@ -29,7 +29,7 @@ def model_tensors(
     """Yields weights and, where one is kept, their average; of a model with adapters theirs alone,
     since nothing else ever changes.
     """
-    for number, item in enumerate(manager.learnt):
+    for number, item in enumerate(manager.trained):
         weights = manager.residency.host(item.parameter.detach())
         for name, shape, part, written in _parts(manager, number):
             yield _held(WEIGHTS, name, shape, part, weights, written)
@@ -52,7 +52,7 @@ def _parts(
     """Yields (HF name, shape of the HF tensor, what of it is here, whether this process writes it)
     of a bound tensor. `sharded`: data-parallel processes hold different ranges of it.
     """
-    item = manager.learnt[number]
+    item = manager.trained[number]
     # stages, tensor- and data-parallel processes with the same tensor
     replicas = [replica[:2] if sharded else replica for replica in manager.replicas[number]]
     written = not any(any(replica) for replica in replicas)
@@ -69,7 +69,7 @@ def optimizer_tensors(
     there are any yet: in float32, however they are kept. `moments` keeps those that are copies.
     """
     moments = moments or MomentValues(manager.residency)
-    numbers = {id(item.parameter): number for number, item in enumerate(manager.learnt)}
+    numbers = {id(item.parameter): number for number, item in enumerate(manager.trained)}
     for inner in inner_optimizers(manager.optimizer):
         for parameter, main, begin in _owned(inner):
             state = inner.optimizer.state.get(main, {})

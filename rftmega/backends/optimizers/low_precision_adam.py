@@ -14,8 +14,8 @@ AT_ONCE = 1 << 16  # blocks that are looked at together: each number takes 20 by
 LEAST_SCALE = 1e-12  # torchao's, of a block of zeros
 
 
-class NarrowAdam(AdamW8bit):
-    """NarrowAdam is AdamW with moments of 8 bits, a scale a block of 256."""
+class LowPrecisionAdam(AdamW8bit):
+    """LowPrecisionAdam is AdamW with moments of 8 bits, a scale a block of 256."""
 
     def __init__(self, groups: list[dict[str, Any]]):
         """Takes the groups of another optimizer, which stay the same objects."""
@@ -52,14 +52,14 @@ class NarrowAdam(AdamW8bit):
         return found
 
 
-class SixteenBitAdam(NarrowAdam):
+class SixteenBitAdam(LowPrecisionAdam):
     """SixteenBitAdam has moments in bfloat16."""
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         return torch.zeros_like(p, dtype=torch.bfloat16)  # whatever a layout makes of the size
 
 
-ADAMS = {"bfloat16": SixteenBitAdam, "8bit": NarrowAdam}
+ADAMS = {"bfloat16": SixteenBitAdam, "8bit": LowPrecisionAdam}
 
 
 @torch.no_grad()

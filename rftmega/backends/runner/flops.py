@@ -71,7 +71,7 @@ def _attention(model: ModelDescription, tokens: int) -> int:
 
 
 def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> int:
-    """Counts one forward pass of the vision tower over pictures of so many patches along time,
+    """Counts one forward pass of the vision tower over images of so many patches along time,
     height and width.
 
     Attention is within windows, but for `full_layers`; of a window at the edge what is there is
@@ -94,7 +94,7 @@ def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> in
 
 
 def _windowed(tower: VisionTower, height: int, width: int) -> int:
-    """Returns pairs of patches that attend to each other within the windows of one picture."""
+    """Returns pairs of patches that attend to each other within the windows of one image."""
     if not tower.window:
         return (height * width) ** 2
     side = tower.window // tower.patch_size

@@ -4,18 +4,18 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rftmega.core.errors import NothingLearnt
+from rftmega.core.errors import NothingTrained
 from rftmega.runtime.parallel.collectives import all_reduce
 
 
-class ReachedAdapters:
-    """ReachedAdapters remembers whether a gradient was once seen in a value model's adapters."""
+class ActiveAdapters:
+    """ActiveAdapters remembers whether a gradient was once seen in a value model's adapters."""
 
     def __init__(self) -> None:
         self.seen = False
 
     def refuse_lost(self, adapters: Iterable[Tensor], head: Iterable[Tensor]) -> None:
-        """Raises NothingLearnt, on every process, where the gradient of a value `head`, whose weight
+        """Raises NothingTrained, on every process, where the gradient of a value `head`, whose weight
         is not 0, is there and none reaches the `adapters`. The norm of all gradients would hide it.
 
         A collective. The gradients are this process's.
@@ -23,7 +23,7 @@ class ReachedAdapters:
         reached, pulls = _anywhere(adapters), _anywhere(head)
         self.seen = bool(reached)
         if pulls and not self.seen:
-            raise NothingLearnt(
+            raise NothingTrained(
                 "The gradient of a value model's adapters is exactly 0, though its head has one: the run would learn nothing but "
                 "the head. Something between them is cut off, as recomputation behind a frozen layer does; this is a bug of "
                 "rftmega's, or of a plugin's. parallel.recompute=none may avoid it."

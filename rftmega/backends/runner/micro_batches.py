@@ -29,7 +29,7 @@ def plan_micro_batches(
 
     Every rank gets the same number of micro-batches; some may be empty.
 
-    A row of n tokens and p `patches` of pictures costs n + attention_weight * n^2 + patch_weight *
+    A row of n tokens and p `patches` of images costs n + attention_weight * n^2 + patch_weight *
     p (the share of attention in a layer's work grows with the row). Ranks get equal cost by
     Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens,
     `attention_cap` squared tokens and `patch_cap` patches. Their number is a multiple of

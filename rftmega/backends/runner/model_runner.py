@@ -18,9 +18,9 @@ from rftmega.backends.runner.flops import BACKWARD, OF_FROZEN, ear_flops, forwar
 from rftmega.backends.runner.micro_batches import plan_micro_batches
 from rftmega.config import RunConfig
 from rftmega.core import expert_routes
-from rftmega.core.errors import NothingLearnt
+from rftmega.core.errors import NothingTrained
 from rftmega.core.expert_routes import ChosenExperts
-from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import (
     COUNT,
@@ -213,7 +213,7 @@ class ModelRunner:
 
         Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite
         gradients is skipped on all processes alike, and so is one whose losses count nothing: its
-        gradient is 0, and weight decay alone would move the weights. Raises NothingLearnt where a loss that has a
+        gradient is 0, and weight decay alone would move the weights. Raises NothingTrained where a loss that has a
         gradient gives the adapters none.
         """
         before = {name: recorder.counted(name) for name in COUNTED}
@@ -262,7 +262,7 @@ class ModelRunner:
             for part, seen in zip(parts, bare, strict=True)
         ]
 
-    def learnt(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+    def trained(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         """Returns the local sum of a micro-batch's loss with its graph, its integer count, and what
         is collected: sums and statistics.
         """
@@ -280,7 +280,7 @@ class ModelRunner:
         return batch.loss_fn(stats, experience)
 
     def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
-        """Raises NothingLearnt, on every process, where the loss pulls at a log-prob though no
+        """Raises NothingTrained, on every process, where the loss pulls at a log-prob though no
         parameter has a gradient. Without a pull (a batch whose advantages are all 0) it is a step
         like any other.
         """
@@ -294,7 +294,7 @@ class ModelRunner:
             pulled += sum(int(pull.count_nonzero()) for pull in pulls)
         number = int(self.ranks.sum_of_speakers(pulled))
         if number:
-            raise NothingLearnt(
+            raise NothingTrained(
                 f"The gradient of this step is exactly 0, though its loss pulls at {number} values: no gradient reaches the "
                 "adapters, and the run would learn nothing. Something between them and the loss is cut off, as recomputation "
                 "behind a frozen layer does; this is a bug of rftmega's, or of a plugin's. parallel.recompute=none may avoid it."
@@ -306,7 +306,7 @@ class ModelRunner:
         """Returns this process's rows of each; what they cost, over all processes, is counted as so
         many `passes` forward.
         """
-        lengths, pictures = batch.lengths, batch.pictures
+        lengths, images = batch.lengths, batch.images
         plan = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.ranks.data,
@@ -316,7 +316,7 @@ class ModelRunner:
             multiple_of=self.multiple_of,
             at_least=self.at_least,
             group_size=group_size,
-            patches=None if pictures is None else pictures.patches,
+            patches=None if images is None else images.patches,
             patch_cap=self.cfg.trainer.max_patches_per_micro_batch or None,
             patch_weight=self.cfg.trainer.patch_weight,
         )
@@ -324,8 +324,8 @@ class ModelRunner:
             [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
             passes,
         )
-        if pictures is not None:
-            self._count_pictures([pictures.select(rows) for own in plan for rows in own], passes)
+        if images is not None:
+            self._count_images([images.select(rows) for own in plan for rows in own], passes)
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
@@ -338,17 +338,17 @@ class ModelRunner:
             passes * forward_flops(self.stepped.description, rows, value_head=self.gives_values),
         )
 
-    def _count_pictures(self, fed: Sequence[RowPictures], passes: int) -> None:
-        """Counts the tower's part of a pass. `fed`: the pictures of each micro-batch, in which a
-        picture of several rows is one.
+    def _count_images(self, fed: Sequence[RowImages], passes: int) -> None:
+        """Counts the tower's part of a pass. `fed`: the images of each micro-batch, in which a
+        image of several rows is one.
         """
         tower = self.stepped.description.tower
-        assert tower is not None, "a model without a tower has no pictures"
+        assert tower is not None, "a model without a tower has no images"
         media = [each for batch in fed for each in batch.distinct.values()]
         if isinstance(tower, AudioTower):
             flops = len(media) * ear_flops(tower, self.stepped.description.hidden)
         else:
-            grids = [each.grid for each in media if isinstance(each, PlacedPicture)]
+            grids = [each.grid for each in media if isinstance(each, PlacedImage)]
             flops = tower_flops(tower, grids)
         learns = not self.cfg.model.freeze_vision
         recorder.count("flops", (passes if learns else 1) * flops)

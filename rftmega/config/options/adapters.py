@@ -20,7 +20,7 @@ OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 # what turns words into vectors, and these into logits: have an adapter where they are named alone
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 MEGATRON_EMBEDDING, MEGATRON_HEAD = "word_embeddings", "output_layer"
-OF_WORDS = (EMBEDDING, HEAD, MEGATRON_EMBEDDING, MEGATRON_HEAD)
+OF_VOCABULARY = (EMBEDDING, HEAD, MEGATRON_EMBEDDING, MEGATRON_HEAD)
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 # with one scale, of base_on_host=int8: shards of a row have the scales of the whole one where they
@@ -95,7 +95,7 @@ class LoRA:
 
 def experts_targeted(targets: Sequence[str]) -> bool:
     """Returns whether `targets` name layers that experts have; an empty one names all layers."""
-    return not targets or not set(targets) <= {*OF_ATTENTION, *OF_WORDS}
+    return not targets or not set(targets) <= {*OF_ATTENTION, *OF_VOCABULARY}
 
 
 def scaling_of(rank: int, alpha: float, *, rslora: bool) -> float:

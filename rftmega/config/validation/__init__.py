@@ -13,9 +13,7 @@ from rftmega.config.validation.checkpoint import checkpoints
 from rftmega.config.validation.data import files, training_data
 from rftmega.config.validation.environment import environment
 from rftmega.config.validation.faults import faults
-from rftmega.config.validation.fleet import fleet
 from rftmega.config.validation.layout import critic, engine, layout, overlap
-from rftmega.config.validation.learnt_order import learnt_order
 from rftmega.config.validation.logging import logging_options
 from rftmega.config.validation.optimizer import optimizer
 from rftmega.config.validation.paths import has_nul, paths
@@ -23,6 +21,8 @@ from rftmega.config.validation.quantization import quantization
 from rftmega.config.validation.ranges import choices_and_ranges
 from rftmega.config.validation.reward import reward_parts
 from rftmega.config.validation.router_replay import router_replay
+from rftmega.config.validation.server_group import server_group
+from rftmega.config.validation.trained_order import trained_order
 from rftmega.config.validation.trainer import evaluation, exports, held_out_prompts, step_rows
 from rftmega.config.validation.vision import vision
 from rftmega.config.validation.without_rollouts import unread_without_rollouts
@@ -57,7 +57,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + evaluation(config)
                 + environment(config)
                 + asynchronous(config)
-                + fleet(config)
+                + server_group(config)
                 + router_replay(config)
                 + quantization(config)
             )
@@ -68,5 +68,5 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
         numbers += adapters(config)
     found = unknown + numbers + paths(config)
     if data:
-        found += training_data(config) + files(config) + learnt_order(config)
+        found += training_data(config) + files(config) + trained_order(config)
     return [without_credentials(reason) for reason in found]

@@ -9,7 +9,7 @@ from rftmega.config.options.adapters import (
     HF_TARGETS,
     MEGATRON_HEAD,
     MEGATRON_TARGETS,
-    OF_WORDS,
+    OF_VOCABULARY,
     RANKS,
     LoRA,
 )
@@ -96,12 +96,12 @@ def _of_engine(config: RunConfig) -> list[str]:
 
 def _targets(config: RunConfig) -> list[str]:
     lora = config.model.lora
-    of_words = [name for name in lora.targets if name in OF_WORDS]
+    of_vocabulary = [name for name in lora.targets if name in OF_VOCABULARY]
     found = []
     of_megatron = () if config.backend == "fsdp" else MEGATRON_TARGETS
     known = (*HF_TARGETS, *of_megatron, EMBEDDING, HEAD)
-    taken = known if config.backend == "fsdp" else (*known, *OF_WORDS)
-    heads = [name for name in of_words if name in (HEAD, MEGATRON_HEAD)]
+    taken = known if config.backend == "fsdp" else (*known, *OF_VOCABULARY)
+    heads = [name for name in of_vocabulary if name in (HEAD, MEGATRON_HEAD)]
     if heads and config.algorithm.task == "reward_model":
         found.append(
             f"model.lora.targets: {', '.join(heads)}: a reward model has no output head; its value head learns whole. "

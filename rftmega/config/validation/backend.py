@@ -20,7 +20,7 @@ def backend(config: RunConfig, world_size: int) -> list[str]:
             found += _fsdp(config, section, world_size)
         else:
             found += _megatron(config, section)
-            found += _eight_bits(config, section)
+            found += _fp8(config, section)
     if config.backend == "fsdp":
         found += _models(config)
     return list(dict.fromkeys(found))
@@ -33,7 +33,7 @@ def _megatron(config: RunConfig, section: str) -> list[str]:
     ]
 
 
-def _eight_bits(config: RunConfig, section: str) -> list[str]:
+def _fp8(config: RunConfig, section: str) -> list[str]:
     """Lists what Transformer Engine's products of 8 bits do not go with."""
     if config.model.fp8 == "none":
         return []

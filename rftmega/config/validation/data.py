@@ -11,7 +11,7 @@ from rftmega.core.json_files import read_weight_map
 
 READ_FROM = {  # which of data's keys are read, by algorithm.task
     "rl": ("label_key", "kind_key", "trailing_assistant", "columns"),
-    "sft": ("response_key", "learnt_turns", "tools_key"),
+    "sft": ("response_key", "trained_turns", "tools_key"),
     "reward_model": ("chosen_key", "rejected_key", "trailing_assistant", "tools_key"),
 }
 

@@ -2,7 +2,7 @@
 
 from rftmega.config.schema import FaultsConfig, RolloutConfig, RunConfig
 
-TAKEN = (1, 2, 86)  # a fault, a refusal, the watchdog's end: see docs/operations.md
+TAKEN = (1, 2, 86)  # a fault, a refusal, the watchdog's end: see docs/fault_tolerance.md
 
 
 def faults(config: RunConfig) -> list[str]:

@@ -227,7 +227,7 @@ def _beside_labels(config: RunConfig) -> list[str]:
             f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} with reward.model: the engine gives its memory to the "
             "reward model and could not go on. Set it to 0."
         )
-    scored = reward.in_every_answer() - (set() if config.data.label_key else {"exact_match"})
+    scored = reward.in_every_completion() - (set() if config.data.label_key else {"exact_match"})
     everywhere = ["majority"] if reward.majority else sorted(scored)
     if sampled.metric and sampled.metric not in everywhere:
         found.append(

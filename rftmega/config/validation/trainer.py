@@ -173,7 +173,7 @@ def evaluation(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."
         )
-    elif trainer.eval_accuracy not in config.reward.in_every_answer():
+    elif trainer.eval_accuracy not in config.reward.in_every_completion():
         found.append(
             f"trainer.eval_accuracy={trainer.eval_accuracy} needs a weight of that part, for every kind of prompt: it is not "
             "computed otherwise."

@@ -1,4 +1,4 @@
-"""Checks of options about pictures and waveforms, against a model that sees, hears, or does neither."""
+"""Checks of options about images and waveforms, against a model that sees, hears, or does neither."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +26,8 @@ TOWERS: Options = {
     "model": (ModelConfig, ("freeze_vision",)),
     "optimizer": TOWER_RATE,
     "critic.optimizer": TOWER_RATE,
-    "rollout": (RolloutConfig, ("max_pictures", "max_videos")),
-    "data": (DataConfig, ("pictures_folder", "picture_hosts", "video_fps", "video_frames")),
+    "rollout": (RolloutConfig, ("max_images", "max_videos")),
+    "data": (DataConfig, ("media_folder", "media_hosts", "video_fps", "video_frames")),
     "trainer": (TrainerConfig, ("max_patches_per_micro_batch", "patch_weight")),
 }
 
@@ -38,17 +38,17 @@ def vision(config: RunConfig) -> list[str]:
         fields = read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):
         return []
-    ear = fields.get("audio_config")
-    if isinstance(ear, dict):
-        positions = ear.get("max_source_positions", 1500)
-        return _with_ear(config, positions if isinstance(positions, int) else 1500)
+    audio_processor = fields.get("audio_config")
+    if isinstance(audio_processor, dict):
+        positions = audio_processor.get("max_source_positions", 1500)
+        return _with_audio_processor(config, positions if isinstance(positions, int) else 1500)
     tower = fields.get("vision_config")
     if not isinstance(tower, dict):
         return _without(config, TOWERS, "a model with a tower that sees or hears")
-    if config.rollout.addresses or config.rollout.roster:
+    if config.rollout.addresses or config.rollout.server_list:
         return [
-            "rollout.addresses and rollout.roster: pictures reach servers of this host alone so far. Leave both out, or take a "
-            "model without a tower."
+            "rollout.addresses and rollout.server_list: images reach servers of this host alone so far. Leave both out, "
+            "or take a model without a tower."
         ]
     merge = tower.get("spatial_merge_size", 2)
     return _with_tower(config, merge if isinstance(merge, int) else 2)
@@ -70,13 +70,13 @@ def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
     return found
 
 
-def _with_ear(config: RunConfig, positions: int) -> list[str]:
+def _with_audio_processor(config: RunConfig, positions: int) -> list[str]:
     """`positions`: what a waveform fills in the tower."""
     found = _without(config, VIDEOS, "a model that sees")
     found += _of_tower(config)
-    if config.strategy == "separate" and config.rollout.max_pictures:
+    if config.strategy == "separate" and config.rollout.max_images:
         found.append(
-            "strategy=separate: servers are asked without waveforms so far. Set rollout.max_pictures=0 for prompts of words "
+            "strategy=separate: servers are asked without waveforms so far. Set rollout.max_images=0 for prompts of words "
             "alone, or strategy=colocated."
         )
     if config.rollout.engine == "vllm" and positions != VLLM_POSITIONS:
@@ -84,11 +84,11 @@ def _with_ear(config: RunConfig, positions: int) -> list[str]:
             f"rollout.engine=vllm: vLLM takes windows of {VLLM_POSITIONS} positions (30 s), and the model's "
             f"max_source_positions is {positions}. Set rollout.engine=transformers."
         )
-    most = config.rollout.max_pictures * positions
+    most = config.rollout.max_images * positions
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
         found.append(
-            f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_pictures="
-            f"{config.rollout.max_pictures} waveforms, {positions} positions each. Raise it, lower rollout.max_pictures, or set "
+            f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_images="
+            f"{config.rollout.max_images} waveforms, {positions} positions each. Raise it, lower rollout.max_images, or set "
             "it to 0."
         )
     return found

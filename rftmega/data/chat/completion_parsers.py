@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SampledAnswer:
-    """SampledAnswer is what the model wrote behind a context, without the token that ended it."""
+class SampledCompletion:
+    """SampledCompletion is what the model wrote behind a context, without the token that ended it."""
 
     context: Sequence[int]
     token_ids: Sequence[int]
@@ -61,7 +61,7 @@ class Parsed:
     text: str  # all of it, special tokens by their names
 
 
-Parser = Callable[[ChatTokenizer, SampledAnswer], Parsed]
+Parser = Callable[[ChatTokenizer, SampledCompletion], Parsed]
 
 
 def call_of(fields: Any, text: str) -> Call:
@@ -131,10 +131,10 @@ def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tup
     return inside.strip("\n"), behind.lstrip("\n")
 
 
-def hermes(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+def hermes(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
-    text = text_of(tokenizer, answer.token_ids)
-    reasoning, behind = _thought(tokenizer, answer.context, text)
+    text = text_of(tokenizer, completion.token_ids)
+    reasoning, behind = _thought(tokenizer, completion.context, text)
     found = list(HERMES.finditer(behind))
     calls = []
     for match in found:
@@ -148,9 +148,9 @@ def hermes(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     return Parsed(content, reasoning, tuple(calls), spoken, text)
 
 
-def mistral(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+def mistral(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]name[ARGS]{...}`."""
-    text = text_of(tokenizer, answer.token_ids)
+    text = text_of(tokenizer, completion.token_ids)
     content, *written = text.split(MISTRAL)
     calls: list[Call] = []
     for each in written:
@@ -164,9 +164,9 @@ def mistral(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     return Parsed(content, "", tuple(calls), content, text)
 
 
-def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+def llama(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Reads an answer that is nothing but `{"name": ..., "parameters": {...}}`, of Llama 3."""
-    text = text_of(tokenizer, answer.token_ids)
+    text = text_of(tokenizer, completion.token_ids)
     written = text.strip().removeprefix("<|python_tag|>")
     fields = _json(written)
     if isinstance(fields, dict) and "name" in fields:
@@ -176,13 +176,13 @@ def llama(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     return Parsed(text, "", (), text, text)
 
 
-def deepseek(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+def deepseek(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Reads the calls of DeepSeek: the name, a line feed, and the arguments in a fence.
 
     The library's own pattern takes time that grows with the cube of a run of spaces.
     """
-    text = text_of(tokenizer, answer.token_ids)
-    reasoning, behind = _thought(tokenizer, answer.context, text)
+    text = text_of(tokenizer, completion.token_ids)
+    reasoning, behind = _thought(tokenizer, completion.context, text)
     content, begun, section = behind.partition(CALLS_BEGIN)
     written = section.partition(CALLS_END)[0].split(CALL_BEGIN)[1:]
     if not begun or not written:
@@ -204,7 +204,7 @@ def _deepseek_call(written: str) -> Call:
     return Call(name.strip(), object_of(rest or "{}") if readable else None, body)
 
 
-def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Reads the channels of gpt-oss."""
     from renderers.parsing import parse_gpt_oss
 
@@ -212,13 +212,13 @@ def harmony(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
     start = ids["start_id"]
     # the answer begins within a message whose head ends the context
     head = [start, *tokenizer.encode_reply("assistant")]
-    end = [ids["call_id"]] if answer.ended else []
+    end = [ids["call_id"]] if completion.ended else []
     try:
-        response = parse_gpt_oss(tokenizer.inner, [*head, *answer.token_ids, *end], **ids)
+        response = parse_gpt_oss(tokenizer.inner, [*head, *completion.token_ids, *end], **ids)
     except Exception as error:  # the library's, whatever the model wrote
         log.debug("an answer could not be taken apart", exc_info=error)
-        return _unread_channels(text_of(tokenizer, answer.token_ids))
-    return parsed_of(tokenizer, answer.token_ids, response)
+        return _unread_channels(text_of(tokenizer, completion.token_ids))
+    return parsed_of(tokenizer, completion.token_ids, response)
 
 
 def _unread_channels(text: str) -> Parsed:
@@ -232,18 +232,18 @@ def _unread_channels(text: str) -> Parsed:
 def by_library(name: str) -> Parser:
     """Returns a parser of the renderers library that reads tokens."""
 
-    def parser(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+    def parser(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
         from renderers.base import ParsedResponse
         from renderers.parsers import get_tool_parser
 
-        ids, closing = list(answer.token_ids), token_id(tokenizer, UNTHINK)
+        ids, closing = list(completion.token_ids), token_id(tokenizer, UNTHINK)
         behind = ids.index(closing) + 1 if closing in ids else 0
         reasoning = text_of(tokenizer, ids[: max(0, behind - 1)]).strip().removeprefix(THINK)
         try:
             content, calls = get_tool_parser(name, tokenizer.inner).extract(ids[behind:])
         except Exception as error:  # the library's, whatever the model wrote
             log.debug("an answer could not be taken apart", exc_info=error)
-            return unread(tokenizer, answer)
+            return unread(tokenizer, completion)
         said = text_of(tokenizer, content).strip("\n")
         response = ParsedResponse(said, reasoning.strip("\n"), calls)
         return parsed_of(tokenizer, ids, response)
@@ -251,10 +251,10 @@ def by_library(name: str) -> Parser:
     return parser
 
 
-def unread(tokenizer: ChatTokenizer, answer: SampledAnswer) -> Parsed:
+def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Returns an answer at which a parser failed: behind its thinking, a call that can't be read."""
-    text = text_of(tokenizer, answer.token_ids)
-    reasoning, behind = _thought(tokenizer, answer.context, text)
+    text = text_of(tokenizer, completion.token_ids)
+    reasoning, behind = _thought(tokenizer, completion.context, text)
     spoken = text[: len(text) - len(behind)]
     return Parsed("", reasoning, (Call("", None, behind),), spoken, text)
 

@@ -55,14 +55,14 @@ class Conversation:
         tools: Specs = (),
         *,
         messages: Messages,
-        pictures: bool = False,
+        images: bool = False,
     ):
         """Begins with `task_ids`, which the chat template makes of `messages` and `tools`: messages
         in which control tokens are hidden that are not meant.
         """
         self.renderer, self.tools = renderer, list(tools)
         self.messages = list(messages)
-        self._pictures = pictures
+        self._images = images
         self.turns = 0
         self.control_tokens = 0  # whose names the environment said; they stayed text
         self._calls = 0
@@ -84,9 +84,9 @@ class Conversation:
         Raises DataError for a task whose tokens are not what the chat template makes of them;
         `checked` says that they are known to be.
         """
-        messages, pictures = renderer.tokenizer.recorded(messages_of(task)), bool(task.pictures)
-        found = cls(task.token_ids, renderer, tools, messages=messages, pictures=pictures)
-        known = checked or pictures
+        messages, images = renderer.tokenizer.recorded(messages_of(task)), bool(task.images)
+        found = cls(task.token_ids, renderer, tools, messages=messages, images=images)
+        known = checked or images
         if not known and renderer.render(messages, tools) != found.context:
             raise DataError(
                 f"prompt {task.index} is not what the chat template makes of its messages and the tools. Set "
@@ -110,10 +110,10 @@ class Conversation:
         self._asked, self._context = self._context, (*self._context, *ids)
         self._calls += len(reply.calls)
         self.turns += 1
-        self._add_answer(self.renderer.message(reply))
+        self._add_completion(self.renderer.message(reply))
         return reply
 
-    def _add_answer(self, message: dict[str, Any]) -> None:
+    def _add_completion(self, message: dict[str, Any]) -> None:
         """Adds an answer, which goes on with the text that the task ends with where that is the
         assistant's.
         """
@@ -131,15 +131,15 @@ class Conversation:
         stay text.
 
         Raises DataError, and changes nothing, where the conversation would have to be rendered anew
-        and can't be: the template refuses it, or it has pictures.
+        and can't be: the template refuses it, or it has images.
         """
         if self._asked is None:
             raise ValueError("a reply comes behind an answer")
         named = len(self.renderer.tokenizer.control.found(messages, words=True))
         messages = self.renderer.tokenizer.control.hidden(messages, words=True)
-        answer = self._context[len(self._asked) :]
+        completion = self._context[len(self._asked) :]
         bridge = self.renderer.bridge(
-            self._asked, answer, messages, self.tools, history=self.messages
+            self._asked, completion, messages, self.tools, history=self.messages
         )
         if bridge is None:
             self._begin_anew(messages)
@@ -167,9 +167,9 @@ class Conversation:
 
     def _begin_anew(self, messages: Messages) -> None:
         """Begins another trajectory, whose context is the whole conversation with `messages`."""
-        if self._pictures:
+        if self._images:
             raise DataError(
-                "the chat template rewrites what stands before, and a conversation with pictures can't be rendered anew: take "
+                "the chat template rewrites what stands before, and a conversation with images can't be rendered anew: take "
                 "a template that keeps it, or end the rollout at the first answer."
             )
         self._context = self.renderer.render([*self.messages, *messages], self.tools)

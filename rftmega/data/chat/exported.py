@@ -26,7 +26,7 @@ class _Talk:
 
     messages: Messages
     context: tuple[int, ...]  # all tokens before the last answer
-    answer: tuple[int, ...] = ()
+    completion: tuple[int, ...] = ()
     calls: tuple[ToolCall, ...] = ()  # of the last answer
     called: int = 0  # calls of all answers
     rewards: dict[int, float] = field(default_factory=dict)  # of the row's answers, by message
@@ -76,7 +76,7 @@ class MessageExporter:
                 given.append(turn)
                 continue
             self._reply(talk, row, given, range(said, turn.start))
-            self._answer(talk, ids[turn.start : turn.stop], turn.reward)
+            self._completion(talk, ids[turn.start : turn.stop], turn.reward)
             said, given = turn.stop, []
         self._reply(talk, row, given, range(said, len(ids)))
         self._last = (rollout, talk)
@@ -101,14 +101,14 @@ class MessageExporter:
         text = row["prompt"].removeprefix(self.tokenizer.inner.bos_token or "")
         known = row.get("messages", [])
         plain = len(known) == 1 and known[0].get("content") == text
-        if known and (plain or row.get("pictures")):  # of a picture the prompt has a placeholder
+        if known and (plain or row.get("images")):  # of an image the prompt has a placeholder
             return list(known)
         return [USER | {"content": text}]
 
-    def _answer(self, talk: _Talk, ids: Sequence[int], reward: float) -> None:
+    def _completion(self, talk: _Talk, ids: Sequence[int], reward: float) -> None:
         """Adds what the policy said."""
         talk.rewards[len(talk.messages)] = reward
-        talk.answer = tuple(ids)
+        talk.completion = tuple(ids)
         if self.renderer is None:
             text = self.tokenizer.inner.decode(list(ids), skip_special_tokens=True)
             talk.messages.append({"role": "assistant", "content": text})
@@ -125,8 +125,8 @@ class MessageExporter:
             talk.messages += self._told(talk, row, turns, between)
         elif between:
             talk.messages += self._untold(talk, row, place)
-        talk.context = (*talk.context, *talk.answer, *between)
-        talk.answer = ()
+        talk.context = (*talk.context, *talk.completion, *between)
+        talk.completion = ()
 
     def _told(
         self, talk: _Talk, row: Row, turns: Sequence[Turn], between: tuple[int, ...]
@@ -160,7 +160,7 @@ class MessageExporter:
             messages, words=True
         )  # as the run said them
         bridge = self.renderer.bridge(
-            talk.context, talk.answer, hidden, self.tools, history=talk.messages
+            talk.context, talk.completion, hidden, self.tools, history=talk.messages
         )
         return bridge.token_ids if bridge else None
 

@@ -14,7 +14,7 @@ from rftmega.core.types import Turn
 from rftmega.data.chat.completion_parsers import (
     Parsed,
     Parser,
-    SampledAnswer,
+    SampledCompletion,
     deepseek,
     llama,
     parsed_of,
@@ -109,21 +109,27 @@ class LibraryRenderer:
     inner: Any
 
     def parse(
-        self, tokenizer: ChatTokenizer, answer: SampledAnswer, end: Sequence[int], tools: Specs
+        self,
+        tokenizer: ChatTokenizer,
+        completion: SampledCompletion,
+        end: Sequence[int],
+        tools: Specs,
     ) -> Parsed | None:
         """Takes an answer apart; `end`: the token that ended it, or none. None: the library fails."""
         if parser := READ_HERE.get(self.name):
-            return parser(tokenizer, answer)
-        if too_deep(text_of(tokenizer, answer.token_ids)):
+            return parser(tokenizer, completion)
+        if too_deep(text_of(tokenizer, completion.token_ids)):
             return None
-        ids = [*answer.token_ids, *end]
+        ids = [*completion.token_ids, *end]
         specs = [dict(each) for each in tools] or None
         try:
-            response = self.inner.parse_response(ids, tools=specs, prompt_ids=list(answer.context))
+            response = self.inner.parse_response(
+                ids, tools=specs, prompt_ids=list(completion.context)
+            )
         except Exception as error:  # the library's, whatever the model wrote
             logger.debug("the renderer %s can't read an answer", self.name, exc_info=error)
             return None
-        return parsed_of(tokenizer, answer.token_ids, response)
+        return parsed_of(tokenizer, completion.token_ids, response)
 
     def bridge(
         self,
@@ -260,8 +266,8 @@ def _difference(tokenizer: ChatTokenizer, renderer: Any, *, rewritten: bool) -> 
     for messages, tools in HEADS:
         if not _alike(tokenizer, renderer, messages, tools):
             return _named(messages, tools)
-    for before, answer, messages, tools in TURNS:
-        whole = [*before, answer, *messages]
+    for before, completion, messages, tools in TURNS:
+        whole = [*before, completion, *messages]
         if rewritten and not _alike(tokenizer, renderer, whole, tools):
             return _named(whole, tools)
         if not _goes_on(tokenizer, renderer, (before, whole, messages), tools):
@@ -314,6 +320,6 @@ def _goes_on(
     if stop is None:
         return True
     specs = [dict(each) for each in tools] or None
-    answer = second[len(first) : stop + 1]
-    found = renderer.bridge_to_next_turn(first, answer, messages, tools=specs)
+    completion = second[len(first) : stop + 1]
+    found = renderer.bridge_to_next_turn(first, completion, messages, tools=specs)
     return found is None or list(found.token_ids) == second

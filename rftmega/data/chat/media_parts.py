@@ -1,4 +1,4 @@
-"""Finds pictures, videos and waveforms that parts of chat messages hold, and moves them to the
+"""Finds images, videos and waveforms that parts of chat messages hold, and moves them to the
 record's columns, where those of every other record are.
 """
 

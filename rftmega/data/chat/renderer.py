@@ -8,7 +8,7 @@ from rftmega.data.chat.completion_parsers import (
     Call,
     Parsed,
     Parser,
-    SampledAnswer,
+    SampledCompletion,
     parser_for,
     unread,
 )
@@ -83,8 +83,8 @@ class ConversationRenderer:
         """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         size = len(completion_ids) - ended
-        answer = SampledAnswer(prompt_ids, list(completion_ids[:size]), ended)
-        parsed = self._parsed(answer, list(completion_ids[size:]), tools)
+        completion = SampledCompletion(prompt_ids, list(completion_ids[:size]), ended)
+        parsed = self._parsed(completion, list(completion_ids[size:]), tools)
         calls = tuple(_numbered(call, first + at) for at, call in enumerate(parsed.calls))
         return Reply(
             parsed.content,
@@ -96,15 +96,15 @@ class ConversationRenderer:
             parsed.spoken,
         )
 
-    def _parsed(self, answer: SampledAnswer, end: Sequence[int], tools: Specs) -> Parsed:
+    def _parsed(self, completion: SampledCompletion, end: Sequence[int], tools: Specs) -> Parsed:
         """Takes an answer apart; one that the library fails at has a call that can't be read."""
         if not self.library:
-            return self.parser(self.tokenizer, answer)
-        if (parsed := self.library.parse(self.tokenizer, answer, end, tools)) is not None:
+            return self.parser(self.tokenizer, completion)
+        if (parsed := self.library.parse(self.tokenizer, completion, end, tools)) is not None:
             return parsed
-        parsed = self.parser(self.tokenizer, answer)
+        parsed = self.parser(self.tokenizer, completion)
         readable = all(call.arguments is not None for call in parsed.calls)
-        return unread(self.tokenizer, answer) if readable else parsed
+        return unread(self.tokenizer, completion) if readable else parsed
 
     def message(self, reply: Reply) -> dict[str, Any]:
         """Returns an answer as a message, in the fields that the folder's chat template reads."""

@@ -188,12 +188,14 @@ def ends_in_text(messages: Messages) -> bool:
     )
 
 
-def answered(messages: Messages, answer: str | dict[str, Any]) -> Messages:
+def answered(messages: Messages, completion: str | dict[str, Any]) -> Messages:
     """Returns messages with the assistant's answer, text or a message, behind them.
 
     Where they end in text of the assistant's, the answer goes on with that.
     """
-    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    message = (
+        {"role": "assistant", "content": completion} if isinstance(completion, str) else completion
+    )
     if not ends_in_text(messages):
         return [*messages, message]
     first, second = messages[-1]["content"], message["content"]

@@ -36,7 +36,7 @@ class TemplateBridge:
         self._tokenizer = tokenizer
         self.reasoning_key = self._shown_reasoning()
         call = {"name": MARK, "arguments": {}}
-        self.shows_calls = MARK in self._answer_text(tool_calls=[_call(call)])
+        self.shows_calls = MARK in self._completion_text(tool_calls=[_call(call)])
         self.ends = {*tokenizer.stop_ids, *self._further_ends()}
 
     def message(self, reply: Reply) -> dict[str, Any]:
@@ -94,12 +94,12 @@ class TemplateBridge:
 
         `first`: where the first new message's words begin. None where there is no such place.
         """
-        answer = text_of(self._tokenizer, completion_ids)
+        completion = text_of(self._tokenizer, completion_ids)
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         end = text_of(self._tokenizer, completion_ids[-1:]) if ended else ""
-        if whole.startswith(before + answer) and len(before + answer) <= first:
-            return end or answer, len(before + answer)
-        body = answer.removesuffix(end)
+        if whole.startswith(before + completion) and len(before + completion) <= first:
+            return end or completion, len(before + completion)
+        body = completion.removesuffix(end)
         if not end or end in body or not whole.startswith(before):
             return None
         # the template writes the answer otherwise (JSON, line feeds): it must keep all of it
@@ -136,11 +136,11 @@ class TemplateBridge:
         counted = [[len(self._tokenizer.encode_reply(text[:at])) for at in each] for each in places]
         return [(first, min(last, len(ids))) for first, last in counted]
 
-    def _answer_text(self, **fields: Any) -> str:
+    def _completion_text(self, **fields: Any) -> str:
         """Returns the text of a conversation that ends in an answer; "" where it is refused."""
-        answer = {"role": "assistant", "content": "", **fields}
+        completion = {"role": "assistant", "content": "", **fields}
         try:
-            return self._text([USER, answer], (), open_=False)
+            return self._text([USER, completion], (), open_=False)
         except DataError:
             return ""
 
@@ -149,8 +149,8 @@ class TemplateBridge:
         calls = [_call({"name": "f", "arguments": {}})]
         for key in REASONING_KEYS:
             texts = (
-                self._answer_text(content="x", **{key: MARK}),
-                self._answer_text(tool_calls=calls, **{key: MARK}),
+                self._completion_text(content="x", **{key: MARK}),
+                self._completion_text(tool_calls=calls, **{key: MARK}),
             )
             if any(MARK in text for text in texts):
                 return key
@@ -161,7 +161,10 @@ class TemplateBridge:
         list.
         """
         call = {"name": "f", "arguments": {"a": MARK}}
-        texts = [self._answer_text(content=MARK), self._answer_text(tool_calls=[_call(call)])]
+        texts = [
+            self._completion_text(content=MARK),
+            self._completion_text(tool_calls=[_call(call)]),
+        ]
         tail = "".join(text.partition(MARK)[2] for text in texts)
         named = [name for name in ENDS if name in tail]
         found = [token_id(self._tokenizer, name) for name in named]

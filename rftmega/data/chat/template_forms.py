@@ -105,8 +105,8 @@ class TemplateForms:
         return {**call, "function": {**function, "arguments": given}}
 
     def _answered(self, **fields: Any) -> str:
-        answer = {"role": "assistant", "content": "", **fields}
-        return self._rendered([USER, answer]) or ""
+        completion = {"role": "assistant", "content": "", **fields}
+        return self._rendered([USER, completion]) or ""
 
     def _rendered(self, messages: Messages) -> str | None:
         """Returns the text of messages, None where the template refuses them."""

@@ -1,1 +1,1 @@
-"""Pictures: files that are read safely, what a model is fed of them, and where they stand among tokens."""
+"""Images: files that are read safely, what a model is fed of them, and where they stand among tokens."""

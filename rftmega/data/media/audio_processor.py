@@ -105,7 +105,7 @@ class AudioProcessor:
         return frames
 
 
-def ear_of(folder: str | Path) -> AudioProcessor | None:
+def audio_processor_of(folder: str | Path) -> AudioProcessor | None:
     """Returns the processor of a model that hears; None for another, and where there is no model.
 
     Raises CheckpointError where its folder says nothing of waveforms.

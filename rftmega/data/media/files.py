@@ -1,4 +1,4 @@
-"""Reads pictures from files that anybody may have made."""
+"""Reads images from files that anybody may have made."""
 
 import hashlib
 import io
@@ -23,10 +23,10 @@ SIDEWAYS = (5, 6, 7, 8)
 PNG_HEAD = 8  # bytes before its first chunk
 PNG_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may tell how it lies
 
-Picture = Any  # PIL.Image.Image, which is imported where it is needed
+PILImage = Any  # PIL.Image.Image, which is imported where it is needed
 
 
-def content_of(source: str | bytes, digest: str = "", noun: str = "picture") -> bytes:
+def content_of(source: str | bytes, digest: str = "", noun: str = "image") -> bytes:
     """Returns the bytes of a file.
 
     `digest`: of what the file held before; "" where that does not matter. `noun`: what it holds, as
@@ -52,53 +52,53 @@ def digest_of(content: bytes) -> str:
 
 
 def size_of(content: bytes, name: str | None = None) -> tuple[int, int]:
-    """Returns width and height of the upright picture in a file's bytes, without decoding it.
+    """Returns width and height of the upright image in a file's bytes, without decoding it.
 
-    Raises DataError as `read_picture` does, but for what is broken behind the file's head.
+    Raises DataError as `read_image` does, but for what is broken behind the file's head.
     """
-    picture = _opened(content, name or _name(content))
-    width, height = picture.size
+    image = _opened(content, name or _name(content))
+    width, height = image.size
     try:
-        turned = _is_sideways(picture, content)
-    except Exception:  # of damaged EXIF data, which is found where the picture is decoded
+        turned = _is_sideways(image, content)
+    except Exception:  # of damaged EXIF data, which is found where the image is decoded
         turned = False
     return (height, width) if turned else (width, height)
 
 
-def read_picture(source: str | bytes, digest: str = "") -> Picture:
-    """Returns the picture of a file, or of a file's bytes, upright and in RGB.
+def read_image(source: str | bytes, digest: str = "") -> PILImage:
+    """Returns the image of a file, or of a file's bytes, upright and in RGB.
 
     Shades of 16 bits become 8, transparency becomes white. `digest` is as in `content_of`.
 
-    Raises DataError for a file that can't be read whole, has changed, is no picture or an animated
+    Raises DataError for a file that can't be read whole, has changed, is no image or an animated
     one, or is larger than MOST_PIXELS, which is decided before it is decoded.
     """
-    return picture_of(content_of(source, digest), _name(source))
+    return image_of(content_of(source, digest), _name(source))
 
 
-def picture_of(content: bytes, name: str | None = None) -> Picture:
-    """Returns the picture in a file's bytes as `read_picture` does; `name`: as errors tell it."""
+def image_of(content: bytes, name: str | None = None) -> PILImage:
+    """Returns the image in a file's bytes as `read_image` does; `name`: as errors tell it."""
     name = name or _name(content)
-    picture = _opened(content, name)
+    image = _opened(content, name)
     try:
-        picture.load()
-        return _upright_in_rgb(picture, name)
+        image.load()
+        return _upright_in_rgb(image, name)
     except DataError:
         raise
     except Exception as error:  # a broken file makes decoders raise anything
         raise DataError(f"{name} is broken: {error}.") from error
 
 
-def png_of(picture: Picture) -> bytes:
-    """Returns a PNG file's bytes of a picture of PIL's, upright and in RGB.
+def png_of(image: PILImage) -> bytes:
+    """Returns a PNG file's bytes of an image of PIL's, upright and in RGB.
 
     Raises DataError for one that is animated or can't be read.
     """
-    name = "a picture of PIL's"
-    _refuse_frames(picture, name)
+    name = "an image of PIL's"
+    _refuse_frames(image, name)
     file = io.BytesIO()
     try:
-        _upright_in_rgb(picture, name).save(file, format="PNG")
+        _upright_in_rgb(image, name).save(file, format="PNG")
     except DataError:
         raise
     except Exception as error:  # its file may be broken
@@ -115,15 +115,19 @@ def _pillow() -> Any:
     return Image
 
 
-def _name(source: str | bytes, noun: str = "picture") -> str:
-    return f"a {noun} in the data" if isinstance(source, bytes) else source
+def with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def _name(source: str | bytes, noun: str = "image") -> str:
+    return f"{with_article(noun)} in the data" if isinstance(source, bytes) else source
 
 
 def _file(path: str, noun: str) -> bytes:
     try:
         found = Path(path).stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
-            raise DataError(f"{path} is no file. Give a {noun}'s file.")
+            raise DataError(f"{path} is no file. Give {with_article(noun)}'s file.")
         if found.st_size > MOST_BYTES:
             raise DataError(_too_large(path, found.st_size, noun))
         return Path(path).read_bytes()
@@ -132,56 +136,54 @@ def _file(path: str, noun: str) -> bytes:
 
 
 def _too_large(name: str, size: int, noun: str) -> str:
-    return (
-        f"{name} has {size:,} bytes, and a {noun}'s file may have {MOST_BYTES:,}. Make it smaller."
-    )
+    return f"{name} has {size:,} bytes, and {with_article(noun)}'s file may have {MOST_BYTES:,}. Make it smaller."
 
 
-def _opened(content: bytes, name: str) -> Picture:
+def _opened(content: bytes, name: str) -> PILImage:
     from PIL import UnidentifiedImageError
 
-    image = _pillow()
+    pillow = _pillow()
     try:
-        picture = image.open(io.BytesIO(content), formats=FORMATS)
+        image: PILImage = pillow.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
         known = ", ".join(FORMATS)
-        raise DataError(f"{name} is no picture, or of a format other than {known}.") from None
-    except image.DecompressionBombError as error:
+        raise DataError(f"{name} is no image, or of a format other than {known}.") from None
+    except pillow.DecompressionBombError as error:
         raise DataError(f"{name} is too large: {error}.") from error
     except Exception as error:  # a broken file makes decoders raise anything
-        raise DataError(f"{name} can't be read as a picture: {error}.") from error
-    width, height = picture.size
+        raise DataError(f"{name} can't be read as an image: {error}.") from error
+    width, height = image.size
     if not width * height:
-        raise DataError(f"{name} is a picture of {width} x {height} pixels.")
+        raise DataError(f"{name} is an image of {width} x {height} pixels.")
     if width * height > MOST_PIXELS:
         raise DataError(
             f"{name} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded. Make it smaller."
         )
-    _refuse_frames(picture, name)
-    return picture
+    _refuse_frames(image, name)
+    return image
 
 
-def _refuse_frames(picture: Picture, name: str) -> None:
-    if picture.format == "MPO":  # a camera's JPEG, with a preview or a map of lights behind it
+def _refuse_frames(image: PILImage, name: str) -> None:
+    if image.format == "MPO":  # a camera's JPEG, with a preview or a map of lights behind it
         return
     try:
-        frames = getattr(picture, "n_frames", 1)
+        frames = getattr(image, "n_frames", 1)
     except Exception as error:  # a broken file makes decoders raise anything
-        raise DataError(f"{name} can't be read as a picture: {error}.") from error
+        raise DataError(f"{name} can't be read as an image: {error}.") from error
     if frames > 1:
         raise DataError(
-            f"{name} is animated ({frames} frames). Give one picture, or the frames as pictures."
+            f"{name} is animated ({frames} frames). Give one image, or the frames as images."
         )
 
 
-def _is_sideways(picture: Picture, content: bytes) -> bool:
-    """Returns whether an opened picture will exchange width and height when it is made upright."""
-    if picture.format == "TIFF" and ORIENTATION in picture.tag_v2:
+def _is_sideways(image: PILImage, content: bytes) -> bool:
+    """Returns whether an opened image will exchange width and height when it is made upright."""
+    if image.format == "TIFF" and ORIENTATION in image.tag_v2:
         return False  # PIL has exchanged them
     exif_of = _pillow().Image.getexif
-    if picture.format != "PNG" or _notes_follow(content):
-        exif_of = type(picture).getexif  # PNG's decodes the pixels to see what is behind them
-    return exif_of(picture).get(ORIENTATION, 1) in SIDEWAYS
+    if image.format != "PNG" or _notes_follow(content):
+        exif_of = type(image).getexif  # PNG's decodes the pixels to see what is behind them
+    return exif_of(image).get(ORIENTATION, 1) in SIDEWAYS
 
 
 def _notes_follow(content: bytes) -> bool:
@@ -199,21 +201,21 @@ def _notes_follow(content: bytes) -> bool:
     return False
 
 
-def _upright_in_rgb(picture: Picture, name: str) -> Picture:
+def _upright_in_rgb(image: PILImage, name: str) -> PILImage:
     from PIL import ImageOps
 
-    image = _pillow()
-    picture = ImageOps.exif_transpose(picture)
-    if picture.mode in GREY_32:
+    pillow = _pillow()
+    image = ImageOps.exif_transpose(image)
+    if image.mode in GREY_32:
         raise DataError(
             f"{name} has shades of 32 bits, of which nobody says where white is. Save it with 8 or 16 bits."
         )
-    if picture.mode in GREY_16:
-        shades = np.asarray(picture).astype(np.uint32)
+    if image.mode in GREY_16:
+        shades = np.asarray(image).astype(np.uint32)
         shades = (shades * 255 + SHADES_16 // 2) // SHADES_16
-        return image.fromarray(shades.astype(np.uint8)).convert("RGB")
-    if picture.has_transparency_data:
-        seen = picture.convert("RGBA")
-        white = image.new("RGBA", seen.size, (255, 255, 255, 255))
-        return image.alpha_composite(white, seen).convert("RGB")
-    return picture.convert("RGB")
+        return pillow.fromarray(shades.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        seen = image.convert("RGBA")
+        white = pillow.new("RGBA", seen.size, (255, 255, 255, 255))
+        return pillow.alpha_composite(white, seen).convert("RGB")
+    return image.convert("RGB")

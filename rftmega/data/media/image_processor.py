@@ -1,4 +1,4 @@
-"""PictureProcessor turns pictures and videos into what a vision tower is fed."""
+"""ImageProcessor turns images and videos into what a vision tower is fed."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from rftmega.core.errors import CheckpointError, DataError
 from rftmega.core.json_files import read_json_object
-from rftmega.core.media_positions import Frames, PlacedPicture
-from rftmega.data.media.files import read_picture
+from rftmega.core.media_positions import Frames, PlacedImage
+from rftmega.data.media.files import read_image
 from rftmega.data.media.videos import Video, read_video
 
 FILE = "preprocessor_config.json"
 Encode = Callable[[str], Sequence[int]]
 KEPT = 256 * 2**20  # bytes of patches that wait to be used again
 READERS = 4  # threads
-AHEAD = 8  # pictures and videos that are read before they are asked for
+AHEAD = 8  # images and videos that are read before they are asked for
 # fields of vision_config, and those of FILE that must say the same
 ALIKE = {
     "patch_size": "patch_size",
@@ -30,15 +30,15 @@ ALIKE = {
 }
 
 
-class PictureProcessor:
-    """PictureProcessor scales pictures and videos and cuts them into patches, as the model's folder
+class ImageProcessor:
+    """ImageProcessor scales images and videos and cuts them into patches, as the model's folder
     says.
 
     torchvision does it, as in vLLM: another back-end gives other numbers.
     """
 
     def __init__(self, folder: str | Path):
-        """Raises CheckpointError where the folder says nothing of pictures, or nothing that its model
+        """Raises CheckpointError where the folder says nothing of images, or nothing that its model
         can be fed.
         """
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -57,11 +57,11 @@ class PictureProcessor:
         self.merge: int = self._inner.merge_size
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
-        self._coming: deque[PlacedPicture] = deque()
+        self._coming: deque[PlacedImage] = deque()
         self._reading: dict[str, Future[Tensor]] = {}  # by digest
 
     def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
-        """Returns how many patches along time (1), height and width a picture of so many pixels has.
+        """Returns how many patches along time (1), height and width an image of so many pixels has.
 
         Raises DataError for one that is too narrow.
         """
@@ -77,7 +77,7 @@ class PictureProcessor:
             )
         except ValueError as error:
             raise DataError(
-                f"a picture of {width} x {height} pixels can't be used: {error}."
+                f"an image of {width} x {height} pixels can't be used: {error}."
             ) from None
         return 1, high // patch, wide // patch
 
@@ -165,18 +165,18 @@ class PictureProcessor:
         return found
 
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
-        """Returns how many features a picture or video of these patches has."""
+        """Returns how many features an image or video of these patches has."""
         time, height, width = grid
         return time * height * width // self.merge**2
 
-    def pixels(self, picture: PlacedPicture) -> Tensor:
-        """Returns the patches [t * h * w, C] of a picture or video, in float32; those that are there
+    def pixels(self, image: PlacedImage) -> Tensor:
+        """Returns the patches [t * h * w, C] of an image or video, in float32; those that are there
         as a tensor are returned as they are.
 
         The last ones are kept, and not read again.
         Raises DataError where the file can't be read, or holds something else than it did.
         """
-        source, digest = picture.source, picture.digest
+        source, digest = image.source, image.digest
         if isinstance(source, Tensor):
             return source
         if digest in self._kept:
@@ -184,7 +184,7 @@ class PictureProcessor:
             return self._kept[digest]
         begun = self._reading.pop(digest, None)
         self._begin()
-        found = self._read(picture) if begun is None else begun.result()
+        found = self._read(image) if begun is None else begun.result()
         self._kept[digest] = found
         self._bytes += found.nbytes
         while self._bytes > KEPT and len(self._kept) > 1:
@@ -192,36 +192,36 @@ class PictureProcessor:
             self._bytes -= oldest.nbytes
         return found
 
-    def read_ahead(self, pictures: Iterable[PlacedPicture]) -> None:
-        """Begins to read pictures and videos in threads, a few at a time, in the order in which
+    def read_ahead(self, images: Iterable[PlacedImage]) -> None:
+        """Begins to read images and videos in threads, a few at a time, in the order in which
         `pixels` will be asked for them; what was begun before and is not among them is forgotten.
         """
-        self._coming = deque(pictures)
-        wanted = {picture.digest for picture in self._coming}
+        self._coming = deque(images)
+        wanted = {image.digest for image in self._coming}
         self._reading = {name: read for name, read in self._reading.items() if name in wanted}
         self._begin()
 
     def _begin(self) -> None:
         while self._coming and len(self._reading) < AHEAD:
-            picture = self._coming.popleft()
-            known = picture.digest in self._kept or picture.digest in self._reading
-            if not known and not isinstance(picture.source, Tensor):
-                self._reading[picture.digest] = self._readers.submit(self._read, picture)
+            image = self._coming.popleft()
+            known = image.digest in self._kept or image.digest in self._reading
+            if not known and not isinstance(image.source, Tensor):
+                self._reading[image.digest] = self._readers.submit(self._read, image)
 
     @cached_property
     def _readers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(READERS, thread_name_prefix="pictures")
+        return ThreadPoolExecutor(READERS, thread_name_prefix="images")
 
-    def _read(self, picture: PlacedPicture) -> Tensor:
-        source = picture.source
+    def _read(self, image: PlacedImage) -> Tensor:
+        source = image.source
         assert not isinstance(source, Tensor)
-        if picture.frames is None:
-            return self.patches_of(read_picture(source, picture.digest))
-        return self.video_patches_of(read_video(str(source), picture.frames, picture.digest))
+        if image.frames is None:
+            return self.patches_of(read_image(source, image.digest))
+        return self.video_patches_of(read_video(str(source), image.frames, image.digest))
 
-    def patches_of(self, picture: Any) -> Tensor:
-        """Returns the patches [h * w, C] of a picture of PIL's, in float32."""
-        made = self._inner(images=[picture], return_tensors="pt")
+    def patches_of(self, image: Any) -> Tensor:
+        """Returns the patches [h * w, C] of an image of PIL's, in float32."""
+        made = self._inner(images=[image], return_tensors="pt")
         patches: Tensor = made["pixel_values"].to(torch.float32)
         return patches
 
@@ -232,25 +232,25 @@ class PictureProcessor:
         return patches
 
 
-def processor_of(folder: str | Path) -> PictureProcessor | None:
+def processor_of(folder: str | Path) -> ImageProcessor | None:
     """Returns the processor of a model that sees; None for another, and where there is no model.
 
-    Raises CheckpointError where its folder says nothing of pictures.
+    Raises CheckpointError where its folder says nothing of images.
     """
     file = Path(folder) / "config.json"
     sees = file.is_file() and read_json_object(file).get("vision_config")
-    return PictureProcessor(folder) if sees else None
+    return ImageProcessor(folder) if sees else None
 
 
 def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
-    """Returns transformers' image processor, which cuts pictures as the tower expects."""
+    """Returns transformers' image processor, which cuts images as the tower expects."""
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
     file = folder / FILE
     if not file.is_file():
         raise CheckpointError(
-            f"{folder} holds no {FILE}, which says how its model is fed pictures. Copy it from where the model is from."
+            f"{folder} holds no {FILE}, which says how its model is fed images. Copy it from where the model is from."
         )
     read_json_object(file)
     try:
@@ -264,7 +264,7 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
     if not isinstance(found, Qwen2VLImageProcessor) or not found.do_resize:
         raise CheckpointError(
             f"{file}: {type(found).__name__} with do_resize={found.do_resize} is not known here, only a Qwen2VLImageProcessor "
-            "that scales pictures is."
+            "that scales images is."
         )
     for name, own in ALIKE.items():
         if name in tower and tower[name] != getattr(found, own):

@@ -1,4 +1,4 @@
-"""Lays out what a model is fed of the pictures and videos of a micro-batch."""
+"""Lays out what a model is fed of the images and videos of a micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,77 +6,75 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.media_positions import PlacedImage, RowImages
 
-Load = Callable[[PlacedPicture], Tensor]
+Load = Callable[[PlacedImage], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class FedPictures:
-    """FedPictures holds positions and features of the tokens [B, S] of a micro-batch, on the host."""
+class FedImages:
+    """FedImages holds positions and features of the tokens [B, S] of a micro-batch, on the host."""
 
     positions: Tensor  # [B, S, 3] int64: time, height, width
     # [B, S] int64: which row of the tower's output stands in the token's place, from 1; 0 for words
     features: Tensor
-    pixels: Tensor | None = (
-        None  # [P, C] patches of the distinct pictures; None where there are none
-    )
+    pixels: Tensor | None = None  # [P, C] patches of the distinct images; None where there are none
     grids: Tensor | None = None  # [I, 3] int64: patches of each along time, height and width
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns what the first chunk is given besides; nothing where there is no picture."""
+        """Returns what the first chunk is given besides; nothing where there is no image."""
         if self.pixels is None or self.grids is None:
             return {}
         return {"pixels": self.pixels, "grids": self.grids}
 
 
-def fed_pictures(
-    pictures: RowPictures | None, rows: int, columns: int, *, merge: int, load: Load | None
-) -> FedPictures:
-    """Returns what `rows` rows of `columns` tokens are fed with; a picture that several rows have is
+def fed_images(
+    images: RowImages | None, rows: int, columns: int, *, merge: int, load: Load | None
+) -> FedImages:
+    """Returns what `rows` rows of `columns` tokens are fed with; an image that several rows have is
     loaded once.
 
-    `merge`: patches along each side that become one feature. `load` gives a picture's patches; None
+    `merge`: patches along each side that become one feature. `load` gives an image's patches; None
     where this process feeds none.
     """
     positions = torch.arange(columns).repeat(rows, 1)[..., None].repeat(1, 1, 3)
     features = torch.zeros(rows, columns, dtype=torch.int64)
-    if pictures is None:
-        return FedPictures(positions, features)
-    own = pictures.only(PlacedPicture)
-    distinct = {picture.digest: picture for row in own for picture in row}
+    if images is None:
+        return FedImages(positions, features)
+    own = images.only(PlacedImage)
+    distinct = {image.digest: image for row in own for image in row}
     first, total = {}, 1
-    for digest, picture in distinct.items():
+    for digest, image in distinct.items():
         first[digest] = total
-        total += picture.features
+        total += image.features
     for number, row in enumerate(own):
-        positions[number] = picture_positions(row, columns, merge=merge)
-        for picture in row:
-            number_of = first[picture.digest]
-            for begin, end in picture.runs:
+        positions[number] = image_positions(row, columns, merge=merge)
+        for image in row:
+            number_of = first[image.digest]
+            for begin, end in image.runs:
                 features[number, begin:end] = torch.arange(number_of, number_of + end - begin)
                 number_of += end - begin
     if load is None or not distinct:
-        return FedPictures(positions, features)
-    pixels = torch.cat([load(picture) for picture in distinct.values()])
-    grids = torch.tensor([picture.grid for picture in distinct.values()])
-    return FedPictures(positions, features, pixels, grids)
+        return FedImages(positions, features)
+    pixels = torch.cat([load(image) for image in distinct.values()])
+    grids = torch.tensor([image.grid for image in distinct.values()])
+    return FedImages(positions, features, pixels, grids)
 
 
-def picture_positions(pictures: tuple[PlacedPicture, ...], columns: int, *, merge: int) -> Tensor:
+def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int) -> Tensor:
     """Returns [columns, 3] positions of a row (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    A word's three are alike and go on by one. A picture's features begin where the words stood;
+    A word's three are alike and go on by one. An image's features begin where the words stood;
     height and width count its rows and columns, and a video's time goes on by its step. What
     follows goes on behind the largest of them, as in vLLM: transformers 5.19 leaves time out there,
     so that the words behind a long video would stand amid it.
     """
     parts: list[Tensor] = []
     at = end = 0
-    for picture in pictures:
-        block = _block(picture, merge)
-        for first, behind in picture.runs:
+    for image in images:
+        block = _block(image, merge)
+        for first, behind in image.runs:
             parts.append(_words(at, first - end))
             at += first - end
             parts.append(at + block)
@@ -86,12 +84,12 @@ def picture_positions(pictures: tuple[PlacedPicture, ...], columns: int, *, merg
     return torch.cat(parts)[:columns]
 
 
-def _block(picture: PlacedPicture, merge: int) -> Tensor:
+def _block(image: PlacedImage, merge: int) -> Tensor:
     """Returns [features, 3] positions of one run, from 0."""
-    time, height, width = picture.grid[0], picture.grid[1] // merge, picture.grid[2] // merge
-    times = torch.arange(time // len(picture.runs), dtype=torch.float64)
-    if picture.frames is not None:
-        times *= picture.frames.step
+    time, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
+    times = torch.arange(time // len(image.runs), dtype=torch.float64)
+    if image.frames is not None:
+        times *= image.frames.step
     return torch.cartesian_prod(times.long(), torch.arange(height), torch.arange(width))
 
 

@@ -1,4 +1,4 @@
-"""Reads videos from folders of pictures, and from files that anybody may have made."""
+"""Reads videos from folders of images, and from files that anybody may have made."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ import numpy as np
 
 from rftmega.core.errors import DataError
 from rftmega.core.media_positions import Frames
-from rftmega.data.media.files import MOST_PIXELS, content_of, read_picture, size_of
+from rftmega.data.media.files import MOST_PIXELS, content_of, read_image, size_of
 
 # Opened by others, a file might be a list of addresses, which would be fetched.
 HEADS = {
@@ -37,7 +37,7 @@ class Video:
 
 
 def probed(path: str | Path, folder_rate: float) -> Video:
-    """Returns what a video has; a folder of pictures has `folder_rate` frames a second.
+    """Returns what a video has; a folder of images has `folder_rate` frames a second.
 
     Raises DataError where it can't be read, is no video, is too long, too large or too short.
     """
@@ -45,7 +45,7 @@ def probed(path: str | Path, folder_rate: float) -> Video:
     found = _folder(path, folder_rate) if path.is_dir() else _file(path)
     if found.total < FEWEST:
         raise DataError(
-            f"{path} has {found.total} frame(s), and a video has at least {FEWEST}. Give one frame as a picture."
+            f"{path} has {found.total} frame(s), and a video has at least {FEWEST}. Give one frame as an image."
         )
     if found.total > MOST_FRAMES:
         raise DataError(
@@ -89,7 +89,7 @@ def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
     path = Path(path)
     if path.is_dir():
         files = _files(path)
-        frames = [np.asarray(read_picture(str(files[frame]))) for frame in chosen]
+        frames = [np.asarray(read_image(str(files[frame]))) for frame in chosen]
     else:
         frames = _decoded(path, chosen)
     sizes = {frame.shape[1::-1] for frame in frames}

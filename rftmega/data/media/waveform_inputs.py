@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.waveform_positions import PlacedWaveform
 
 Load = Callable[[PlacedWaveform], Tensor]
@@ -30,7 +30,7 @@ class FedWaveforms:
 
 
 def fed_waveforms(
-    waveforms: RowPictures | None, rows: int, columns: int, *, load: Load | None
+    waveforms: RowImages | None, rows: int, columns: int, *, load: Load | None
 ) -> FedWaveforms:
     """Returns what `rows` rows of `columns` tokens are fed with; a waveform that several rows have
     is loaded once.

@@ -105,7 +105,7 @@ def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
 
 
 def text_content(content: Any) -> str:
-    """Returns the text of a message's content. Raises RequestRefused for pictures and sound."""
+    """Returns the text of a message's content. Raises RequestRefused for images and sound."""
     if content is None:
         return ""
     if isinstance(content, str):

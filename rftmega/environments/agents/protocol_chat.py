@@ -93,11 +93,11 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _usage(said: Said) -> dict[str, int]:
-    prompt, answer = said.usage
+    prompt, completion = said.usage
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
     }
 
 

@@ -85,13 +85,13 @@ def _spec(tool: Mapping[str, Any]) -> dict[str, Any]:
 def said_in_responses(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
     """Returns the answer; `number` makes its id."""
     cut = said.finish_reason == "length"
-    prompt, answer = said.usage
+    prompt, completion = said.usage
     usage = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": answer,
+        "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + answer,
+        "total_tokens": prompt + completion,
     }
     return _head(body, number) | {
         "status": "incomplete" if cut else "completed",

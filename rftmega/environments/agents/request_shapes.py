@@ -143,7 +143,7 @@ class TokenRequest(_Head):
     token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     sampling_params: _TokenSampling | None = None
     stream: Literal[False] | None = None
-    features: None = None  # of pictures
+    features: None = None  # of images
 
 
 Shape = TypeVar("Shape", bound=BaseModel)

@@ -52,12 +52,14 @@ class Session:
         `body`: what has its parameters of sampling. Raises RequestRefused.
         """
         work: Coroutine[Any, Any, Said | Completion] = (
-            self.continued(body, asked) if isinstance(asked, Tokens) else self.answer(body, asked)
+            self.continued(body, asked)
+            if isinstance(asked, Tokens)
+            else self.completion(body, asked)
         )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(future)
 
-    async def answer(self, body: Mapping[str, Any], asked: Asked) -> Said:
+    async def completion(self, body: Mapping[str, Any], asked: Asked) -> Said:
         """Answers a request in messages. Raises RequestRefused for one that can't be answered."""
         check_sampling(body, self.sampling)
         line = self._line_of(asked)
@@ -105,8 +107,8 @@ class Session:
     @property
     def turns(self) -> int:
         """Counts answers."""
-        answers = [each.conversation.turns for each in self._order if isinstance(each, _Line)]
-        return sum(answers) + sum(len(each.turns) for each in self._segments)
+        completions = [each.conversation.turns for each in self._order if isinstance(each, _Line)]
+        return sum(completions) + sum(len(each.turns) for each in self._segments)
 
     @property
     def control_tokens(self) -> int:

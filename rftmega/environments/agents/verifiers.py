@@ -62,11 +62,11 @@ class Worker:
             self._waiting[number] = loop, future
         try:
             self._write({"id": number, **fields})
-            answer: dict[str, Any] = await future
+            completion: dict[str, Any] = await future
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
-        return answer
+        return completion
 
     def close(self) -> None:
         """Ends the process."""

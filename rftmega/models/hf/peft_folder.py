@@ -25,7 +25,7 @@ from rftmega.converters.adapters import (
 )
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.core.shards import OF_WORDS
+from rftmega.core.shards import OF_VOCABULARY
 from rftmega.models.hf.adapter_card import write_card
 from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, write_shard
 
@@ -34,7 +34,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module of transformers' model
 # copies of frozen weights, which PEFT writes beside the pairs of embedding and head
 COPY = f".base_layer{WEIGHT}"
-COPIES = tuple(name + COPY for name in OF_WORDS)
+COPIES = tuple(name + COPY for name in OF_VOCABULARY)
 WRITTEN: dict[str, Any] = {  # of what an adapter could be besides, as PEFT says that it is not
     **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
     **{"bias": "none", "modules_to_save": None, "layers_to_transform": None},
@@ -218,7 +218,7 @@ def names_of_pairs(names: Iterable[str]) -> set[str]:
     return {name for name in known if pair_names(module_of(name))[0] in known}
 
 
-def learnt_whole(names: Iterable[str]) -> list[str]:
+def trained_whole(names: Iterable[str]) -> list[str]:
     """Returns those of the names that are no matrix of a pair: of a value head."""
     return [name for name in names if not name.endswith((*DOWNS, *UPS))]
 
@@ -233,7 +233,7 @@ def write_pairs(
     those are left out.
     """
     pairs = names_of_pairs(each.name for each in planned)
-    kept = pairs.union(learnt_whole(each.name for each in planned))
+    kept = pairs.union(trained_whole(each.name for each in planned))
     coming = [each._replace(name=PREFIX + each.name) for each in planned if each.name in kept]
     stream = ((PREFIX + name, tensor) for name, tensor in tensors if name in kept)
     write_shard(folder / WEIGHTS, coming, stream)
@@ -263,7 +263,7 @@ def write_config(
     whole: Sequence[str] = (),
 ) -> None:
     """Writes adapter_config.json, and a card. `whole`: the names of a value head's tensors,
-    `learnt_whole`.
+    `trained_whole`.
     """
     modules = sorted({name.rpartition(".")[0] for name in whole})
     said = {

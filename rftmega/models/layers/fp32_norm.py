@@ -19,8 +19,8 @@ from torch import Tensor
 from rftmega.models.layers.norm import RMSNorm
 
 
-class WideNorm(RMSNorm):
-    """WideNorm normalises [tokens, rows, heads of this rank, D] over the heads of all ranks."""
+class FP32Norm(RMSNorm):
+    """FP32Norm normalises [tokens, rows, heads of this rank, D] over the heads of all ranks."""
 
     def __init__(self, config: TransformerConfig, heads: int, width: int, eps: float):
         super().__init__(config, heads * width, eps=eps)
@@ -44,7 +44,7 @@ class WideNorm(RMSNorm):
         return (weight * scaled).to(given.dtype)
 
 
-class QueryNorm(WideNorm):
+class QueryNorm(FP32Norm):
     """QueryNorm normalises the queries of all heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
@@ -52,7 +52,7 @@ class QueryNorm(WideNorm):
         super().__init__(config, config.num_attention_heads, hidden_size, eps)
 
 
-class KeyNorm(WideNorm):
+class KeyNorm(FP32Norm):
     """KeyNorm normalises the keys of all key-value heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):

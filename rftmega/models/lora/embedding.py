@@ -29,11 +29,11 @@ class EmbeddingWithPair(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the vectors [..., hidden] of words, of which this process has some or all."""
-        answer = super().forward(ids)
+        completion = super().forward(ids)
         if self.off:
-            return answer
+            return completion
         # torch's embedding adds up its gradient in any order on a GPU
         found = self.lora_embedding_A.T[ids]
         if self.padding_idx is not None:  # its row learns nothing, as in PEFT
             found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)
-        return answer + self.scaling * functional.linear(found, self.lora_embedding_B)
+        return completion + self.scaling * functional.linear(found, self.lora_embedding_B)

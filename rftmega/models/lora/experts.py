@@ -54,8 +54,8 @@ class MatrixWithPairs:
                 "torch.nn.functional.linear alone. Leave experts out of model.lora.targets, or take backend=megatron."
             )
         x, matrix, *bias = given
-        answer = functional.linear(x, matrix.weight, *bias, **(named or {}))
-        return answer + matrix._sums(x)
+        completion = functional.linear(x, matrix.weight, *bias, **(named or {}))
+        return completion + matrix._sums(x)
 
     def _sums(self, x: Tensor) -> Tensor:
         rows = len(self.weight) // len(self.products)

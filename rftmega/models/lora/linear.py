@@ -41,13 +41,13 @@ class LinearWithPair(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self.with_product(x, super().forward(x))
 
-    def with_product(self, x: Tensor, answer: Tensor) -> Tensor:
+    def with_product(self, x: Tensor, completion: Tensor) -> Tensor:
         """Adds the adapter's product [..., out] to the layer's answer to x [..., in], of which this
         process has `columns`.
         """
         if self.off:
-            return answer
-        return answer + self.scaling * self.lora_B(self.lora_A(self._dropped(x)))
+            return completion
+        return completion + self.scaling * self.lora_B(self.lora_A(self._dropped(x)))
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):

@@ -26,7 +26,7 @@ class Means(NamedTuple):
 class Alert(NamedTuple):
     """Alert is something to be said, where `says` gives its words; "" where all is well."""
 
-    name: str  # of its paragraph in docs/watching.md
+    name: str  # of its paragraph in docs/monitoring.md
     says: Callable[[Means], str]
 
 
@@ -126,7 +126,7 @@ class Alerts(Observer):
             words = alert.says(means)
             if words and trainer.step - self.told.get(alert.name, -AGAIN) >= AGAIN:
                 self.told[alert.name] = trainer.step
-                log.warning("%s (docs/watching.md): %s", alert.name, words)
+                log.warning("%s (docs/monitoring.md): %s", alert.name, words)
 
     def _note(self, metrics: Mapping[str, Any]) -> None:
         if "reward" not in metrics:  # the evaluation before the first step

@@ -21,12 +21,12 @@ from rftmega.monitoring.observers.evaluate import (
 from rftmega.monitoring.observers.evaluate_rows import HeldOut, cross_entropy_of, preference_of
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, Spread, UndecidedLimit
-from rftmega.monitoring.observers.learnt_order import LearntOrder
 from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.monitoring.observers.run_chat import RunChat
 from rftmega.monitoring.observers.run_reports import RunReports
+from rftmega.monitoring.observers.trained_order import TrainedOrder
 from rftmega.monitoring.observers.trajectories import Grading, Trajectories
 
 
@@ -108,8 +108,8 @@ def observers_of(
         )
     if is_main and chosen.max_staleness and not config.rollout.ahead:
         found.append(
-            LearntOrder(
-                f"{chosen.output}/learnt_order.jsonl",
+            TrainedOrder(
+                f"{chosen.output}/trained_order.jsonl",
                 prompts_per_step=chosen.prompts_per_step,
                 max_staleness=chosen.max_staleness,
                 warn=_warns(config),

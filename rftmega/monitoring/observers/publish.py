@@ -206,7 +206,7 @@ class Prometheus(Observer):
             named = f"rftmega_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
             if named not in self.gauges:
                 self.gauges[named] = Gauge(
-                    named, f"{name} of the last step; docs/watching.md", registry=self.registry
+                    named, f"{name} of the last step; docs/monitoring.md", registry=self.registry
                 )
             self.gauges[named].set(value)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rftmega.core.media_positions import Placed, PlacedPicture, unexpanded
+from rftmega.core.media_positions import Placed, PlacedImage, unexpanded
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics, Samples, Turn
 from rftmega.data.media.thumbnails import thumbnail_of
@@ -153,7 +153,7 @@ def records(
     in nats; "gap" is the engine's minus the trainer's; null stands for what is
     unknown or not finite.
 
-    "pictures" lists those of the prompt, in which each has one placeholder: digest, path (none for
+    "images" lists those of the prompt, in which each has one placeholder: digest, path (none for
     bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are there, too,
     with their frames.
 
@@ -184,13 +184,13 @@ def records(
             known = values[targets].double().masked_fill(~chosen, math.nan)
             return [rounded(value, digits) for value in known.tolist()]
 
-        pictures = samples.prompts[row].pictures
+        images = samples.prompts[row].images
         yield {
             "step": step,
             "group": int(samples.group[row]),
             **places[row],
             "index": samples.prompts[row].index,
-            "prompt": "".join(pieces(unexpanded(ids[:first], pictures))),
+            "prompt": "".join(pieces(unexpanded(ids[:first], images))),
             "response": decode(ids[first:]),
             **graded(samples, row, places[row], grading),
             "label": samples.prompts[row].label,
@@ -201,7 +201,7 @@ def records(
             },
             "truncated": bool(samples.truncated[row]),
             **told(samples, row, first),
-            **({"pictures": [described(each, shown) for each in pictures]} if pictures else {}),
+            **({"images": [described(each, shown) for each in images]} if images else {}),
             "tokens": {
                 "id": ids[first:],
                 "text": pieces(ids[first:]),
@@ -282,20 +282,20 @@ def messages_in(record: str) -> list[dict[str, Any]]:
     return prompt if isinstance(prompt, list) else []
 
 
-def described(picture: Placed, shown: set[str]) -> dict[str, Any]:
-    """Returns what is written of a picture, with a thumbnail unless it is `shown` already, or of a
+def described(image: Placed, shown: set[str]) -> dict[str, Any]:
+    """Returns what is written of an image, with a thumbnail unless it is `shown` already, or of a
     waveform.
     """
     found: dict[str, Any] = {
-        "digest": picture.digest,
-        "path": picture.source if isinstance(picture.source, str) else None,
+        "digest": image.digest,
+        "path": image.source if isinstance(image.source, str) else None,
     }
-    if not isinstance(picture, PlacedPicture):
-        return found | {"frames": picture.frames}
-    found["grid"] = list(picture.grid)
-    if picture.digest not in shown:
-        shown.add(picture.digest)
-        found["thumbnail"] = thumbnail_of(picture)
+    if not isinstance(image, PlacedImage):
+        return found | {"frames": image.frames}
+    found["grid"] = list(image.grid)
+    if image.digest not in shown:
+        shown.add(image.digest)
+        found["thumbnail"] = thumbnail_of(image)
     return found
 
 

@@ -45,7 +45,7 @@ class Stragglers(Observer):
         if dist.get_rank() == 0:
             log.warning(
                 "rank %d on %s is slow: in %s it worked for %.1f s, the median process for %.1f s; the %d. step in a row. "
-                "docs/operations.md says what to do.",
+                "docs/fault_tolerance.md says what to do.",
                 each.rank,
                 self.hosts[each.rank],
                 each.phase,

@@ -18,7 +18,7 @@ from rftmega.monitoring.observers.output_files import set_aside
 from rftmega.runtime.device.spans import Span, clock, recorder
 from rftmega.runtime.parallel.clocks import Offset, clock_offsets
 
-PHASES = "phases"  # a thread of its own in the picture
+PHASES = "phases"  # a thread of its own in the image
 
 
 class Told(NamedTuple):

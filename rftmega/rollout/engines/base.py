@@ -82,11 +82,11 @@ class Engine(ABC):
         still being generated. Raises as `answer` does.
         """
         batch = PromptBatch(prompts, seeds, finished)
-        self.answer(batch, sampling=sampling)
+        self.serve(batch, sampling=sampling)
         return batch.completions
 
     @spanned("generate")
-    def answer(self, requests: Requests, *, sampling: Sampling) -> None:
+    def serve(self, requests: Requests, *, sampling: Sampling) -> None:
         """Answers requests until there are none left, or they are stopped: what is not finished
         then is aborted. Wakes a sleeping engine.
 
@@ -98,7 +98,7 @@ class Engine(ABC):
                 "The engine holds no weights (none were pushed since it started or slept). Push first."
             )
         self.wake()
-        self._answer(requests, sampling)
+        self._serve(requests, sampling)
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -175,7 +175,7 @@ class Engine(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no adapters.")
 
     @abstractmethod
-    def _answer(self, requests: Requests, sampling: Sampling) -> None: ...
+    def _serve(self, requests: Requests, sampling: Sampling) -> None: ...
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...

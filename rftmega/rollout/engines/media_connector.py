@@ -18,8 +18,8 @@ class SharedMediaConnector:
         """Takes, and leaves, what vLLM's own is given."""
 
     async def fetch_image_async(self, image_url: str, **given: Any) -> Any:
-        """Returns a picture of PIL's."""
-        return await asyncio.to_thread(_picture, image_url)
+        """Returns an image of PIL's."""
+        return await asyncio.to_thread(_image, image_url)
 
     async def fetch_video_async(
         self, video_url: str, **given: Any
@@ -28,7 +28,7 @@ class SharedMediaConnector:
         return await asyncio.to_thread(_video, video_url)
 
 
-def _picture(told: str) -> Any:
+def _image(told: str) -> Any:
     return Image.fromarray(SharedPixels.heard(told).read())
 
 

@@ -11,7 +11,7 @@ TRANSPORTS = {  # of weights -> module and class that receive them
 
 def register() -> None:
     """Makes our transports known: of weights under the name that `--weight-transfer-config` gives,
-    of pictures under that of VLLM_MEDIA_CONNECTOR.
+    of images under that of VLLM_MEDIA_CONNECTOR.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -19,7 +19,7 @@ def register() -> None:
         # vLLM may load its plugins more than once
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(
-                name, f"rftmega.rollout.engines.{module}", engine
+                name, f"rftmega.weights.receivers.{module}", engine
             )
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 

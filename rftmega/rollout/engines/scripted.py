@@ -16,9 +16,9 @@ from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
-def _first(answer: Completion, tokens: int) -> PartialCompletion:
+def _first(completion: Completion, tokens: int) -> PartialCompletion:
     """Returns the first so many tokens of an answer."""
-    whole = PartialCompletion.of(answer)
+    whole = PartialCompletion.of(completion)
     return PartialCompletion(
         whole.token_ids[:tokens], whole.logprobs[:tokens], whole.of_tokens[:tokens]
     )
@@ -40,31 +40,31 @@ class ScriptedEngine(Engine):
         self.vocabulary = vocabulary
         self.stop_ids = stop_ids
 
-    def _answer(self, requests: Requests, sampling: Sampling) -> None:
-        answers: list[Completion] = []
+    def _serve(self, requests: Requests, sampling: Sampling) -> None:
+        completions: list[Completion] = []
         waiting, running = deque[int](), 0
         due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
         begun_at: dict[int, int] = {}  # answer -> step before its first token
         while True:
             if (room := self.slots - running - len(waiting)) > 0:
-                begun = len(answers)
-                answers += [self._cut(request) for request in requests.take(room)]
-                waiting.extend(range(begun, len(answers)))
+                begun = len(completions)
+                completions += [self._cut(request) for request in requests.take(room)]
+                waiting.extend(range(begun, len(completions)))
             if not waiting and not running:
                 break
             while waiting and running < self.slots:
                 number, running = waiting.popleft(), running + 1
-                due[self.steps + len(answers[number].token_ids)].append(number)
+                due[self.steps + len(completions[number].token_ids)].append(number)
                 begun_at[number] = self.steps
             self.steps += 1
             if done := due.pop(self.steps, []):
                 running -= len(done)
-                requests.finished(done, [answers[number] for number in done])
+                requests.finished(done, [completions[number] for number in done])
             if requests.stopped():
                 if requests.wants_parts:
                     left = [number for numbers in due.values() for number in numbers]
                     requests.broken_off(
-                        {n: _first(answers[n], self.steps - begun_at[n]) for n in left}
+                        {n: _first(completions[n], self.steps - begun_at[n]) for n in left}
                     )
                 break
 

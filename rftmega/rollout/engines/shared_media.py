@@ -1,4 +1,4 @@
-"""Hands decoded pictures and videos to vLLM servers of this host, in memory that both map.
+"""Hands decoded images and videos to vLLM servers of this host, in memory that both map.
 
 A request tells where they are. Nothing of them is in it, so a group's samples repeat nothing.
 """
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rftmega.core.media_positions import PlacedPicture, pictures_of
-from rftmega.rollout.engines.images import decoded_source
+from rftmega.core.media_positions import PlacedImage, images_of
+from rftmega.rollout.engines.image_prompts import decoded_source
 from rftmega.rollout.requests import Request
 from rftmega.runtime.parallel import shared
 
@@ -22,7 +22,7 @@ THREADS = 4  # that decode
 
 
 class SharedPixels(NamedTuple):
-    """SharedPixels tells where the pixels of a picture [H, W, 3] or of a video [F, H, W, 3] are."""
+    """SharedPixels tells where the pixels of an image [H, W, 3] or of a video [F, H, W, 3] are."""
 
     memory: str
     shape: tuple[int, ...]
@@ -59,29 +59,29 @@ class SharedMedia:
     async def shown(self, request: Request) -> AsyncIterator[list[dict[str, str]]]:
         """Gives `content_parts` of vLLM's `/inference/v1/generate`, which holds within the block.
 
-        Raises DataError for a file that can't be read any more, EngineError for a picture that is
+        Raises DataError for a file that can't be read any more, EngineError for an image that is
         there as patches alone.
         """
-        pictures = pictures_of(request.pictures)
-        for picture in pictures:
-            self._take(picture)
+        images = images_of(request.images)
+        for image in images:
+            self._take(image)
         try:
             parts = []
-            for picture in pictures:
+            for image in images:
                 # another request waits for the same
-                pixels = await shield(wrap_future(self._held[picture.digest]))
-                kind = "image_url" if picture.frames is None else "video_url"
-                parts.append({"type": kind, "url": pixels.told(), "uuid": picture.digest})
+                pixels = await shield(wrap_future(self._held[image.digest]))
+                kind = "image_url" if image.frames is None else "video_url"
+                parts.append({"type": kind, "url": pixels.told(), "uuid": image.digest})
             yield parts
         finally:
-            for picture in pictures:
-                self._leave(picture.digest)
+            for image in images:
+                self._leave(image.digest)
 
-    def _take(self, picture: PlacedPicture) -> None:
-        digest = picture.digest
+    def _take(self, image: PlacedImage) -> None:
+        digest = image.digest
         self._users[digest] = self._users.get(digest, 0) + 1
         if digest not in self._held:
-            self._held[digest] = self._threads.submit(_written, picture)
+            self._held[digest] = self._threads.submit(_written, image)
 
     def _leave(self, digest: str) -> None:
         self._users[digest] -= 1
@@ -93,9 +93,9 @@ class SharedMedia:
         self._threads.shutdown()
 
 
-def _written(picture: PlacedPicture) -> SharedPixels:
-    content = decoded_source(picture)
-    frames, metadata = (content, None) if picture.frames is None else content
+def _written(image: PlacedImage) -> SharedPixels:
+    content = decoded_source(image)
+    frames, metadata = (content, None) if image.frames is None else content
     pixels = np.asarray(frames)
     memory = shared.create(pixels.nbytes)
     try:

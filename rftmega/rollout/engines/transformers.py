@@ -24,12 +24,12 @@ from rftmega.config import RolloutConfig
 from rftmega.core import expert_routes
 from rftmega.core.errors import WeightMismatch
 from rftmega.core.expert_routes import RoutedModel
-from rftmega.core.media_positions import pictures_of
+from rftmega.core.media_positions import images_of
 from rftmega.core.types import Completion, Sampling
 from rftmega.core.waveform_positions import PlacedWaveform
-from rftmega.data.media.audio_processor import AudioProcessor, ear_of
-from rftmega.data.media.image_processor import PictureProcessor
-from rftmega.data.media.model_inputs import picture_positions
+from rftmega.data.media.audio_processor import AudioProcessor, audio_processor_of
+from rftmega.data.media.image_processor import ImageProcessor
+from rftmega.data.media.model_inputs import image_positions
 from rftmega.models.hf.converted_names import ConvertedNames
 from rftmega.rollout.engines.base import Engine
 from rftmega.rollout.requests import Request, Requests
@@ -53,7 +53,7 @@ PREFIXES = {
     }
 }
 
-# what a model is given of pictures and of videos
+# what a model is given of images and of videos
 KINDS_OF_MEDIA = (
     ("image", "pixel_values", "image_grid_thw"),
     ("video", "pixel_values_videos", "video_grid_thw"),
@@ -125,9 +125,9 @@ class TransformersEngine(Engine):
         vars(config_of).pop("quantization_config", None)
         sees = hasattr(config_of, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        self.processor = PictureProcessor(folder) if sees else None
-        self.ear = ear_of(folder)
-        if self.ear:
+        self.processor = ImageProcessor(folder) if sees else None
+        self.audio_processor = audio_processor_of(folder)
+        if self.audio_processor:
             kind = AutoModelForMultimodalLM
         model = kind.from_config(
             config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
@@ -151,7 +151,7 @@ class TransformersEngine(Engine):
         self._chosen.append(experts.gather(-1, order).to("cpu", self._kind))
 
     @torch.no_grad()
-    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+    def _serve(self, requests: Requests, sampling: Sampling) -> None:
         waiting, answered = deque[Request](), 0
         while waiting or (waiting := deque(requests.take(1))):
             completion = self._completion(waiting.popleft(), sampling)
@@ -161,16 +161,16 @@ class TransformersEngine(Engine):
                 break
 
     def _media(self, request: Request) -> dict[str, Tensor]:
-        """Returns what the model is given of the prompt's pictures, videos and waveforms, besides
+        """Returns what the model is given of the prompt's images, videos and waveforms, besides
         tokens.
         """
-        if self.ear is not None:
-            return self._heard(request, self.ear)
+        if self.audio_processor is not None:
+            return self._heard(request, self.audio_processor)
         if self.processor is None:
             return {}
         given: dict[str, Tensor] = {}
         for kind, pixels, grids in KINDS_OF_MEDIA:
-            shown = pictures_of(request.pictures)
+            shown = images_of(request.images)
             own = [each for each in shown if (each.frames is None) == (kind == "image")]
             if own:
                 patches = [self.processor.pixels(each) for each in own]
@@ -178,11 +178,11 @@ class TransformersEngine(Engine):
                 given[grids] = torch.tensor([each.grid for each in own], device=self.where)
         return given
 
-    def _heard(self, request: Request, ear: AudioProcessor) -> dict[str, Tensor]:
-        own = [each for each in request.pictures if isinstance(each, PlacedWaveform)]
+    def _heard(self, request: Request, audio_processor: AudioProcessor) -> dict[str, Tensor]:
+        own = [each for each in request.images if isinstance(each, PlacedWaveform)]
         if not own:
             return {}
-        frames = torch.stack([ear.frames(each.source, each.digest) for each in own])
+        frames = torch.stack([audio_processor.frames(each.source, each.digest) for each in own])
         lengths = torch.tensor([each.frames for each in own])
         heard = torch.arange(frames.shape[-1]) < lengths[:, None]
         return {
@@ -198,9 +198,7 @@ class TransformersEngine(Engine):
         if self.processor is None:
             return None
         longest = len(request.token_ids) + self.longest
-        found = picture_positions(
-            pictures_of(request.pictures), longest, merge=self.processor.merge
-        )
+        found = image_positions(images_of(request.images), longest, merge=self.processor.merge)
         return found.T[:, None].to(self.where)
 
     def _has_stopped(self, ids: Sequence[int]) -> bool:

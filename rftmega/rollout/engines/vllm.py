@@ -22,8 +22,8 @@ from rftmega.core import expert_routes
 from rftmega.core.errors import EngineFault
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.types import Completion, Sampling
-from rftmega.data.media.audio_processor import ear_of
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.audio_processor import audio_processor_of
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.rollout.engines.base import Engine
 from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.partial_completion import PartialCompletion
@@ -49,7 +49,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
 from rftmega.rollout.engines.expert_routing import CapturedRoutes  # noqa: E402
-from rftmega.rollout.engines.images import (  # noqa: E402
+from rftmega.rollout.engines.image_prompts import (  # noqa: E402
     check_expanded,
     check_samples,
     placeholders,
@@ -111,9 +111,9 @@ def _itself(model: Any) -> Any:
     return model
 
 
-def _logprobs(answer: Any) -> list[float]:
+def _logprobs(completion: Any) -> list[float]:
     """Returns the log-prob of each token of an answer of vLLM's."""
-    pairs = zip(answer.token_ids, answer.logprobs or (), strict=True)
+    pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return [at[token].logprob for token, at in pairs]
 
 
@@ -165,12 +165,12 @@ class VLLMEngine(Engine):
             if on_cuda
             else {"kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30)}
         )
-        pictures, ear = sees(folder), ear_of(folder)
-        self._waveforms = WaveformPrompts(ear) if ear else None
+        images, audio_processor = sees(folder), audio_processor_of(folder)
+        self._waveforms = WaveformPrompts(audio_processor) if audio_processor else None
         media: dict[str, Any] = {}
-        if ear:
-            media["limit_mm_per_prompt"] = {"audio": max(1, config.max_pictures)}
-        if pictures:
+        if audio_processor:
+            media["limit_mm_per_prompt"] = {"audio": max(1, config.max_images)}
+        if images:
             media["limit_mm_per_prompt"] = limits_of(config)
         serves: dict[str, Any] = {}
         self._adapter: Any = None  # which one requests are for
@@ -191,7 +191,7 @@ class VLLMEngine(Engine):
             self._llm = LLM(
                 model=str(folder),
                 load_format="dummy",
-                # its processors of pictures and waveforms want a tokenizer, and so do stop strings
+                # its processors of images and waveforms want a tokenizer, and so do stop strings
                 skip_tokenizer_init=not media and not config.stop,
                 dtype=precision,
                 tensor_parallel_size=config.tensor,
@@ -216,12 +216,12 @@ class VLLMEngine(Engine):
             self._read_model(world, on_cuda=on_cuda)
 
     def _read_model(self, world: World, *, on_cuda: bool) -> None:
-        """Checks that vLLM reads pictures and waveforms as the trainer does, and finds the model's
+        """Checks that vLLM reads images and waveforms as the trainer does, and finds the model's
         parameters.
         """
         config = self.config
         if sees(self._folder):
-            processor = PictureProcessor(self._folder)
+            processor = ImageProcessor(self._folder)
             tokens = placeholders(processor, videos=config.max_videos > 0)
             check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
         if self._waveforms:
@@ -235,10 +235,10 @@ class VLLMEngine(Engine):
         if config.tensor > 1:
             _unlink_shared_memory(world, config.tensor, mine=True)
 
-    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+    def _serve(self, requests: Requests, sampling: Sampling) -> None:
         engine = self._llm.llm_engine
         begun, running = 0, dict[int, RunningRequest]()
-        unchecked: dict[int, Request] = {}  # with pictures
+        unchecked: dict[int, Request] = {}  # with images
         try:
             further, stopped = requests.take(self.slots), False
             while not stopped:
@@ -248,7 +248,7 @@ class VLLMEngine(Engine):
                     name = engine.add_request(
                         str(begun), prompt, parameters, lora_request=self._adapter
                     )
-                    if request.pictures:
+                    if request.images:
                         unchecked[begun] = request
                     running[begun] = RunningRequest(name, len(request.token_ids))
                     begun += 1
@@ -316,24 +316,24 @@ class VLLMEngine(Engine):
         core = self._llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner
 
-    def _routes(self, answer: Any, asked: RunningRequest) -> Tensor | None:
+    def _routes(self, completion: Any, asked: RunningRequest) -> Tensor | None:
         """Returns the routes of all tokens that were fed for an answer; None where nobody asks."""
-        fed = asked.tokens + len(answer.token_ids) - 1
-        if self._routed is None or not answer.token_ids:
+        fed = asked.tokens + len(completion.token_ids) - 1
+        if self._routed is None or not completion.token_ids:
             return None
         if self._captured is not None:
             return self._captured.take(asked.name, fed)
-        return expert_routes.of_vllm(answer.routed_experts, self._routed, fed)
+        return expert_routes.of_vllm(completion.routed_experts, self._routed, fed)
 
-    def _completion(self, answer: Any, asked: RunningRequest) -> Completion:
+    def _completion(self, completion: Any, asked: RunningRequest) -> Completion:
         assert self.version is not None
-        assert answer.finish_reason in ("stop", "length"), answer.finish_reason
+        assert completion.finish_reason in ("stop", "length"), completion.finish_reason
         return Completion(
-            answer.token_ids,
-            _logprobs(answer),
-            answer.finish_reason,
+            completion.token_ids,
+            _logprobs(completion),
+            completion.finish_reason,
             self.version,
-            routes=self._routes(answer, asked),
+            routes=self._routes(completion, asked),
         )
 
     def _part(self, number: int, asked: RunningRequest) -> PartialCompletion:
@@ -343,16 +343,16 @@ class VLLMEngine(Engine):
         output = processor.request_states[known].make_request_output(
             [], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
         )
-        answer = output.outputs[0]
+        completion = output.outputs[0]
         assert self.version is not None
-        versions = array("i", [self.version]) * len(answer.token_ids)
-        ids, logprobs = array("i", answer.token_ids), array("f", _logprobs(answer))
-        return PartialCompletion(ids, logprobs, versions, routes=self._routes(answer, asked))
+        versions = array("i", [self.version]) * len(completion.token_ids)
+        ids, logprobs = array("i", completion.token_ids), array("f", _logprobs(completion))
+        return PartialCompletion(ids, logprobs, versions, routes=self._routes(completion, asked))
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
         if self._quantised:
-            device.current().prepare_eight_bits()
+            device.current().prepare_fp8()
             named_tensors = quantised(named_tensors)
         try:
             self._llm.collective_rpc(
@@ -385,7 +385,7 @@ class VLLMEngine(Engine):
         if self._captured is not None:
             self._captured.forget()
         self._llm.reset_prefix_cache()
-        # of pictures and waveforms; the scheduler would still count on them
+        # of images and waveforms; the scheduler would still count on them
         self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:

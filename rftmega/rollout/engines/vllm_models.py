@@ -16,7 +16,7 @@ DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 Its makers' config.json says so, transformers' does not, and vLLM takes other ways then.
 """
 
-MIXTURE_THAT_SEES = {"text_config": {"norm_topk_prob": True}}
+VISION_MOE = {"text_config": {"norm_topk_prob": True}}
 """How Qwen3-VL's mixture weighs experts: published files say so, transformers' do not, and vLLM
 looks for it.
 """
@@ -46,7 +46,7 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
         # noise in an engine that starts without weights, and which no push mends.
         seeing: dict[str, Any] = {"mm_device_do_normalize": False}
         if config["model_type"] == "qwen3_vl_moe":
-            seeing["hf_overrides"] = MIXTURE_THAT_SEES
+            seeing["hf_overrides"] = VISION_MOE
         return seeing
     if config["model_type"] not in ("deepseek_v3", "kimi_k2"):
         return {}
@@ -78,8 +78,8 @@ def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:
-    """Returns how many pictures and videos a prompt may have."""
-    return {"image": max(1, config.max_pictures), "video": config.max_videos}
+    """Returns how many images and videos a prompt may have."""
+    return {"image": max(1, config.max_images), "video": config.max_videos}
 
 
 def stop_strings(config: RolloutConfig) -> dict[str, Any]:

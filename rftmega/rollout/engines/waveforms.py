@@ -27,19 +27,19 @@ class WaveformPrompts:
 
         Raises EngineError for a waveform that is there as frames alone.
         """
-        if not request.pictures:
+        if not request.images:
             return {"prompt_token_ids": list(request.token_ids)}
         waveforms = []
-        for waveform in request.pictures:
+        for waveform in request.images:
             if isinstance(waveform.source, torch.Tensor):
                 raise EngineError(
                     "vLLM reads waveforms, and a prompt has one as frames. Give the file, or its bytes."
                 )
             waveforms.append(self._decoded(waveform.source, waveform.digest))
         return {
-            "prompt_token_ids": unexpanded(request.token_ids, request.pictures),
+            "prompt_token_ids": unexpanded(request.token_ids, request.images),
             "multi_modal_data": {"audio": waveforms},
-            "multi_modal_uuids": {"audio": [waveform.digest for waveform in request.pictures]},
+            "multi_modal_uuids": {"audio": [waveform.digest for waveform in request.images]},
         }
 
     def check(self, engine: Any) -> None:

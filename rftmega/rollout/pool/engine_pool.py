@@ -271,9 +271,9 @@ class EnginePool:
             raise Preempted
         if pending.wants_parts:  # what is not told here would be run, and scored, again
             together.finish()
-        if broken and not enough(together.answers):
+        if broken and not enough(together.completions):
             raise broken
-        return together.answers
+        return together.completions
 
 
 async def _ended(end: Callable[[], Any]) -> None:
@@ -331,8 +331,8 @@ class ServerPool(EnginePool):
                 return found_of(pending.judging.ready())
             return found_of(pending.judging.scored() if whole else arrived)
 
-        answers = _agreed(lambda: self._patiently(ask))
-        own = {task: rollout for task, rollout in enumerate(answers) if rollout is not None}
+        completions = _agreed(lambda: self._patiently(ask))
+        own = {task: rollout for task, rollout in enumerate(completions) if rollout is not None}
         where, rollouts, _ = gathered(own if self.speaks else {}, self.host)
         found = in_order(where, rollouts, len(pending.tasks))
         if None in found.places and not enough(found):

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rftmega.core.interfaces import Reward, RolloutGroup, TakenGroups
-from rftmega.core.rollout_arrays import packed_answers, unpacked_answers
+from rftmega.core.rollout_arrays import packed_completions, unpacked_completions
 from rftmega.core.types import Rollout, Sampling
 from rftmega.rollout.pool.engine_pool import EnginePool
 from rftmega.rollout.pool.gathered_rollouts import shared
@@ -99,7 +99,7 @@ class PartialRolloutPool(EnginePool):
         return lambda: {
             "limits": self._limits,
             "whole": [*map(list, whole)],
-            "rollouts": packed_answers([*whole.values()]),
+            "rollouts": packed_completions([*whole.values()]),
             "partial": [*map(list, partial)],
             "answers": packed_partials(dict(enumerate(partial.values()))),
         }
@@ -109,7 +109,7 @@ class PartialRolloutPool(EnginePool):
         if not state or state["limits"] != self._limits:
             return
         self._whole = {}
-        rollouts = unpacked_answers(state["rollouts"])
+        rollouts = unpacked_completions(state["rollouts"])
         for (number, which), rollout in zip(state["whole"], rollouts, strict=True):
             assert rollout is not None
             self._whole[number, which] = rollout
@@ -183,8 +183,8 @@ class PartialRolloutPool(EnginePool):
         ]
         versions = [version for rollout in rollouts for version in rollout.versions]
         for sample in samples:
-            answers = self._partial.get(sample, {}).values()
-            versions += [version for own in answers for version in own.answer.versions]
+            completions = self._partial.get(sample, {}).values()
+            versions += [version for own in completions for version in own.completion.versions]
         return min(versions, default=math.inf)
 
 

@@ -20,7 +20,7 @@ class Answered(NamedTuple):
     """Answered is an answer, or its beginning, and the digest of the tokens that it answers."""
 
     context: bytes
-    answer: PartialCompletion
+    completion: PartialCompletion
 
 
 PartialRollout = Mapping[int, Answered]  # by turn
@@ -41,10 +41,10 @@ class PartialRollouts:
         after a tool that replies otherwise.
         """
         found = self._found.get(place, {}).get(turn)
-        return NOTHING if found is None or found.context != context else found.answer
+        return NOTHING if found is None or found.context != context else found.completion
 
-    def note(self, place: int, turn: int, context: bytes, answer: PartialCompletion) -> None:
-        self._found.setdefault(place, {})[turn] = Answered(context, answer)
+    def note(self, place: int, turn: int, context: bytes, completion: PartialCompletion) -> None:
+        self._found.setdefault(place, {})[turn] = Answered(context, completion)
         self._noted.add(place)
 
     @property
@@ -64,26 +64,28 @@ def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int,
     columns = packed.pop("columns")
     told = gather_objects((packed["answers"], packed["routes"], len(columns[0])))
     columns = host.gathered(columns, [size for _, _, size in told])
-    answers = [answer for theirs, _, _ in told for answer in theirs]
+    completions = [completion for theirs, _, _ in told for completion in theirs]
     routes = [own for _, theirs, _ in told for own in theirs]
-    return unpacked_partials({"answers": answers, "columns": columns, "routes": routes})
+    return unpacked_partials({"answers": completions, "columns": columns, "routes": routes})
 
 
 def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
     """Returns [place, turn, digest, tokens, reason] of each answer, and three columns of all tokens:
     ids, log-probs and versions.
     """
-    answers, parts = [], [NOTHING]
+    completions, parts = [], [NOTHING]
     for place, turns in rollouts.items():
-        for turn, (context, answer) in turns.items():
-            answers.append([place, turn, context.hex(), len(answer.token_ids), answer.reason])
-            parts.append(answer)
+        for turn, (context, completion) in turns.items():
+            completions.append(
+                [place, turn, context.hex(), len(completion.token_ids), completion.reason]
+            )
+            parts.append(completion)
     columns = [
         torch.from_numpy(np.concatenate([np.asarray(getattr(part, name)) for part in parts]))
         for name in ("token_ids", "logprobs", "of_tokens")
     ]
     routes = [part.routes for part in parts[1:]]
-    return {"answers": answers, "columns": columns, "routes": routes}
+    return {"answers": completions, "columns": columns, "routes": routes}
 
 
 def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
@@ -95,14 +97,14 @@ def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
     for said, told in zip(packed["answers"], routes, strict=True):
         place, turn, context, tokens, reason = said
         own = slice(start, start + tokens)
-        answer = PartialCompletion(
+        completion = PartialCompletion(
             _array("i", ids[own]),
             _array("f", logprobs[own]),
             _array("i", versions[own]),
             reason,
             told,
         )
-        found.setdefault(place, {})[turn] = Answered(bytes.fromhex(context), answer)
+        found.setdefault(place, {})[turn] = Answered(bytes.fromhex(context), completion)
         start += tokens
     return dict(found)
 

@@ -117,7 +117,7 @@ class PendingRequests:
                 loop=self.loop,
             )
         try:
-            self.engine.answer(self, sampling=self.tasks.sampling)
+            self.engine.serve(self, sampling=self.tasks.sampling)
             whole = not self._running and not self._left and not self.queue.waiting
             return whole and (not self._stopped or self.queue.empty)
         except EngineFault:
@@ -152,7 +152,7 @@ class PendingRequests:
         self._news = True
         self._in_engine -= len(numbers)
         if self._running is not None:
-            self._running.answer(numbers, completions)
+            self._running.resume(numbers, completions)
             self._collect(self._running)
 
     def stopped(self) -> bool:
@@ -222,7 +222,7 @@ class PendingRequests:
                 seed,
                 place,
                 expected[place],
-                prompts[place].pictures,
+                prompts[place].images,
                 *limits,
             )
             for place, ids, seed, *limits in short

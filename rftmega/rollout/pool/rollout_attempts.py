@@ -51,9 +51,9 @@ class RolloutAttempts:
         rollout = given if isinstance(given, Rollout) else Rollout(tuple(given))
         if not rollout.trajectories:
             raise ValueError("it returned no trajectory")
-        if len(rollout.trajectories) > 1 and task.pictures:
+        if len(rollout.trajectories) > 1 and task.images:
             raise ValueError(
-                "it returned several trajectories of a prompt with pictures, which have their places in one: return one"
+                "it returned several trajectories of a prompt with images, which have their places in one: return one"
             )
         for one in rollout.trajectories:
             self._refuse_unlearnable(one)

@@ -17,7 +17,7 @@ from rftmega.rollout.pool.reward_workers import THREADS, Threads
 from rftmega.rollout.pool.rollout_attempts import RolloutAttempts
 from rftmega.rollout.pool.running_rollouts import refuse_full_context
 from rftmega.rollout.requests import Request
-from rftmega.rollout.servers.fleet_client import FleetClient
+from rftmega.rollout.servers.server_group_client import ServerGroupClient
 from rftmega.runtime.parallel.watchdog import mark
 
 LOOK_SECONDS = 0.2  # between two looks of who waits at what asks it to stop
@@ -46,8 +46,8 @@ class StreamModel:
         refuse_full_context(token_ids, self.row_tokens)
         seed = turn_seed(self._seed, self._turns)
         self._turns += 1
-        pictures = self._prompt.pictures
-        request = Request(token_ids, seed, self._number, pictures=pictures, most=max_tokens or 0)
+        images = self._prompt.images
+        request = Request(token_ids, seed, self._number, images=images, most=max_tokens or 0)
         return await self._runner.completion(request, self._how)
 
 
@@ -58,7 +58,7 @@ class RolloutRunner:
 
     def __init__(
         self,
-        client: FleetClient,
+        client: ServerGroupClient,
         environment: Environment,
         *,
         row_tokens: int,

@@ -94,7 +94,7 @@ class RunningRollouts:
         self._asked: list[Request] = []  # not yet taken
         # of requests: not yet taken, and then by number
         self._new: list[Outstanding] = []
-        self._answers: dict[int, Outstanding] = {}
+        self._completions: dict[int, Outstanding] = {}
         self._numbers = 0
         self._ended: dict[int, Rollout] = {}
         self._failed: tuple[int, BaseException] | None = None
@@ -113,7 +113,7 @@ class RunningRollouts:
     @property
     def waiting(self) -> bool:
         """Says that a rollout waits for something else than the engine."""
-        return len(self._tasks) > len(self._answers) + len(self._new)
+        return len(self._tasks) > len(self._completions) + len(self._new)
 
     def begin(self, places: Sequence[int]) -> None:
         """Begins the rollouts of the tasks at `places`."""
@@ -124,15 +124,15 @@ class RunningRollouts:
 
     def asked(self) -> list[Request]:
         """Takes the requests since the last call. They are numbered in this order."""
-        self._answers |= enumerate(self._new, start=self._numbers)
+        self._completions |= enumerate(self._new, start=self._numbers)
         self._numbers += len(self._new)
         asked, self._asked, self._new = self._asked, [], []
         return asked
 
-    def answer(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
+    def resume(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
         """Gives the completions to the rollouts that asked for them, which go on."""
         for number, completion in zip(numbers, completions, strict=True):
-            asked = self._answers.pop(number)
+            asked = self._completions.pop(number)
             if self.partials is not None:
                 more = PartialCompletion.of(completion)
                 completion = self._noted(asked, self.partials, more).whole()
@@ -144,7 +144,7 @@ class RunningRollouts:
         """Notes what there is of answers, by the number of the request."""
         assert self.partials is not None
         for number, part in parts.items():
-            self._noted(self._answers[number], self.partials, part)
+            self._noted(self._completions[number], self.partials, part)
 
     def wait(self, seconds: float) -> None:
         """Waits until a rollout asks for something or ends, at most so long."""
@@ -201,8 +201,8 @@ class RunningRollouts:
         if answered := len(before.token_ids):
             token_ids = (*token_ids, *before.token_ids)
             seed = continued_seed(seed, answered)
-        expected, pictures = self.expected_lengths[place], self.prompts[place].pictures
-        self._asked.append(Request(token_ids, seed, place, expected, pictures, most, answered))
+        expected, images = self.expected_lengths[place], self.prompts[place].images
+        self._asked.append(Request(token_ids, seed, place, expected, images, most, answered))
         self._new.append(Outstanding(future, place, turn, context, before))
         self._silent.discard(place)
         self._news.set()
@@ -213,9 +213,9 @@ class RunningRollouts:
         asked: Outstanding, partials: PartialRollouts, more: PartialCompletion
     ) -> PartialCompletion:
         """Notes, and returns, the answer with what was generated of it now."""
-        answer = asked.before.with_more(more)
-        partials.note(asked.place, asked.turn, asked.context, answer)
-        return answer
+        completion = asked.before.with_more(more)
+        partials.note(asked.place, asked.turn, asked.context, completion)
+        return completion
 
     async def _run(self, place: int) -> None:
         try:

@@ -45,7 +45,7 @@ class StopConsensus:
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.host, self.speaks, self.processes = host, speaks, processes
-        self.answers: list[Rollout | None] = [None] * requests
+        self.completions: list[Rollout | None] = [None] * requests
         self.over = self.given_up = False
         self._steps = 0  # since the last decision
         self._told = self._finished = 0  # of reports, until the last decision
@@ -85,7 +85,7 @@ class StopConsensus:
         room = 0 if broken else self.queue.room(self._answered, self._answered - before)
         where, rollouts, told = gathered(own, self.host, done, asked, room)
         self._note(where, rollouts)
-        self.over = self.enough(self.answers)
+        self.over = self.enough(self.completions)
         self.given_up = not self.over and any(asked for _, asked, _ in told)
         if not self.over and not self.given_up:
             dealt = self.queue.deal([room for *_, room in told[:: self.processes]])
@@ -94,4 +94,4 @@ class StopConsensus:
 
     def _note(self, where: Mapping[int, int], rollouts: Sequence[Rollout | None]) -> None:
         for task, number in where.items():
-            self.answers[task] = rollouts[number]
+            self.completions[task] = rollouts[number]

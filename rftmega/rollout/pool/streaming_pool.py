@@ -13,8 +13,8 @@ from rftmega.core.types import Prompt, Rollout, Sampling
 from rftmega.rollout.pool.engine_pool import ServerPool
 from rftmega.rollout.pool.gathered_rollouts import gathered, in_order
 from rftmega.rollout.pool.rollout_runner import Begun, RolloutRunner
-from rftmega.rollout.servers.fleet_client import FleetClient
 from rftmega.rollout.servers.server_engine import ServerEngine
+from rftmega.rollout.servers.server_group_client import ServerGroupClient
 from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.collectives import gather_objects
 
@@ -37,12 +37,12 @@ class StreamingPool(ServerPool):
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)
         self._under_way: dict[int, RolloutGroup] = {}
         self._others = OTHERS
-        self._fleet = engine.fleet
+        self._server_group = engine.server_group
         self._late_tried, self._late_wait = -math.inf, LATE_SECONDS
         self._runner: RolloutRunner | None = None
         if self.speaks:
             self._runner = RolloutRunner(
-                FleetClient(engine),
+                ServerGroupClient(engine),
                 self.environment,
                 row_tokens=engine.row_tokens,
                 repeats=self.repeats,
@@ -197,4 +197,4 @@ class StreamingPool(ServerPool):
     def _has_late(self) -> bool:
         """Says whether there are servers without the last push, and it is time to try again."""
         waited = time.monotonic() - self._late_tried
-        return waited > self._late_wait and bool(self._fleet.late)
+        return waited > self._late_wait and bool(self._server_group.late)

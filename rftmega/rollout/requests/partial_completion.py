@@ -23,15 +23,17 @@ class PartialCompletion:
     routes: Tensor | None = field(default=None, compare=False)  # see Completion
 
     @staticmethod
-    def of(answer: Completion) -> "PartialCompletion":
+    def of(completion: Completion) -> "PartialCompletion":
         """Returns a completion that has ended."""
-        versions = answer.versions or array("i", [answer.policy_version]) * len(answer.token_ids)
+        versions = completion.versions or array("i", [completion.policy_version]) * len(
+            completion.token_ids
+        )
         return PartialCompletion(
-            answer.token_ids,  # type: ignore[arg-type]
-            answer.logprobs,  # type: ignore[arg-type]
+            completion.token_ids,  # type: ignore[arg-type]
+            completion.logprobs,  # type: ignore[arg-type]
             versions,  # type: ignore[arg-type]
-            answer.finish_reason,
-            answer.routes,
+            completion.finish_reason,
+            completion.routes,
         )
 
     def with_more(self, more: "PartialCompletion") -> "PartialCompletion":

@@ -16,7 +16,7 @@ class Request(NamedTuple):
     rollout: int = 0  # requests of one rollout stay on one server
     expected: float = 0.0  # tokens of the answer; several servers share the work by it
     # of the tokens, which have a placeholder for each feature
-    pictures: tuple[Placed, ...] = ()
+    images: tuple[Placed, ...] = ()
     most: int = 0  # tokens of the answer; 0: as many as the engine gives
     answered: int = 0  # of `token_ids` so many at the end are the answer's first
 
@@ -61,7 +61,7 @@ class PromptBatch:
     def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], finished: Finished):
         pairs = zip(prompts, seeds, strict=True)
         self._requests = [
-            Request(prompt.token_ids, seed, rollout, pictures=prompt.pictures)
+            Request(prompt.token_ids, seed, rollout, images=prompt.images)
             for rollout, (prompt, seed) in enumerate(pairs)
         ]
         self._told = finished

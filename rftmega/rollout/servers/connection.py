@@ -42,7 +42,7 @@ class ServerConnection:
         self._socket: ClientConnection | None = None
         self._reading: asyncio.Task[None] | None = None
         self._sequence = itertools.count()
-        self._waiting: dict[int, asyncio.Future[protocol.ServerAnswer]] = {}
+        self._waiting: dict[int, asyncio.Future[protocol.ServerReply]] = {}
         self._taken_back = deque[int](maxlen=REMEMBERED)
         self._unsent: list[protocol.Ask | protocol.Cancel] = []
         self._sending: asyncio.Task[None] | None = None
@@ -54,7 +54,7 @@ class ServerConnection:
         *,
         salt: str = "",
         adapter: int = 0,
-    ) -> protocol.ServerAnswer:
+    ) -> protocol.ServerReply:
         """Returns the server's answer. One who is cancelled takes the request back.
 
         Raises Disconnected where the connection can't be had or breaks; CompletionRefused where the server
@@ -62,10 +62,10 @@ class ServerConnection:
         """
         prompt = protocol.integers(token_ids)
         number = protocol.numbered(next(self._sequence), prompt)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._say(protocol.Ask(number, prompt, dict(sampling), salt, adapter))
         try:
-            return await answer
+            return await reply
         except asyncio.CancelledError:
             self._taken_back.append(number)
             self._say(protocol.Cancel(number))
@@ -121,29 +121,29 @@ class ServerConnection:
     async def _read(self, socket: ClientConnection) -> None:
         try:
             async for message in socket:
-                for answer in protocol.answered(message):
-                    self._told(answer)
+                for reply in protocol.answered(message):
+                    self._told(reply)
             self._broke("closed the connection")
-        except protocol.WireError as error:  # nothing behind it can be trusted
+        except protocol.ProtocolError as error:  # nothing behind it can be trusted
             self._broke(f"sent what is no answer ({error})")
             with suppress(OSError, WebSocketException):
                 await socket.close()
         except (OSError, WebSocketException) as error:
             self._broke(f"broke off ({error!r})")
 
-    def _told(self, answer: protocol.ServerAnswer | protocol.Failure) -> None:
-        """Hands an answer on. Raises WireError for one that nobody waits for, and nobody took back."""
-        waiting = self._waiting.get(answer.number)
+    def _told(self, reply: protocol.ServerReply | protocol.Failure) -> None:
+        """Hands an answer on. Raises ProtocolError for one that nobody waits for, and nobody took back."""
+        waiting = self._waiting.get(reply.number)
         if waiting is None or waiting.done():
-            if answer.number in self._taken_back or (waiting is not None and waiting.cancelled()):
+            if reply.number in self._taken_back or (waiting is not None and waiting.cancelled()):
                 return
-            raise protocol.WireError(f"nobody waits for number {answer.number} and its prompt")
-        if isinstance(answer, protocol.ServerAnswer):
-            waiting.set_result(answer)
-        elif answer.refused:
-            waiting.set_exception(CompletionRefused(answer.error))
+            raise protocol.ProtocolError(f"nobody waits for number {reply.number} and its prompt")
+        if isinstance(reply, protocol.ServerReply):
+            waiting.set_result(reply)
+        elif reply.refused:
+            waiting.set_exception(CompletionRefused(reply.error))
         else:
-            waiting.set_exception(EngineError(answer.error))
+            waiting.set_exception(EngineError(reply.error))
 
     def _broke(self, what: str) -> None:
         self._socket = None

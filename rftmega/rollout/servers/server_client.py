@@ -143,7 +143,7 @@ class ServerClient:
         return self._read(path, reply)
 
     def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
-        """Returns checksums of what the server makes of sample pictures (`pictures.samples_of_vllm`).
+        """Returns checksums of what the server makes of sample images (`images.samples_of_vllm`).
 
         Raises EngineFault where it does not answer.
         """
@@ -212,13 +212,13 @@ class ServerClient:
         self.updating = False
         self.post("resume")
 
-    def land_adapters(self, version: int, parcel: bytes) -> None:
+    def land_adapters(self, version: int, payload: bytes) -> None:
         """Has it answer with these adapters, beside the weights that it took, or has."""
         if self.updating:
             self.post("finish_weight_update")  # first: it drops all adapters
             self.updating = False
         told = {"version": version}
-        self._post(auth.ADAPTER[1:], LONG_SECONDS, content=parcel, params=told)
+        self._post(auth.ADAPTER[1:], LONG_SECONDS, content=payload, params=told)
         self.post("update_weight_version", {"new_version": self.named(version)})
         self.post("resume")
 
@@ -241,7 +241,7 @@ class ServerClient:
         body = {"token_ids": [0], "sampling_params": sampling}
         self.post(self.generates, body, PROBE_SECONDS)
 
-    async def answer(
+    async def generate(
         self, connections: Connections, body: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
         """Returns the reply to a request with one choice, as the server gives it.
@@ -273,7 +273,7 @@ class ServerClient:
         *,
         salt: str = "",
         adapter: int = 0,
-    ) -> protocol.ServerAnswer:
+    ) -> protocol.ServerReply:
         """Returns the completion of these tokens; see ServerConnection.ask. `sampling`: what vLLM's
         SamplingParams takes.
 

@@ -22,19 +22,24 @@ from rftmega.core.media_positions import unexpanded
 from rftmega.core.sampling_seeds import continued_seed
 from rftmega.core.shards import AdapterSource, Shard
 from rftmega.core.types import Completion, Metrics, Sampling
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.rollout.engines.base import Engine
-from rftmega.rollout.engines.images import check_expanded, check_samples, placeholders
+from rftmega.rollout.engines.image_prompts import check_expanded, check_samples, placeholders
 from rftmega.rollout.engines.shared_media import SharedMedia
 from rftmega.rollout.engines.vllm_models import sees, stop_strings
 from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.partial_completion import NOTHING, PartialCompletion
-from rftmega.rollout.servers.fleet import Fleet, FleetMember, each_at_once, post_to_each
 from rftmega.rollout.servers.protocol import generated, weight_version
-from rftmega.rollout.servers.protocol.completion_checks import LARGEST_ID, AnswerLimits
-from rftmega.rollout.servers.protocol.server_answers import StaleAnswer, answered
+from rftmega.rollout.servers.protocol.completion_checks import LARGEST_ID, CompletionLimits
+from rftmega.rollout.servers.protocol.server_replies import StaleReply, answered
 from rftmega.rollout.servers.server import Server
 from rftmega.rollout.servers.server_client import EXPECT, PAUSES, Connections, ServerClient
+from rftmega.rollout.servers.server_group import (
+    ServerGroup,
+    ServerGroupMember,
+    each_at_once,
+    post_to_each,
+)
 from rftmega.rollout.servers.server_options import arguments_of, devices_of, environment_of
 from rftmega.rollout.servers.server_requests import ServerRequests
 from rftmega.rollout.servers.sglang_client import SGLangClient
@@ -91,13 +96,13 @@ class ServerEngine(Engine):
         self.newest = -1  # version that a server may answer under
         self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
         self._media = SharedMedia()
-        self.parcel = b""  # the adapters of the last push
+        self.payload = b""  # the adapters of the last push
         self._adapter = POLICY if adapter_rank else NONE
         self._model, self._logs, self._routed, self.run = folder, Path(logs), routed, run
-        self.fleet = Fleet(self._started)
+        self.server_group = ServerGroup(self._started)
         if not world.is_main:
             return
-        elsewhere = bool(config.addresses or config.roster)
+        elsewhere = bool(config.addresses or config.server_list)
         self.run = run or (secrets.token_hex(4) if elsewhere else "")
         key = _given_key() if elsewhere else secrets.token_urlsafe(32)
         self._tls = ssl.create_default_context(cafile=config.tls_ca) if config.tls_ca else None
@@ -106,30 +111,30 @@ class ServerEngine(Engine):
         )
         self._environment = environment_of(key)
         self._first_device = world.local_size
-        self._processor = PictureProcessor(folder) if sees(folder) else None
-        self.fleet = Fleet(
+        self._processor = ImageProcessor(folder) if sees(folder) else None
+        self.server_group = ServerGroup(
             self._started,
             own=0 if elsewhere else config.servers,
             client=self._elsewhere if elsewhere else None,
             addresses=config.addresses,
-            roster=config.roster,
+            server_list=config.server_list,
             check=self._check,
             keep=lambda server: server.claim(self._called),
         )
         try:
-            self.fleet.wait()
+            self.server_group.wait()
         except BaseException:
             self.close()
             raise
 
     @property
     def servers(self) -> list[ServerClient]:
-        return self.fleet.servers
+        return self.server_group.servers
 
     @property
     def healthy(self) -> list[ServerClient]:
         """Returns the servers that answer."""
-        return self.fleet.healthy
+        return self.server_group.healthy
 
     def _elsewhere(self, address: str) -> ServerClient:
         headers = auth.headers(self._environment[auth.KEY], self.run)
@@ -165,7 +170,7 @@ class ServerEngine(Engine):
         """Returns what another run is told of this one."""
         return f"that of {self._logs.parent.absolute()} on {socket.gethostname()}"
 
-    def _check_samples(self, server: ServerClient, processor: PictureProcessor) -> None:
+    def _check_samples(self, server: ServerClient, processor: ImageProcessor) -> None:
         tokens = placeholders(processor, videos=self.config.max_videos > 0)
         check_samples(server.samples(tokens), processor)
 
@@ -202,7 +207,7 @@ class ServerEngine(Engine):
         base = self.weight_sync(frozen, bucket_bytes=bucket_bytes)
         return ServedAdapters(base, adapters, self, bucket_bytes=bucket_bytes)
 
-    def _holds(self, member: FleetMember) -> bool:
+    def _holds(self, member: ServerGroupMember) -> bool:
         """Returns whether a server has weights that never change."""
         return self._adapter != NONE and member.health.landings > 0
 
@@ -210,8 +215,8 @@ class ServerEngine(Engine):
         """Notes that a server failed: it is asked nothing more, until it answers a probe, or gets
         weights where it has others.
         """
-        self.fleet.note_fault(server, fault)
-        if isinstance(fault, StaleAnswer) and (member := self.fleet.of(server)) is not None:
+        self.server_group.note_fault(server, fault)
+        if isinstance(fault, StaleReply) and (member := self.server_group.of(server)) is not None:
             member.health.missed()
 
     def restart(self) -> None:
@@ -222,9 +227,9 @@ class ServerEngine(Engine):
         mistake.
         """
         self.invalidate()
-        errors = self.fleet.renew()
+        errors = self.server_group.renew()
         if self._names:
-            for member in self.fleet.reachable:
+            for member in self.server_group.reachable:
                 if member.health.landings == 0:
                     self._told_names(member.server)
         if errors:
@@ -250,7 +255,7 @@ class ServerEngine(Engine):
         """
         self.restart()
         self._all(PAUSES[self.config.on_update])
-        for member in self.fleet.reachable:
+        for member in self.server_group.reachable:
             member.paused = True
         # and broke off; only those workers that failed have ended it, and the others can't begin
         # another
@@ -262,7 +267,7 @@ class ServerEngine(Engine):
         self._lacking("start_weight_update")
 
     def lacks_weights(self) -> bool:
-        return not all(map(self._holds, self.fleet.reachable))
+        return not all(map(self._holds, self.server_group.reachable))
 
     def take(self, bucket: dict[str, Any]) -> None:
         """Returns when all servers have read the bucket."""
@@ -283,7 +288,7 @@ class ServerEngine(Engine):
         )
         self._begun = False
         self._all("resume")
-        for member in self.fleet.reachable:
+        for member in self.server_group.reachable:
             member.paused = False
             member.health.landed()
 
@@ -293,25 +298,25 @@ class ServerEngine(Engine):
         Raises EngineFault where none does.
         """
 
-        def adapt(member: FleetMember) -> bool:
+        def adapt(member: ServerGroupMember) -> bool:
             try:
                 self.land(member.name, version)
             except EngineError as error:
-                self.fleet.note_miss(member, error)
+                self.server_group.note_miss(member, error)
                 return False
             return True
 
-        if not any(each_at_once(adapt, self.fleet.reachable)):
+        if not any(each_at_once(adapt, self.server_group.reachable)):
             raise EngineFault(f"No server has the adapters of push {version}.")
 
     def _lacking(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Asks those that can be reached and have no weights."""
-        lacking = [each for each in self.fleet.reachable if not self._holds(each)]
-        post_to_each(lacking, path, body, self.fleet.note_fault)
+        lacking = [each for each in self.server_group.reachable if not self._holds(each)]
+        post_to_each(lacking, path, body, self.server_group.note_fault)
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Asks those that can be reached; who fails now is noted."""
-        post_to_each(self.fleet.reachable, path, body, self.fleet.note_fault)
+        post_to_each(self.server_group.reachable, path, body, self.server_group.note_fault)
 
     # a push that each server takes for itself
 
@@ -322,14 +327,14 @@ class ServerEngine(Engine):
         Raises EngineFault where there is none. Waits where all are elsewhere and have ended: their
         owner starts them again.
         """
-        self.fleet.pushing = True
-        errors = self.fleet.renew()
-        if not self.fleet.reachable:
+        self.server_group.pushing = True
+        errors = self.server_group.renew()
+        if not self.server_group.reachable:
             try:
-                self.fleet.wait_for_one_elsewhere(preemption.asked)
+                self.server_group.wait_for_one_elsewhere(preemption.asked)
             except EngineError as error:  # so that the run is started again
                 raise EngineFault(str(error)) from error
-        found = self._all_stopped(self.fleet.reachable)
+        found = self._all_stopped(self.server_group.reachable)
         if not found:
             told = f" {errors[0]}" if errors else ""
             raise EngineFault(f"No server of {len(self.servers)} can be given weights.{told}")
@@ -337,54 +342,54 @@ class ServerEngine(Engine):
 
     def late(self) -> list[WaitingEngine]:
         """Returns the servers elsewhere that came, or came back, since the last push."""
-        self.fleet.pushing = True
-        return self._all_stopped(self.fleet.late)
+        self.server_group.pushing = True
+        return self._all_stopped(self.server_group.late)
 
     def pushed(self) -> None:
         """Ends a push, whatever came of it: servers come and go again."""
-        self.fleet.pushing = False
+        self.server_group.pushing = False
 
-    def _all_stopped(self, members: Sequence[FleetMember]) -> list[WaitingEngine]:
+    def _all_stopped(self, members: Sequence[ServerGroupMember]) -> list[WaitingEngine]:
         stopped = each_at_once(self._stopped, members)
         return [each for each in stopped if each is not None]
 
-    def _stopped(self, member: FleetMember) -> WaitingEngine | None:
+    def _stopped(self, member: ServerGroupMember) -> WaitingEngine | None:
         """Has a server stop for new weights. None where it does not."""
         try:
             member.server.stop(self.config.on_update)
             member.paused = True
             workers = self.config.tensor if member.server.own else member.server.workers()
         except EngineError as error:
-            self.fleet.note_miss(member, error)
+            self.server_group.note_miss(member, error)
             return None
         return WaitingEngine(member.name, workers, member.server.host, self._holds(member))
 
     def join(self, name: str, init_info: dict[str, Any]) -> None:
-        self.fleet.named(name).server.join(init_info)
+        self.server_group.named(name).server.join(init_info)
 
     def receive(self, name: str, update_info: dict[str, Any]) -> None:
         """Has a server take a push. Raises EngineError where it does not."""
-        self.fleet.named(name).server.take(update_info)
+        self.server_group.named(name).server.take(update_info)
 
     def land(self, name: str, version: int) -> None:
         """Has a server answer under a push that it took, with the adapters where it has some."""
-        member = self.fleet.named(name)
+        member = self.server_group.named(name)
         if self._adapter == NONE:
             member.server.land(version)
         else:
-            member.server.land_adapters(version, self.parcel)
+            member.server.land_adapters(version, self.payload)
         member.paused = False
         member.health.landed()
 
     def miss(self, name: str, error: EngineError) -> None:
         with suppress(EngineFault):  # who has left misses nothing
-            self.fleet.note_miss(self.fleet.named(name), error)
+            self.server_group.note_miss(self.server_group.named(name), error)
 
     def measures(self) -> Metrics:
         """Returns how the servers are."""
-        return self.fleet.measures()
+        return self.server_group.measures()
 
-    def _answer(self, requests: Requests, sampling: Sampling) -> None:
+    def _serve(self, requests: Requests, sampling: Sampling) -> None:
         """Servers begin with requests of about the same length in all, siblings together, and take
         more when they have room (`requests.order.ordered`); one that runs dry takes what another has
         not begun. Further requests of a rollout go to its server. One that fails is asked nothing
@@ -408,14 +413,14 @@ class ServerEngine(Engine):
         # a closed connection cancels its request some time; the engine must have none before it is
         # pushed to
         if unfinished:
-            each_at_once(self._aborted, self.fleet.reachable)
+            each_at_once(self._aborted, self.server_group.reachable)
 
-    def _aborted(self, member: FleetMember) -> None:
+    def _aborted(self, member: ServerGroupMember) -> None:
         """Has a server break off what it generates. Raises EngineFault where it does not answer."""
         try:
             member.server.abort_all()
         except EngineFault as fault:
-            self.fleet.note_fault(member.server, fault)
+            self.server_group.note_fault(member.server, fault)
             raise
 
     async def _asked(
@@ -423,7 +428,7 @@ class ServerEngine(Engine):
     ) -> Completion:
         completion = await self.part(connections, request, sampling)
         if completion.reason == "abort" or completion.versions != {self.version}:
-            raise StaleAnswer(
+            raise StaleReply(
                 f"A server answered under weights {sorted(completion.versions)}, {completion.reason}; the last push was "
                 f"{self.version}."
             )
@@ -438,7 +443,7 @@ class ServerEngine(Engine):
     ) -> PartialCompletion:
         """Asks a server for what follows `before`, and returns both.
 
-        Raises EngineFault where it fails or gives what is no answer, StaleAnswer where it answers under
+        Raises EngineFault where it fails or gives what is no answer, StaleReply where it answers under
         weights that are not the run's, EngineError where it can't answer.
         """
         parameters = self._parameters(request, sampling)
@@ -450,32 +455,32 @@ class ServerEngine(Engine):
         seconds, oldest = self.config.deadline_seconds, self.newest
         # what other weights have computed is not for a new request
         salt = weight_version.named(oldest, self.run) if self.config.on_update == "keep" else ""
-        limits = AnswerLimits(
+        limits = CompletionLimits(
             parameters["max_tokens"],
             self.vocabulary,
             frozenset(self.stop_ids),
             other_stops=bool(self.config.stop),
         )
         read = partial(answered, limits=limits, run=self.run)
-        if not request.pictures:
-            answer = await connections.server.ask(
+        if not request.images:
+            reply = await connections.server.ask(
                 connections, context, parameters, seconds, salt=salt, adapter=self._adapter
             )
-            added = read(answer, self._routed, len(context))
+            added = read(reply, self._routed, len(context))
         else:
-            # one placeholder a picture, since vLLM's processor expands it
+            # one placeholder an image, since vLLM's processor expands it
             body: dict[str, Any] = {"sampling_params": parameters}
-            body["token_ids"] = unexpanded(context, request.pictures)
+            body["token_ids"] = unexpanded(context, request.images)
             async with self._media.shown(request) as parts:
                 body |= {"content_parts": parts, "return_token_ids": True}
-                reply = generated.reply_of(
-                    await connections.server.answer(connections, body, seconds)
+                full = generated.reply_of(
+                    await connections.server.generate(connections, body, seconds)
                 )
-            check_expanded(request, reply.prompt_token_ids or [])
-            added = read(reply.answer)
-        self.fleet.note_answer(connections.server, len(added.token_ids))
+            check_expanded(request, full.prompt_token_ids or [])
+            added = read(full.reply)
+        self.server_group.note_completion(connections.server, len(added.token_ids))
         if not added.versions <= set(range(oldest, self.newest + 1)):
-            raise StaleAnswer(
+            raise StaleReply(
                 f"The server at {connections.server.address} answered under weights {sorted(added.versions)}; the last push was "
                 f"{self.newest}."
             )
@@ -493,7 +498,7 @@ class ServerEngine(Engine):
         }
 
     def close(self) -> None:
-        self.fleet.close()
+        self.server_group.close()
         self._media.close()
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -516,5 +521,5 @@ def _given_key() -> str:
         return auth.given_key()
     except ValueError as error:
         raise EngineError(
-            f"{error} Servers of rollout.addresses and rollout.roster ask for it."
+            f"{error} Servers of rollout.addresses and rollout.server_list ask for it."
         ) from error

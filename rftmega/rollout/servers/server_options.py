@@ -51,7 +51,7 @@ def arguments_of(
         "--disable-fastapi-docs",
         "--disable-log-stats",  # a tenth of what a short answer costs
     ]
-    flags.append(f"--middleware={auth.Door.__module__}.{auth.Door.__name__}")
+    flags.append(f"--middleware={auth.Authentication.__module__}.{auth.Authentication.__name__}")
     if config.router_replay == "engine":
         flags.append("--enable-return-routed-experts")
     if adapter_rank:
@@ -66,7 +66,7 @@ def arguments_of(
     if sees(folder):
         arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
     elif not config.stop:
-        flags.append("--skip-tokenizer-init")  # processors of pictures and stop strings want it
+        flags.append("--skip-tokenizer-init")  # processors of images and stop strings want it
     written_as = described(unquantised) if config.quantization == "fp8" else None
     given = prefill_arguments(config, on_cuda=on_cuda)
     given |= model_arguments(folder, on_cuda=on_cuda, written_as=written_as)

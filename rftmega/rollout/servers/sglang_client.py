@@ -147,7 +147,7 @@ class SGLangClient(ServerClient):
         *,
         salt: str = "",
         adapter: int = 0,
-    ) -> protocol.ServerAnswer:
+    ) -> protocol.ServerReply:
         assert not adapter, "only servers of this package take adapters"
         body: dict[str, Any] = {
             "input_ids": list(token_ids),
@@ -158,7 +158,7 @@ class SGLangClient(ServerClient):
             body["return_sampling_mask"] = True
         if salt:
             body["cache_salt"] = salt
-        return generated.of_sglang(await self.answer(connections, body, seconds))
+        return generated.of_sglang(await self.generate(connections, body, seconds))
 
     def _info(self) -> dict[str, Any]:
         return self.told(INFO)

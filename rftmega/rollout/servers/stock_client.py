@@ -38,9 +38,9 @@ class StockClient(ServerClient):
         *,
         salt: str = "",
         adapter: int = 0,
-    ) -> protocol.ServerAnswer:
+    ) -> protocol.ServerReply:
         assert not adapter, "only servers of this package take adapters"
         asked: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
         if salt:
             asked["cache_salt"] = salt
-        return generated.reply_of(await self.answer(connections, asked, seconds)).answer
+        return generated.reply_of(await self.generate(connections, asked, seconds)).reply

@@ -129,7 +129,7 @@ def _stream(
 
 def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
     """Writes adapters, and merges them into the weights that they were trained on."""
-    whole = peft_folder.learnt_whole(tensor.name for tensor in model.planned)
+    whole = peft_folder.trained_whole(tensor.name for tensor in model.planned)
     chosen, lora = model.said["adapters"], model.reader.manifest["config"]["model"]["lora"]
     if whole or chosen.get("base_on_host"):
         what = f"a value head beside adapters ({whole[0]})" if whole else "base_on_host=int8"

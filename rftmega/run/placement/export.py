@@ -94,7 +94,7 @@ def _export_adapters(
     exporter: weights.Exporter, adapters: TrainedAdapters, base: str, target: Path, *, write: bool
 ) -> None:
     """Writes adapters on the model of `base`, and its value head, as PEFT has them."""
-    whole = peft_folder.learnt_whole(each.name for each in exporter.planned)
+    whole = peft_folder.trained_whole(each.name for each in exporter.planned)
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
         draft = export_folder.begin(target)

@@ -6,7 +6,7 @@ from rftmega.config import RunConfig
 from rftmega.core.expert_routes import kind_of
 from rftmega.model_providers.description import Experts
 
-ANSWERS = 4 + 1 + 4 + 4  # bytes of a token: id, mask, log-prob, version of the policy
+COMPLETIONS = 4 + 1 + 4 + 4  # bytes of a token: id, mask, log-prob, version of the policy
 NUMBER = 4  # bytes of a log-prob, an entropy, a value, an advantage
 # bytes of a token that the gap between engine and trainer takes while it is found out: numbers in
 # float64, their copy in order, and what they were made of
@@ -41,8 +41,8 @@ def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str,
     chosen, tokens = config.algorithm, tokens_of(config)
     if chosen.task != "rl":
         return {}
-    learnt = 1 + chosen.advantage.needs_critic  # advantages, returns
-    row = ANSWERS + NUMBER * (scored(config) + learnt) + chosen.drop_truncated
+    trained = 1 + chosen.advantage.needs_critic  # advantages, returns
+    row = COMPLETIONS + NUMBER * (scored(config) + trained) + chosen.drop_truncated
     row += of_routes(config, experts)
     found = {"rollout": row * tokens, "at_work": AT_WORK * tokens}
     if chosen.replay.max_age:
@@ -62,6 +62,6 @@ def seconds(config: RunConfig, hosts: int, *, nic: float, token: float) -> dict[
     (bytes a second). One process of a host computes; `token`: its seconds for one.
     """
     passes = 1 + (config.algorithm.kl.coef > 0)  # of two numbers a token each
-    moved = ANSWERS + NUMBER * (2 * passes + config.algorithm.advantage.needs_critic)
+    moved = COMPLETIONS + NUMBER * (2 * passes + config.algorithm.advantage.needs_critic)
     ring = 2 * (hosts - 1) / hosts
     return {"NIC": ring * moved * tokens_of(config) / nic, "one core": token * tokens_of(config)}

@@ -12,7 +12,7 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.run.planning.models import PlannedModel
 from rftmega.weights.engine_needs import needed_boxes
 
-EIGHT_BITS = 1 + 4 / 128**2  # bytes of a number and its part of a scale
+FP8_BYTES = 1 + 4 / 128**2  # bytes of a number and its part of a scale
 BATCHED = 8192  # tokens that vLLM computes at once
 
 
@@ -27,8 +27,8 @@ def weight_bytes(
     for rule in planned.rules:
         if rule.exported:
             layers = sum(map(rule.speaks_of, range(planned.model.layers))) if rule.per_layer else 1
-            eight_bits = quantization != "none" and all(map(is_linear, rule.hf_names(0, 0)))
-            size = EIGHT_BITS if eight_bits else itemsize
+            fp8 = quantization != "none" and all(map(is_linear, rule.hf_names(0, 0)))
+            size = FP8_BYTES if fp8 else itemsize
             total += layers * (experts if rule.per_expert else 1) * _elements(rule, ranks) * size
     return int(total)
 

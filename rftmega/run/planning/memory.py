@@ -97,9 +97,9 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
 
 def rows_of(config: RunConfig) -> int:
     """Returns the rows of a step."""
-    answers = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
+    completions = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
     return config.trainer.prompts_per_step * (
-        answers or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
+        completions or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
     )
 
 
@@ -149,9 +149,9 @@ def on_device(
             "log_probs": activations.log_probs(planned, stage, load, learns=False),
         }
         if planned.optimizer is not None:
-            learnt = experience_bytes(config) * rows // config.algorithm.updates_per_epoch
+            trained = experience_bytes(config) * rows // config.algorithm.updates_per_epoch
             phases[f"update{suffix}"] |= {
-                "activations": activations.training(planned, stage, load) + learnt,
+                "activations": activations.training(planned, stage, load) + trained,
                 "log_probs": activations.log_probs(planned, stage, load, learns=True),
             }
         if planned.groups is not None:
@@ -199,7 +199,7 @@ def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
     if planned.groups is None:
         return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
     shards = sharded.shards_of(planned, world)
-    return sharded.learnt_of(planned.groups, shards), sharded.FLOAT
+    return sharded.trained_of(planned.groups, shards), sharded.FLOAT
 
 
 def on_host(

@@ -28,7 +28,7 @@ def pairs_of(groups: Groups, shards: int) -> int:
     return sum(_rows(shapes, shards) for shapes in groups.pairs)
 
 
-def learnt_of(groups: Groups, shards: int) -> int:
+def trained_of(groups: Groups, shards: int) -> int:
     """Returns the elements of one process that learn."""
     if not groups.pairs:
         return elements_of(groups, shards)
@@ -46,7 +46,7 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
     """
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)
-    held = learnt_of(groups, shards)
+    held = trained_of(groups, shards)
     narrow = planned.itemsize if planned.itemsize < FLOAT else 0  # rows rounded, for pushes
     learns = planned.optimizer is not None
     return {

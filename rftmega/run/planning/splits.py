@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rftmega.config import RunConfig
-from rftmega.run.planning.data_plane import ANSWERS, tokens_of
+from rftmega.run.planning.data_plane import COMPLETIONS, tokens_of
 from rftmega.run.planning.fit import Machine, changed, misfits, push_bound, refused
 from rftmega.run.planning.memory import cache_of
 from rftmega.run.planning.models import POLICY, PlannedModel
@@ -79,7 +79,7 @@ def bytes_under_way(config: RunConfig, most: int) -> int:
     """Returns the bytes of the host that the groups beyond a step's own take, if all are as long as
     they may be and have ended.
     """
-    return most * tokens_of(config) * ANSWERS
+    return most * tokens_of(config) * COMPLETIONS
 
 
 def _split(

@@ -131,9 +131,9 @@ def generated(
     many in flight; `mean_length`: of answers, as a share of the longest.
     """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
-    answers = prompts * rollout.samples_per_prompt
-    together = max(1.0, min(answers * under_way, rollout.max_batch, cache.sequences))
-    rounds = answers / together
+    completions = prompts * rollout.samples_per_prompt
+    together = max(1.0, min(completions * under_way, rollout.max_batch, cache.sequences))
+    rounds = completions / together
     length = rollout.max_response_tokens * mean_length
     middle = rollout.max_prompt_tokens + length / 2
     a_token = forward_flops(model, [1]) / ranks
@@ -159,7 +159,7 @@ def _read(policy: PlannedModel, rollout: RolloutConfig, tokens: float) -> float:
     whole, model = engine.held_bytes(policy, rollout), policy.model
     if model.experts is None:
         return whole
-    size = 2 if rollout.quantization == "none" else engine.EIGHT_BITS
+    size = 2 if rollout.quantization == "none" else engine.FP8_BYTES
     experts = len(model.experts.layers) * model.experts.number
     routed = experts * 3 * model.hidden * model.experts.ffn * size / rollout.tensor
     met = 1 - (1 - model.experts.active / model.experts.number) ** tokens
@@ -225,16 +225,16 @@ def _exchanged(
     parallel, steps = planned.parallel, config.algorithm.steps_per_rollout
     shards = sharded.shards_of(planned, world)
     held = sharded.elements_of(planned.groups, shards)
-    learnt = sharded.learnt_of(planned.groups, shards)
+    trained = sharded.trained_of(planned.groups, shards)
     passes = load_of(config, parallel, world).micro_batches * steps
     gathers = passes * (2 if parallel.reshard_after_forward else 1)
-    reduced = sharded.FLOAT * learnt * (shards - 1) / speeds.link(shards * parallel.tensor)
+    reduced = sharded.FLOAT * trained * (shards - 1) / speeds.link(shards * parallel.tensor)
     replicas = parallel.replicas
-    averaged = 2 * sharded.FLOAT * learnt * (replicas - 1) / replicas / speeds.link(world)
+    averaged = 2 * sharded.FLOAT * trained * (replicas - 1) / replicas / speeds.link(world)
     whole = gathers * _gather(planned, world, speeds) + passes * reduced + steps * averaged
     found = {"gathers": max(0.0, whole - compute)}
     if parallel.cpu_offload:
-        found["host"] = sharded.FLOAT * (held * gathers + learnt * passes) / speeds.host
+        found["host"] = sharded.FLOAT * (held * gathers + trained * passes) / speeds.host
     return found
 
 

@@ -12,7 +12,7 @@ from rftmega.run.planning.models import PlannedModel
 
 
 def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
-    """Returns the patches of a micro-batch whose prompts are of pictures alone, each its own."""
+    """Returns the patches of a micro-batch whose prompts are of images alone, each its own."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     most = load.tokens // longest * patches_of_prompt(planned.model, config)
     return min(most, config.trainer.max_patches_per_micro_batch or most)
@@ -21,10 +21,10 @@ def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
 def patches_of_prompt(model: ModelDescription, config: RunConfig) -> int:
     """Returns the most patches that one prompt may have."""
     rollout = config.rollout
-    if model.tower is None or not (rollout.max_pictures or rollout.max_videos):
+    if model.tower is None or not (rollout.max_images or rollout.max_videos):
         return 0
     if isinstance(model.tower, AudioTower):
-        return rollout.max_pictures * model.tower.positions
+        return rollout.max_images * model.tower.positions
     return rollout.max_prompt_tokens * model.tower.merge**2
 
 

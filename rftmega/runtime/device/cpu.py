@@ -65,17 +65,17 @@ class CPU:
             target.copy_(source)
         return Done()
 
-    def multiplies_eight_bits(self) -> bool:
+    def has_fp8_matmul(self) -> bool:
         """Returns whether engines can compute with numbers of 8 bits here: they need AMX."""
         return torch.cpu._is_amx_tile_supported()
 
-    def prepare_eight_bits(self) -> None:
+    def prepare_fp8(self) -> None:
         """Asks the kernel for AMX's tiles, which each process has to: without them its first product
         ends it.
         """
         torch.cpu._init_amx()
 
-    def products_of_eight_bits(self) -> tuple[str, ...]:
+    def fp8_matmuls(self) -> tuple[str, ...]:
         """Returns the values of model.fp8 that can be computed here: none."""
         return ()
 

@@ -117,16 +117,16 @@ class CUDA:
             done.record()
         return Aside(self._cuda, done)
 
-    def multiplies_eight_bits(self) -> bool:
+    def has_fp8_matmul(self) -> bool:
         """Returns whether engines can compute with numbers of 8 bits here: since Ada and Hopper (8.9),
         and before by kernels that make them larger first (8.0).
         """
         return self._cuda.get_device_capability() >= (8, 0)
 
-    def prepare_eight_bits(self) -> None:
+    def prepare_fp8(self) -> None:
         """Does nothing: a CUDA device needs no permission."""
 
-    def products_of_eight_bits(self) -> tuple[str, ...]:
+    def fp8_matmuls(self) -> tuple[str, ...]:
         """Returns the values of model.fp8 that this device can compute."""
         capability = self._cuda.get_device_capability()
         if capability >= (10, 0):

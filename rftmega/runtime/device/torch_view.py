@@ -200,10 +200,10 @@ def _tensor_attribute(name: str, value: Any) -> Iterator[None]:
 
 
 def _claiming_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    answer = _real_type(self, *args, **kwargs)
-    if args or kwargs or not answer.startswith("torch.") or "cuda" in answer:
-        return answer
-    return answer.replace("torch.", "torch.cuda.", 1)
+    completion = _real_type(self, *args, **kwargs)
+    if args or kwargs or not completion.startswith("torch.") or "cuda" in completion:
+        return completion
+    return completion.replace("torch.", "torch.cuda.", 1)
 
 
 _real_type = torch.Tensor.type

@@ -24,7 +24,7 @@ def checksum(data: Tensor) -> Tensor:
     A sum of 8-byte words, weighted by their place in a block, and one weighted by the block: words,
     or rows, that change places change it as well as words that change.
     """
-    return _of_words(data.view(torch.int64).view(1, -1, len(LANES)))[0]
+    return _of_vocabulary(data.view(torch.int64).view(1, -1, len(LANES)))[0]
 
 
 def checksums(slices: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ def checksums(slices: Tensor) -> Tensor:
     size = flat.shape[1] * flat.itemsize
     step = max(1, AT_ONCE // size)
     if len(flat) <= step:
-        return _of_words(_words(flat, size))
-    return torch.cat([_of_words(_words(part, size)) for part in flat.split(step)])
+        return _of_vocabulary(_words(flat, size))
+    return torch.cat([_of_vocabulary(_words(part, size)) for part in flat.split(step)])
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
@@ -56,7 +56,7 @@ def _words(flat: Tensor, size: int) -> Tensor:
     return flat.view(torch.int64).unflatten(1, (-1, len(LANES)))
 
 
-def _of_words(words: Tensor) -> Tensor:
+def _of_vocabulary(words: Tensor) -> Tensor:
     """Maps [n, blocks, words] to [n]."""
     number, blocks_each = words.shape[:2]
     if number * blocks_each * BLOCK <= SMALL:

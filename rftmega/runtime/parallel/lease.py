@@ -54,8 +54,8 @@ class Sign:
         return cls(number, time.monotonic() - seen.at, seen.phase, socket.gethostname(), at, waits)
 
 
-class Standing:
-    """Standing exchanges signs of life between the processes and finds who holds the others up."""
+class Lease:
+    """Lease exchanges signs of life between the processes and finds who holds the others up."""
 
     def __init__(self, rank: int, size: int, board: Any, *, limit: float = LIMIT):
         """`board`: a store of torch.distributed; None where there is but this process."""
@@ -136,7 +136,7 @@ def named(
     board = preemption.request.board.clone() if preemption.request.board is not None else None
     over, standing = (
         threading.Event(),
-        Standing(world.rank, world.size, board, limit=limit or LIMIT),
+        Lease(world.rank, world.size, board, limit=limit or LIMIT),
     )
 
     def watch() -> None:
@@ -147,7 +147,7 @@ def named(
             except RuntimeError:  # whoever serves the board has ended, and its launcher says why
                 return
             if said:
-                log.warning("%s. docs/operations.md says what to do.", said)
+                log.warning("%s. docs/fault_tolerance.md says what to do.", said)
 
     thread = threading.Thread(target=watch, daemon=True, name="standing")
     thread.start()

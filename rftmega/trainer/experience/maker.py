@@ -101,7 +101,7 @@ class ExperienceMaker:
             returns=returns,
             entropy=None if stats is None else stats.entropy,
             versions=samples.versions,
-            pictures=rows.pictures,
+            images=rows.images,
             rollout=rollouts.of_row,
             share=share,
             leads=leads,

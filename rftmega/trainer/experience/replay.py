@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from rftmega.core.interfaces import Host, OneProcess
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience
+
+NAMES = {"pictures": "images"}  # fields of checkpoints before 2026-11-27
 
 
 class ReplayBuffer:
@@ -91,20 +93,26 @@ class ReplayBuffer:
         given = state["groups"]
         if isinstance(given, str):  # of a checkpoint of format 2
             given = torch.load(io.BytesIO(base64.b64decode(given)), weights_only=True)
-        groups = [{name: _unpacked(value) for name, value in group.items()} for group in given]
+        groups = [
+            {NAMES.get(name, name): _unpacked(value) for name, value in group.items()}
+            for group in given
+        ]
         # those of a checkpoint before format 5 are padded
         self.groups = deque(Experience(**group).ragged() for group in groups)
 
 
 def _packed(value: Any) -> Any:
-    if isinstance(value, RowPictures):
-        return {"pictures": value.state()}
+    if isinstance(value, RowImages):
+        return {"images": value.state()}
     return {"values": value.flat, "lengths": value.lengths} if isinstance(value, Ragged) else value
 
 
 def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict) and "pictures" in value:
-        return RowPictures.from_state(value["pictures"])
+    if (
+        isinstance(value, dict)
+        and (known := value.get("images", value.get("pictures"))) is not None
+    ):
+        return RowImages.from_state(known)
     return Ragged.packed(**value) if isinstance(value, dict) else value
 
 

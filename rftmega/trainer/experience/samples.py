@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rftmega.core.errors import InfrastructureFault
 from rftmega.core.interfaces import Reward
-from rftmega.core.media_positions import RowPictures
+from rftmega.core.media_positions import RowImages
 from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import ROUTES, selected
 from rftmega.core.types import Prompt, Rollout, Rows, Samples
@@ -80,7 +80,7 @@ def collect(
             tokens.lengths,
             # place t speaks about token t + 1
             arrays.column("loss_mask").shifted(1),
-            RowPictures.of(prompt.pictures for prompt in prompt_of),
+            RowImages.of(prompt.images for prompt in prompt_of),
             arrays.column(ROUTES).shortened() if ROUTES in arrays.columns else None,
         ),
         behaviour_logp=arrays.column("logprobs").shifted(1),

@@ -90,7 +90,7 @@ class GapBundle:
 
 def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
     laid_out = tensors["tokens"], tensors["prompt_lengths"], tensors["lengths"]
-    rows = Rows(*laid_out, tensors["mask"]) if "mask" in tensors else Rows.of_answers(*laid_out)
+    rows = Rows(*laid_out, tensors["mask"]) if "mask" in tensors else Rows.of_completions(*laid_out)
     after = about["gap_after_another_push"]
     evidence = Evidence(
         whole=Gap(**about["gap"]),
@@ -123,15 +123,18 @@ def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
     """
     made: list[tuple[Tensor, Tensor, int]] = []  # tokens, mask of each, length of the prompt
     pairs: list[tuple[int, int]] = []
-    for answer in range(len(rows)):
-        begin, end = int(rows.prompt_lengths[answer]), int(rows.lengths[answer])
-        response, chosen = rows.tokens[answer, begin:end], rows.mask[answer, begin - 1 : end - 1]
+    for completion in range(len(rows)):
+        begin, end = int(rows.prompt_lengths[completion]), int(rows.lengths[completion])
+        response, chosen = (
+            rows.tokens[completion, begin:end],
+            rows.mask[completion, begin - 1 : end - 1],
+        )
         for other in range(len(rows)):
             prompt = rows.tokens[other, : rows.prompt_lengths[other]]
-            if other != answer and not torch.equal(prompt, rows.tokens[answer, :begin]):
+            if other != completion and not torch.equal(prompt, rows.tokens[completion, :begin]):
                 mask = functional.pad(chosen, (len(prompt) - 1, 0))
                 made.append((torch.cat([prompt, response]), mask, len(prompt)))
-                pairs.append((answer, other))
+                pairs.append((completion, other))
     width = max((len(tokens) for tokens, *_ in made), default=1)
     canvas = torch.zeros(len(made), width, dtype=torch.int64)
     masks = torch.zeros(len(made), width - 1, dtype=torch.bool)

@@ -174,14 +174,14 @@ class GapGate:
         """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)
-        if not len(rows) or worst.rows.pictures is not None:  # each belongs to its prompt
+        if not len(rows) or worst.rows.images is not None:  # each belongs to its prompt
             return found
         logp = self.machinery.policy.log_probs(rows).logp
-        for number, (answer, prompt) in enumerate(pairs.tolist()):
-            engines = worst.behaviour_logp[answer][worst.rows.mask[answer]]
+        for number, (completion, prompt) in enumerate(pairs.tolist()):
+            engines = worst.behaviour_logp[completion][worst.rows.mask[completion]]
             trainers = logp[number][rows.mask[number]]
             if matches(engines, trainers, torch.ones_like(engines, dtype=torch.bool), self.limits):
-                found[answer] = prompt
+                found[completion] = prompt
         return found
 
     def _gap_after_push(self, prompts: Sequence[Prompt], step: int) -> Gap | None:

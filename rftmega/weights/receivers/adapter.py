@@ -9,7 +9,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from rftmega.core.errors import EngineError
-from rftmega.core.shards import OF_WORDS
+from rftmega.core.shards import OF_VOCABULARY
 from rftmega.weights.transports.adapter_message import POLICY, opened
 
 
@@ -58,8 +58,8 @@ def set_adapter(
         model_vocab_size=lora.vocab_size,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
-    of_words = [name for name in made.loras if name.endswith(OF_WORDS)]
-    if unserved := [name for name in of_words if name not in manager.modules]:
+    of_vocabulary = [name for name in made.loras if name.endswith(OF_VOCABULARY)]
+    if unserved := [name for name in of_vocabulary if name not in manager.modules]:
         raise EngineError(
             f"vLLM serves no adapter on {', '.join(unserved)} of {type(manager.model).__name__}. Set model.lora.push=merged."
         )
@@ -71,14 +71,14 @@ def set_adapter(
 class AdapterWorker:
     """AdapterWorker is what a worker of a server can do beside vLLM's own (`--worker-extension-cls`)."""
 
-    def take_adapter(self, parcel: bytes, version: int) -> str:
+    def take_adapter(self, payload: bytes, version: int) -> str:
         """Replaces an adapter; tensor-parallel workers get all of it, and vLLM cuts it.
 
         Returns why it was not taken, or "". Where several workers raise, vLLM takes the second one's
         error for its answer to the next call.
         """
         try:
-            number, pairs, said = opened(parcel, version)
+            number, pairs, said = opened(payload, version)
             set_adapter(self, pairs, said, number)
         except Exception as error:
             return f"{type(error).__name__}: {error}"

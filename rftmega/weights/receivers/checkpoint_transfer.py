@@ -56,7 +56,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         self._missing -= {name for name, _ in tensors}
         model: Any = self.model
         if getattr(self.model_config.hf_config, "quantization_config", None):
-            device.current().prepare_eight_bits()
+            device.current().prepare_fp8()
             tensors = list(quantised(tensors))
         model.load_weights(tensors)
 

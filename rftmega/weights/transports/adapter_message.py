@@ -1,4 +1,4 @@
-"""AdapterParcel carries adapters to an engine in processes of its own: whole, by PEFT's names, in one
+"""AdapterPayload carries adapters to an engine in processes of its own: whole, by PEFT's names, in one
 message, since they are small.
 """
 
@@ -18,8 +18,8 @@ NONE = 0  # the model by itself
 POLICY = 1
 
 
-class ParcelTensor(msgspec.Struct, array_like=True):
-    """ParcelTensor is one matrix."""
+class PayloadTensor(msgspec.Struct, array_like=True):
+    """PayloadTensor is one matrix."""
 
     name: str
     dtype: str
@@ -28,17 +28,17 @@ class ParcelTensor(msgspec.Struct, array_like=True):
     elements: bytes
 
 
-class AdapterParcel(msgspec.Struct, array_like=True):
-    """AdapterParcel is an adapter of one push: what PEFT's two files would hold."""
+class AdapterPayload(msgspec.Struct, array_like=True):
+    """AdapterPayload is an adapter of one push: what PEFT's two files would hold."""
 
     version: int
     number: int  # of the adapter in the engine
     said: dict[str, Any]  # PEFT's config
-    tensors: list[ParcelTensor]
+    tensors: list[PayloadTensor]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AdapterParcel)
+_decoder = msgspec.msgpack.Decoder(AdapterPayload)
 
 
 def packed(
@@ -55,8 +55,8 @@ def packed(
         whole = tensor.detach().contiguous().cpu()
         elements = whole.view(torch.uint8).numpy().tobytes()
         dtype = str(whole.dtype).removeprefix("torch.")
-        tensors.append(ParcelTensor(name, dtype, list(whole.shape), sums[name], elements))
-    return _encoder.encode(AdapterParcel(version, number, dict(said), tensors))
+        tensors.append(PayloadTensor(name, dtype, list(whole.shape), sums[name], elements))
+    return _encoder.encode(AdapterPayload(version, number, dict(said), tensors))
 
 
 def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
@@ -65,15 +65,15 @@ def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[s
     Raises EngineError where it is another push's, or a matrix is not as it was sent.
     """
     try:
-        parcel = _decoder.decode(message)
+        payload = _decoder.decode(message)
     except (ValueError, RecursionError) as error:
         raise EngineError(f"The adapters of push {version} can't be read: {error}") from error
-    if parcel.version != version:
+    if payload.version != version:
         raise EngineError(
-            f"The adapters of push {parcel.version} came in the place of push {version}'s."
+            f"The adapters of push {payload.version} came in the place of push {version}'s."
         )
     found = {}
-    for each in parcel.tensors:
+    for each in payload.tensors:
         dtype = getattr(torch, each.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise EngineError(f"{each.name} of push {version} has no dtype of torch's.")
@@ -84,4 +84,4 @@ def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[s
         if sum_of(tensor) != each.checksum:
             raise EngineError(f"{each.name} of push {version} is not as it was sent.")
         found[each.name] = tensor
-    return parcel.number, found, parcel.said
+    return payload.number, found, payload.said

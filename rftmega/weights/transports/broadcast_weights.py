@@ -47,7 +47,7 @@ class BroadcastWeights(WholeWeights):
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self._host, self._limit = host, timedelta(seconds=seconds)
-        self.answer_seconds = 2 * seconds
+        self.reply_seconds = 2 * seconds
         self._groups: dict[str, EngineGroup] = {}  # on the first process
         self._joins = 0
 
@@ -99,13 +99,13 @@ class BroadcastWeights(WholeWeights):
                 self._send(name, tensors, asked[name])
         return self._exporter.total_bytes * len(names), asked
 
-    def _send(self, name: str, tensors: Sequence[Tensor], answer: "Future[None]") -> None:
+    def _send(self, name: str, tensors: Sequence[Tensor], completion: "Future[None]") -> None:
         """Sends a bucket to an engine, unless it has given up already."""
         group = self._groups.get(name)
         if group is None:
             return
         try:
-            if answer.done() and answer.exception() is not None:
+            if completion.done() and completion.exception() is not None:
                 raise EngineFault(f"{WORKS} {group.name} has nobody who takes weights.")
             group.broadcast(tensors)
         except EngineFault:  # its answer says why

@@ -86,7 +86,7 @@ class NetworkWeights(RemoteWeights):
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.seconds, self.trainers = seconds, dist.get_world_size()
-        self.answer_seconds = 2 * seconds
+        self.reply_seconds = 2 * seconds
         self._meeting = Meeting(host, seconds=seconds) if self.rank == 0 else None
         port = self._first(lambda: self._meeting.port if self._meeting else 0)
         self.store: dist.Store

@@ -79,7 +79,7 @@ class RemoteWeights(ABC):
         self.tensors = everybodys_tensors(shards)
         self.buckets = buckets_of(self.tensors, bucket_bytes, for_an_engine=True)
         self.rank = dist.get_rank()
-        self.answer_seconds = 600.0  # after the last byte was sent
+        self.reply_seconds = 600.0  # after the last byte was sent
         self.buffer_bytes = 0  # of messages that this process held at once in the last push
 
     def push(self, *, version: int) -> Metrics:
@@ -189,14 +189,14 @@ class RemoteWeights(ABC):
     def _those(self, asked: Asked) -> list[str]:
         """Returns the engines that did what they were asked; the others are told of."""
         found = []
-        end = time.monotonic() + self.answer_seconds
-        for name, answer in asked.items():
+        end = time.monotonic() + self.reply_seconds
+        for name, completion in asked.items():
             mark()
             try:
-                answer.result(max(0.0, end - time.monotonic()))
+                completion.result(max(0.0, end - time.monotonic()))
             except TimeoutError:
                 late = (
-                    f"{name} did not say within {self.answer_seconds:g} s that it has the weights."
+                    f"{name} did not say within {self.reply_seconds:g} s that it has the weights."
                 )
                 self.engines.miss(name, EngineFault(late))
             except EngineError as error:
@@ -244,15 +244,15 @@ def begun(work: Callable[..., None], *arguments: Any) -> "Future[None]":
     """Begins `work` in a thread that nobody waits for at the end of the program: the other side may
     be cut off, and never answer.
     """
-    answer: Future[None] = Future()
+    completion: Future[None] = Future()
 
     def run() -> None:
         try:
             work(*arguments)
         except BaseException as error:
-            answer.set_exception(error)
+            completion.set_exception(error)
         else:
-            answer.set_result(None)
+            completion.set_result(None)
 
     Thread(target=run, name="push", daemon=True).start()
-    return answer
+    return completion

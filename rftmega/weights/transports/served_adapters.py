@@ -17,12 +17,12 @@ from rftmega.weights.transports.shared_weights import SharedWeights
 
 
 class AdapterReceivers(Protocol):
-    """The engines, which land with the parcel that is there.
+    """The engines, which land with the payload that is there.
 
     Only the first process's are asked to do anything.
     """
 
-    parcel: bytes
+    payload: bytes
 
     def invalidate(self) -> None: ...
 
@@ -69,7 +69,7 @@ class ServedAdapters:
             )
         if dist.get_rank() == 0:
             told = dict(zip(pairs, sums, strict=True))
-            self.engines.parcel = packed(version, pairs, self._pairs.said, told)
+            self.engines.payload = packed(version, pairs, self._pairs.said, told)
         metrics = self.base.push(version=version)
         size = float(sum(tensor.nbytes for tensor in pairs.values()))
         sent = size * metrics["servers_healthy"]

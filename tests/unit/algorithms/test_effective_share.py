@@ -29,7 +29,7 @@ def rows_of(seed: int) -> tuple[list[list[float]], list[list[float]], list[list[
 def looped(kind: str, seed: int) -> float:
     weights: list[float] = []
     for old, engine, mask in zip(*rows_of(seed), strict=True):
-        own = [a - b for a, b, learnt in zip(old, engine, mask, strict=True) if learnt]
+        own = [a - b for a, b, trained in zip(old, engine, mask, strict=True) if trained]
         if kind == "token":
             weights += [min(math.exp(ratio), CAP) for ratio in own]
         if kind == "mask":

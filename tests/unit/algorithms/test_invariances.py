@@ -85,7 +85,7 @@ def of_values(name: str) -> bool:
 
 def experience_of(name: str) -> tuple[Experience, Tensor]:
     torch.manual_seed(0)
-    rows = Rows.of_answers(
+    rows = Rows.of_completions(
         torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64),
         torch.tensor(PROMPTS),
         torch.tensor(LENGTHS),
@@ -104,7 +104,7 @@ def experience_of(name: str) -> tuple[Experience, Tensor]:
     return found, old + 0.4 * numbers()
 
 
-def learnt(
+def trained(
     name: str, aggregation: str, experience: Experience, x: Tensor, parts: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient by what the model says), summed over parts of the rows and divided once."""
@@ -131,7 +131,7 @@ def test_a_loss_and_its_gradient_depend_on_nothing_but_the_rows(
     """Rows move in pairs, since one of the losses compares them."""
     experience, x = experience_of(name)
     everything = torch.arange(len(LENGTHS))
-    value, gradient = learnt(name, aggregation, experience, x, [everything])
+    value, gradient = trained(name, aggregation, experience, x, [everything])
 
     def wider(tensor: Tensor) -> Tensor:
         filling = float("nan") if poison and tensor.is_floating_point() else 0
@@ -147,7 +147,7 @@ def test_a_loss_and_its_gradient_depend_on_nothing_but_the_rows(
     )
     shuffled = torch.tensor([2 * pair + i for pair in order for i in (0, 1)])
     edges = [0, *(2 * cut for cut in sorted(cuts)), len(LENGTHS)]
-    found, moved = learnt(
+    found, moved = trained(
         name, aggregation, wide, wider(x), [shuffled[a:b] for a, b in pairwise(edges)]
     )
     torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
@@ -160,9 +160,9 @@ def test_a_loss_and_its_gradient_depend_on_nothing_but_the_rows(
 def test_float32_gives_the_loss_and_gradient_of_float64(name: str, aggregation: str) -> None:
     experience, x = experience_of(name)
     everything = [torch.arange(len(LENGTHS))]
-    value, gradient = learnt(name, aggregation, experience, x, everything)
+    value, gradient = trained(name, aggregation, experience, x, everything)
     single = experience.changed(lambda x: x.float() if x.is_floating_point() else x)
-    found, rounded = learnt(name, aggregation, single, x.float(), everything)
+    found, rounded = trained(name, aggregation, single, x.float(), everything)
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(rounded.double(), gradient, rtol=1e-4, atol=1e-6)
@@ -242,7 +242,7 @@ def test_a_loss_and_its_gradient_are_those_of_rows_without_what_a_tool_said(
 ) -> None:
     experience, x = experience_of(name)
     everything = torch.arange(len(LENGTHS))
-    value, gradient = learnt(name, aggregation, experience, x, [everything])
+    value, gradient = trained(name, aggregation, experience, x, [everything])
 
     def holed(tensor: Tensor) -> Tensor:
         filling = (float("nan") if poison else 3.0) if tensor.is_floating_point() else 0
@@ -252,7 +252,7 @@ def test_a_loss_and_its_gradient_are_those_of_rows_without_what_a_tool_said(
     # column t speaks about token t + 1, and rows that end before the hole are as long as ever
     reaches = experience.lengths > at + 1
     longer = replace(longer, lengths=experience.lengths + width * reaches)
-    found, slope = learnt(name, aggregation, longer, with_hole(x, at, width, 3.0), [everything])
+    found, slope = trained(name, aggregation, longer, with_hole(x, at, width, 3.0), [everything])
     torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-14)
     assert not slope[:, at : at + width].any(), "what a tool said is learnt from"
     without = torch.cat([slope[:, :at], slope[:, at + width :]], dim=1)

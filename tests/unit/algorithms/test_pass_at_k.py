@@ -8,9 +8,9 @@ from rftmega.algorithms.pass_at_k import pass_at_k
 @pytest.mark.parametrize("samples", range(1, 8))
 def test_it_is_the_share_of_all_subsets_that_hold_a_right_answer(samples: int) -> None:
     for right in range(samples + 1):
-        answers = [True] * right + [False] * (samples - right)
+        completions = [True] * right + [False] * (samples - right)
         for k in range(1, samples + 1):
-            subsets = [any(subset) for subset in combinations(answers, k)]
+            subsets = [any(subset) for subset in combinations(completions, k)]
             assert pass_at_k(samples, right, k) == pytest.approx(
                 sum(subsets) / len(subsets), abs=1e-15
             )

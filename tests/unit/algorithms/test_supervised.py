@@ -14,7 +14,7 @@ LENGTHS, PROMPTS = [6, 3, 4, 7, 2, 2], [2, 2, 3, 3, 1, 1]
 
 
 def rows(lengths: list[int] = LENGTHS, prompts: list[int] = PROMPTS, *, padding: int = 0) -> Rows:
-    return Rows.of_answers(
+    return Rows.of_completions(
         torch.zeros(len(lengths), max(lengths) + padding, dtype=torch.int64),
         torch.tensor(prompts),
         torch.tensor(lengths),

@@ -308,7 +308,7 @@ def gradient_at(options: PolicyLoss, log_ratio: float, advantage: float) -> tupl
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "cpgd"])
-def test_just_beyond_the_clip_nothing_is_learnt_and_clip_higher_moves_the_upper_edge_alone(
+def test_just_beyond_the_clip_nothing_is_trained_and_clip_higher_moves_the_upper_edge_alone(
     name: str,
 ) -> None:
     for advantage, low, high in (

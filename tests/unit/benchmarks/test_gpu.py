@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import table
-from benchmarks.gpu.answers import agreement
+from benchmarks.gpu.completions import agreement
 from benchmarks.gpu.loop import environment, summary
 from benchmarks.gpu.models import TINY, TINY_MOE, save_zeros
 from benchmarks.gpu.parts import PARTS, Part, missing

@@ -44,8 +44,8 @@ from rftmega.runtime import device
 from rftmega.runtime.parallel import nodes, process_group
 from rftmega.runtime.parallel.process_group import World
 from rftmega.trainer import Algorithm
-from tests.fleets import set_servers
 from tests.rollouts import Alone
+from tests.server_groups import set_servers
 
 WORDS, STOP = 4, 3
 WAYS = (
@@ -73,8 +73,10 @@ class Letters:
         )
         return ((0, 1) if chat_template else ()) + tuple(ord(letter) % 3 for letter in text)
 
-    def encode_answer(self, prompt: Any, answer: str, *, chat_template: bool) -> tuple[int, ...]:
-        return (*self.encode(answer, chat_template=False), STOP)
+    def encode_response(
+        self, prompt: Any, completion: str, *, chat_template: bool
+    ) -> tuple[int, ...]:
+        return (*self.encode(completion, chat_template=False), STOP)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join("123"[i] for i in ids if i < STOP)
@@ -237,19 +239,19 @@ class Strategy:
     ) -> Any:
         """With `enough` the first so many, one more each time."""
         self.seen.append(("asked", [prompt.token_ids for prompt in prompts], list(seeds), sampling))
-        answers = self.inner.generate(prompts, seeds=seeds, sampling=sampling)
+        completions = self.inner.generate(prompts, seeds=seeds, sampling=sampling)
         if enough is None:
-            return answers
+            return completions
         if reward is not None:
-            answers = [
+            completions = [
                 replace(x, scores=score)
-                for x, score in zip(answers, reward(prompts, answers), strict=True)
+                for x, score in zip(completions, reward(prompts, completions), strict=True)
             ]
-        for number in range(len(answers) + 1):
-            found = answers[:number] + [None] * (len(answers) - number)
+        for number in range(len(completions) + 1):
+            found = completions[:number] + [None] * (len(completions) - number)
             if enough(found):
                 return found
-        return answers
+        return completions
 
     def weight_sync(self, shards: Any, *, bucket_bytes: int) -> Any: ...
 
@@ -266,8 +268,8 @@ def recorded(seen: Seen, name: str) -> type:
         def __init__(self, *given: Any, **named: Any):
             seen.append((name, [x for x in given if not callable(x)], named))
 
-        def __call__(self, answers: Sequence[Any]) -> list[float]:
-            return [float(len(answer.response)) for answer in answers]
+        def __call__(self, completions: Sequence[Any]) -> list[float]:
+            return [float(len(completion.response)) for completion in completions]
 
     return Recorded
 
@@ -537,7 +539,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         )
         seen.append(type(made).__name__)
         if isinstance(made, servers.ServerEngine):
-            made.fleet.renew()
+            made.server_group.renew()
             made.weight_sync([], bucket_bytes=1)
     if hasattr(rollout_engines, "vllm"):
         del rollout_engines.vllm

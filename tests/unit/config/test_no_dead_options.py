@@ -131,8 +131,10 @@ OPTIONS: dict[str, Live] = {
     "rollout.servers": Live("2", (*VLLM, "strategy=separate"), engine, dead=()),
     "rollout.transport": Live("network", SEPARATE, engine, dead=()),
     "rollout.addresses": Live("[http://127.0.0.1:8100]", (*SEPARATE, *NETWORK), engine, dead=("strategy=colocated",)),
-    "rollout.roster": Live("{roster}", (*SEPARATE, *NETWORK), engine, dead=("strategy=colocated",)),
-    "rollout.tls_ca": Live("{certificates}", (*SEPARATE, *NETWORK, "rollout.roster={roster}"), engine, dead=("rollout.roster=",)),
+    "rollout.server_list": Live("{server_list}", (*SEPARATE, *NETWORK), engine, dead=("strategy=colocated",)),
+    "rollout.tls_ca": Live(
+        "{certificates}", (*SEPARATE, *NETWORK, "rollout.server_list={server_list}"), engine, dead=("rollout.server_list=",)
+    ),
     "rollout.listen": Live("10.0.0.1", (*SEPARATE, *NETWORK), engine, dead=("rollout.transport=disk",)),
     "rollout.weights_folder": Live("elsewhere", (*SEPARATE, "rollout.transport=disk"), engine, dead=NETWORK),
     "rollout.ahead": Live("1", (*SEPARATE, "trainer.max_staleness=1"), schedule, dead=()),
@@ -345,22 +347,22 @@ ELSEWHERE = {
             ("cpu_offload", "true"),
         )
     },
-    "rollout.max_pictures": ("3", "unit/data/test_images.py", "max_pictures=2"),
+    "rollout.max_images": ("3", "unit/data/test_prompt_images.py", "max_images=2"),
     "rollout.max_videos": ("3", "unit/data/test_videos.py", "max_videos=1"),
-    "data.tools_key": ("functions", "unit/data/test_parts_learnt.py", 'tools_key="functions"'),
-    "data.learnt_turns": ("all", "unit/data/test_parts_learnt.py", 'learnt_turns="all"'),
+    "data.tools_key": ("functions", "unit/data/test_parts_trained.py", 'tools_key="functions"'),
+    "data.trained_turns": ("all", "unit/data/test_parts_trained.py", 'trained_turns="all"'),
     "data.trailing_assistant": (
         "reject",
         "unit/data/chat/test_messages.py",
         'trailing_assistant="reject"',
     ),
-    "data.images_key": ("x", "unit/data/test_images.py", "images_key="),
+    "data.images_key": ("x", "unit/data/test_prompt_images.py", "images_key="),
     "data.videos_key": ("x", "unit/data/test_videos.py", "videos_key="),
     "data.audio_key": ("x", "unit/data/test_waveforms.py", "audio_key="),
     "data.video_fps": ("3", "unit/data/test_videos.py", "video_fps="),
     "data.video_frames": ("3", "unit/data/test_videos.py", "video_frames="),
-    "data.picture_hosts": ("[a.org]", "unit/data/test_fetched_files.py", "picture_hosts="),
-    "data.pictures_folder": ("x", "unit/data/test_images.py", "pictures_folder="),
+    "data.media_hosts": ("[a.org]", "unit/data/test_fetched_files.py", "media_hosts="),
+    "data.media_folder": ("x", "unit/data/test_prompt_images.py", "media_folder="),
     "trainer.max_patches_per_micro_batch": (
         "3",
         "distributed/test_vision.py",
@@ -391,8 +393,8 @@ ELSEWHERE = {
     "trainer.push_to_hub": ("mine", "e2e/test_api.py", "trainer.push_to_hub="),
     "trainer.export_quantised": ("true", "distributed/test_weights.py", "quantised=True"),
     "rollout.stop": ("[x]", "distributed/test_sampling.py", "stop=STRINGS"),
-    "rollout.max_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "max_logprob_gap="),
-    "rollout.mean_logprob_gap": ("0.5", "distributed/test_gap_gate.py", "mean_logprob_gap="),
+    "rollout.max_logprob_gap": ("0.5", "distributed/test_mismatch_gate.py", "max_logprob_gap="),
+    "rollout.mean_logprob_gap": ("0.5", "distributed/test_mismatch_gate.py", "mean_logprob_gap="),
     "faults.engine_restarts": ("1", "distributed/test_engine_faults.py", "restarts="),
     "faults.max_skipped_steps": ("0", "e2e/test_diverged.py", "faults.max_skipped_steps=2"),
     "faults.max_restarts": ("1", "e2e/test_stop.py", "faults.max_restarts=1"),
@@ -529,10 +531,10 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         Path(files[name]).write_text("\n".join(map(json.dumps, records)))
     (folder / "my_parts.py").write_text(PLUGIN)
     (folder / "my_rewards.py").write_text(FUNCTIONS)
-    (folder / "roster.txt").write_text("http://10.0.0.2:8100\n")
+    (folder / "servers.txt").write_text("http://10.0.0.2:8100\n")
     step = {"step": 1, "taken": [[0]], "versions": [[[0]]], "dropped": []}
-    learnt = step | {"prompts_per_step": 4, "max_staleness": 2}
-    (folder / "learnt_order.jsonl").write_text(json.dumps(learnt))
+    trained = step | {"prompts_per_step": 4, "max_staleness": 2}
+    (folder / "trained_order.jsonl").write_text(json.dumps(trained))
     return {
         **files,
         "plugin": str(folder / "my_parts.py"),
@@ -540,9 +542,9 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "policy": str(policy),
         "moe": str(moe),
         "folder": str(folder),
-        "roster": str(folder / "roster.txt"),
+        "server_list": str(folder / "servers.txt"),
         "certificates": certifi.where(),
-        "order": str(folder / "learnt_order.jsonl"),
+        "order": str(folder / "trained_order.jsonl"),
     }
 
 

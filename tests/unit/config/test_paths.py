@@ -21,7 +21,7 @@ NO_PATHS = {
         "data.images_key",
     ),
     *("trainer.push_to_hub", "model.lora.targets", "data.videos_key"),
-    *("data.audio_key", "data.video_fps", "data.picture_hosts"),
+    *("data.audio_key", "data.video_fps", "data.media_hosts"),
 }
 GIVEN = {  # option -> a value of it, in which FILE is a path
     "plugins": ["FILE"],

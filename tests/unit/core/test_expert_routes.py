@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
-from rftmega.core.rollout_arrays import RolloutArrays, packed_answers, unpacked_answers
+from rftmega.core.rollout_arrays import RolloutArrays, packed_completions, unpacked_completions
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
 from rftmega.rollout.pool.gathered_rollouts import gathered
 from rftmega.rollout.requests.partial_completion import PartialCompletion
@@ -23,7 +23,7 @@ def routes(*numbers: int, kind: torch.dtype = torch.uint8) -> Tensor:
     return torch.tensor([[[n, n + 1]] for n in numbers], dtype=kind)
 
 
-def answer(ids: list[int], told: Tensor | None) -> Completion:
+def completion(ids: list[int], told: Tensor | None) -> Completion:
     return Completion(ids, [-1.0] * len(ids), "stop", 1, routes=told)
 
 
@@ -40,43 +40,46 @@ def test_experts_are_numbered_in_the_smallest_integers_that_leave_one_for_nobody
 
 def test_a_token_of_several_turns_keeps_the_experts_that_it_was_first_sent_to() -> None:
     # prompt 1 2, answer 3 4, reply 5 6, answer 7: the second turn is fed the first one's tokens again
-    one, two = answer([3, 4], routes(10, 11, 12)), answer([7], routes(20, 21, 22, 23, 24, 25))
+    one, two = (
+        completion([3, 4], routes(10, 11, 12)),
+        completion([7], routes(20, 21, 22, 23, 24, 25)),
+    )
     row = Trajectory.of([1, 2], one, [5, 6], two)
     assert first(row.routes) == [10, 11, 12, 23, 24, 25, NOBODY]
-    silent = Trajectory.of([1, 2], answer([3, 4], None), [5, 6], two)
+    silent = Trajectory.of([1, 2], completion([3, 4], None), [5, 6], two)
     assert first(silent.routes) == [20, 21, 22, 23, 24, 25, NOBODY]
-    late = Trajectory.of([1, 2], one, [5, 6], answer([7], None))
+    late = Trajectory.of([1, 2], one, [5, 6], completion([7], None))
     assert first(late.routes) == [10, 11, 12, *[NOBODY] * 4]
-    assert Trajectory.of([1, 2], answer([3], None)).routes is None
+    assert Trajectory.of([1, 2], completion([3], None)).routes is None
 
 
 def test_routes_of_another_context_are_left_out() -> None:
-    assert Trajectory.of([1, 2], answer([3, 4], routes(10, 11))).routes is None
+    assert Trajectory.of([1, 2], completion([3, 4], routes(10, 11))).routes is None
 
 
 def test_an_answer_in_parts_keeps_what_the_earlier_weights_chose() -> None:
-    before = PartialCompletion.of(answer([3, 4], routes(10, 11, 12)))
-    after = PartialCompletion.of(answer([5], routes(20, 21, 22, 23)))
+    before = PartialCompletion.of(completion([3, 4], routes(10, 11, 12)))
+    after = PartialCompletion.of(completion([5], routes(20, 21, 22, 23)))
     assert first(before.with_more(after).whole().routes) == [10, 11, 12, 23]
     assert first(PartialCompletion().with_more(after).whole().routes) == [20, 21, 22, 23]
 
 
 def rollouts() -> list[Rollout]:
-    told = Trajectory.of([1, 2], answer([3, 4], routes(10, 11, 12)))
-    silent = Trajectory.of([5], answer([6], None))
-    short = Trajectory.of([7], answer([8, 9], routes(30, 31)))
+    told = Trajectory.of([1, 2], completion([3, 4], routes(10, 11, 12)))
+    silent = Trajectory.of([5], completion([6], None))
+    short = Trajectory.of([7], completion([8, 9], routes(30, 31)))
     return [Rollout((told, silent), {"reward": 1.0}), Rollout((short,), {"reward": 0.0})]
 
 
 def test_columns_hold_them_where_any_trajectory_has_some() -> None:
     arrays = RolloutArrays.of(rollouts())
-    again = unpacked_answers(packed_answers(arrays))
+    again = unpacked_completions(packed_completions(arrays))
     where, everybodys, _ = gathered(dict(enumerate(arrays)), HostMemory())  # type: ignore[arg-type]
     for found in (arrays, again, everybodys):
         told = [own.routes for each in found for own in each.trajectories]  # type: ignore[union-attr]
         assert list(map(first, told)) == [[10, 11, 12, NOBODY], [NOBODY] * 2, [30, 31, NOBODY]]
     assert where == {0: 0, 1: 1}
-    without = [Rollout((Trajectory.of([5], answer([6], None)),))]
+    without = [Rollout((Trajectory.of([5], completion([6], None)),))]
     assert "routes" not in RolloutArrays.of(without).columns
 
 
@@ -125,7 +128,7 @@ def reward_of(prompts: Any, found: Any) -> list[dict[str, float]]:
 
 
 def test_a_batch_without_them_has_none() -> None:
-    silent = [Rollout((Trajectory.of([5], answer([6], None)),), {"reward": 1.0})]
+    silent = [Rollout((Trajectory.of([5], completion([6], None)),), {"reward": 1.0})]
     rows = collect([Prompt((5,))], silent, reward_of, samples_per_prompt=1).rows
     assert rows.routes is None and rows.padded().routes is None
     assert replace(rows, routes=None).select(torch.tensor([0])).routes is None

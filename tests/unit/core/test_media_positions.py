@@ -1,4 +1,4 @@
-"""Pictures and videos among tokens: positions are transformers', and a shared picture is fed once."""
+"""Images and videos among tokens: positions are transformers', and a shared image is fed once."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rftmega.core.media_positions import Frames, PlacedPicture, RowPictures, unexpanded
-from rftmega.data.media.model_inputs import fed_pictures, picture_positions
+from rftmega.core.media_positions import Frames, PlacedImage, RowImages, unexpanded
+from rftmega.data.media.model_inputs import fed_images, image_positions
 from tests.tiny_vision import IMAGE, KINDS, MERGE, VIDEO, save_tiny_vision
 from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows
-from tests.vision_rows import inputs_of, rows_with_pictures, vision_rows
+from tests.vision_rows import inputs_of, rows_with_images, vision_rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -20,42 +20,42 @@ def test_positions_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     tokens, placed = vision_rows(tmp_path)
     longest = max(map(len, tokens))
-    fed = fed_pictures(RowPictures.of(placed), len(tokens), longest, merge=MERGE, load=None)
+    fed = fed_images(RowImages.of(placed), len(tokens), longest, merge=MERGE, load=None)
     for row, (ids, own) in enumerate(zip(tokens, placed, strict=True)):
         ids_of = torch.tensor([ids])
-        grids = torch.tensor([picture.grid for picture in own]) if own else None
+        grids = torch.tensor([image.grid for image in own]) if own else None
         wanted, _ = model.model.get_rope_index(
             ids_of, mm_token_type_ids=(ids_of == IMAGE).int(), image_grid_thw=grids
         )
         assert torch.equal(fed.positions[row, : len(ids)].T, wanted[:, 0])
 
 
-def test_a_picture_of_several_rows_is_loaded_once_and_stands_in_all_of_them(tmp_path: Path) -> None:
+def test_a_image_of_several_rows_is_loaded_once_and_stands_in_all_of_them(tmp_path: Path) -> None:
     save_tiny_vision(tmp_path, "qwen2_vl")
-    rows = rows_with_pictures(tmp_path)
-    assert rows.pictures is not None
+    rows = rows_with_images(tmp_path)
+    assert rows.images is not None
     loaded = []
 
-    def load(picture: Any) -> torch.Tensor:
-        loaded.append(picture.digest)
-        return picture.source  # type: ignore[no-any-return]
+    def load(image: Any) -> torch.Tensor:
+        loaded.append(image.digest)
+        return image.source  # type: ignore[no-any-return]
 
-    fed = fed_pictures(rows.pictures, len(rows), rows.tokens.shape[1], merge=MERGE, load=load)
+    fed = fed_images(rows.images, len(rows), rows.tokens.shape[1], merge=MERGE, load=load)
     assert len(loaded) == len(set(loaded)) == 3
     assert fed.pixels is not None
     assert fed.grids is not None
     assert len(fed.pixels) == int(fed.grids.prod(1).sum())
     sizes = (fed.grids.prod(1) // MERGE**2).tolist()
     starts = dict(zip(loaded, [1, 1 + sizes[0], 1 + sizes[0] + sizes[1]], strict=True))
-    for row, own in enumerate(rows.pictures.rows):
+    for row, own in enumerate(rows.images.rows):
         assert torch.equal(fed.features[row] > 0, rows.tokens[row] == IMAGE)
-        for picture in own:
-            begin = starts[picture.digest]
-            wanted = torch.arange(begin, begin + picture.tokens)
-            assert torch.equal(fed.features[row, picture.start : picture.end], wanted)
+        for image in own:
+            begin = starts[image.digest]
+            wanted = torch.arange(begin, begin + image.tokens)
+            assert torch.equal(fed.features[row, image.start : image.end], wanted)
 
 
-def test_one_placeholder_is_left_of_each_picture(tmp_path: Path) -> None:
+def test_one_placeholder_is_left_of_each_image(tmp_path: Path) -> None:
     save_tiny_vision(tmp_path, "qwen2_vl")
     tokens, placed = vision_rows(tmp_path)
     for ids, own in zip(tokens, placed, strict=True):
@@ -64,23 +64,23 @@ def test_one_placeholder_is_left_of_each_picture(tmp_path: Path) -> None:
         assert [token for token in short if token != IMAGE] == [t for t in ids if t != IMAGE]
 
 
-def test_pictures_go_with_their_rows(tmp_path: Path) -> None:
+def test_images_go_with_their_rows(tmp_path: Path) -> None:
     save_tiny_vision(tmp_path, "qwen2_vl")
-    rows = rows_with_pictures(tmp_path)
-    assert rows.pictures is not None
+    rows = rows_with_images(tmp_path)
+    assert rows.images is not None
     index = torch.tensor([3, 1])
     for batch in (rows, rows.ragged()):
         chosen = batch.select(index)
-        assert chosen.pictures is not None
-        assert chosen.pictures.rows == (rows.pictures.rows[3], ())
-        assert batch.select(torch.tensor([1])).pictures is None, "it has none"
-    joined = RowPictures.join([chosen.pictures, None], [2, 1])
+        assert chosen.images is not None
+        assert chosen.images.rows == (rows.images.rows[3], ())
+        assert batch.select(torch.tensor([1])).images is None, "it has none"
+    joined = RowImages.join([chosen.images, None], [2, 1])
     assert joined is not None
-    assert joined.rows == (*chosen.pictures.rows, ())
-    assert RowPictures.join([None, None], [2, 1]) is None
-    again = RowPictures.from_state(rows.pictures.state())
-    assert again == rows.pictures
-    assert torch.equal(again.rows[0][0].source, rows.pictures.rows[0][0].source)  # type: ignore[arg-type]
+    assert joined.rows == (*chosen.images.rows, ())
+    assert RowImages.join([None, None], [2, 1]) is None
+    again = RowImages.from_state(rows.images.state())
+    assert again == rows.images
+    assert torch.equal(again.rows[0][0].source, rows.images.rows[0][0].source)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,15 +93,15 @@ def test_positions_of_rows_with_videos_are_those_of_transformers(kind: str, tmp_
         for name in ("pixel_values", "pixel_values_videos"):
             given.pop(name, None)
         wanted, _ = model.model.get_rope_index(**given)
-        assert torch.equal(picture_positions(own, len(ids), merge=MERGE).T, wanted[:, 0])
+        assert torch.equal(image_positions(own, len(ids), merge=MERGE).T, wanted[:, 0])
 
 
 def test_words_behind_a_long_video_go_on_behind_its_last_time() -> None:
     # 3 times of 1 x 2 features, 1.5 apart, behind one word, and two words behind them. As in vLLM
     # and in Qwen2-VL's paper; transformers 5.19 would give these 3 and 4.
     frames = Frames((0, 1, 2, 3, 4), 5, 2.0, 1.5, (0,), 6)
-    video = PlacedPicture("", "a", (3, 2, 4), 1, 6, frames)
-    found = picture_positions((video,), 9, merge=2)
+    video = PlacedImage("", "a", (3, 2, 4), 1, 6, frames)
+    found = image_positions((video,), 9, merge=2)
     assert found[:, 0].tolist() == [0, 1, 1, 2, 2, 4, 4, 5, 6]
     assert found[:, 1].tolist() == [0, 1, 1, 1, 1, 1, 1, 5, 6]
     assert found[:, 2].tolist() == [0, 1, 2, 1, 2, 1, 2, 5, 6]
@@ -111,15 +111,15 @@ def test_words_behind_a_long_video_go_on_behind_its_last_time() -> None:
 def test_features_stand_where_a_video_s_placeholders_do(kind: str, tmp_path: Path) -> None:
     save_tiny_vision(tmp_path, kind)
     rows = rows_with_videos(tmp_path)
-    assert rows.pictures is not None
-    fed = fed_pictures(
-        rows.pictures, len(rows), rows.tokens.shape[1], merge=MERGE, load=lambda each: each.source
+    assert rows.images is not None
+    fed = fed_images(
+        rows.images, len(rows), rows.tokens.shape[1], merge=MERGE, load=lambda each: each.source
     )
     here = (rows.tokens == IMAGE) | (rows.tokens == VIDEO)
     assert torch.equal(fed.features > 0, here)
     assert fed.pixels is not None
     assert fed.features.max() == len(fed.pixels) // MERGE**2, "every feature stands somewhere"
-    for row, own in enumerate(rows.pictures.rows):
+    for row, own in enumerate(rows.images.rows):
         for each in own:
             places = fed.features[row, each.start : each.end]
             places = places[places > 0]
@@ -136,6 +136,6 @@ def test_a_video_is_left_one_placeholder_and_kept_as_it_was(kind: str, tmp_path:
         assert plain.count(VIDEO) == len(films)
         assert len(plain) == len(ids) - sum(each.tokens - 1 for each in own)
         assert ord("<") - 24 not in plain, "times in words go, too"
-    held = RowPictures.of(placed)
+    held = RowImages.of(placed)
     assert held is not None
-    assert RowPictures.from_state(held.state()) == held
+    assert RowImages.from_state(held.state()) == held

@@ -39,17 +39,17 @@ class Asked(Alone):
 
     def __init__(self) -> None:
         super().__init__(RolloutConfig(max_response_tokens=9), vocabulary=50, stop_ids=[1])
-        self.answers: dict[int, list[list[int]]] = {}
+        self.completions: dict[int, list[list[int]]] = {}
         self.load_weights([], version=0)
 
     def generate(self, prompts: Sequence[Prompt], **asked: Any) -> Any:
         found: list[Rollout] = super().generate(prompts, **asked)
         for prompt, rollout in zip(prompts, found, strict=True):
-            self.answers.setdefault(prompt.index, []).append(rollout.response_ids)
+            self.completions.setdefault(prompt.index, []).append(rollout.response_ids)
         return found
 
 
-def answers_of(batch_size: int, refill: DynamicSampler) -> dict[int, list[list[int]]]:
+def completions_of(batch_size: int, refill: DynamicSampler) -> dict[int, list[list[int]]]:
     """Answers to 12 tasks, in steps of so many; the same weights at every step."""
     engine = Asked()
     batches = [
@@ -68,13 +68,13 @@ def answers_of(batch_size: int, refill: DynamicSampler) -> dict[int, list[list[i
     trainer.supply.source(batches)
     for batch in trainer.supply:
         trainer.refill(trainer.rollout, batch, trainer.supply)
-    return engine.answers
+    return engine.completions
 
 
 @pytest.mark.parametrize("refill", [DynamicSampler(0), DynamicSampler(2), DynamicSampler(1)])
 def test_neither_batch_size_nor_step_nor_refills_change_an_answer(refill: DynamicSampler) -> None:
-    alone = answers_of(1, DynamicSampler(0))
+    alone = completions_of(1, DynamicSampler(0))
     assert len({tuple(map(tuple, group)) for group in alone.values()}) == 12
     assert all(len(group) == 4 for group in alone.values())
-    assert answers_of(3, refill) == alone
-    assert answers_of(4, refill) == alone
+    assert completions_of(3, refill) == alone
+    assert completions_of(4, refill) == alone

@@ -1,4 +1,4 @@
-"""Pictures of the web: who may be asked, and that each is fetched once."""
+"""Images of the web: who may be asked, and that each is fetched once."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from rftmega.data import Tokenizer, fetched_files, load_prompts
 from rftmega.data.fetched_files import Fetched
 from rftmega.data.media.image_processor import processor_of
 from tests.tiny_vision import IMAGE, save_tiny_vision
-from tests.unit.data.media.test_videos import picture
+from tests.unit.data.media.test_videos import image
 
 HERE = ["127.0.0.1"]
 
 
 class Web(ThreadingHTTPServer):
-    """Serves pictures; remembers what was asked."""
+    """Serves images; remembers what was asked."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), Completions)
         self.asked: list[str] = []
 
     @property
@@ -35,12 +35,12 @@ class Web(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answers(BaseHTTPRequestHandler):
+class Completions(BaseHTTPRequestHandler):
     server: Web
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        content, status, headers = picture((64, 48)), 200, {}
+        content, status, headers = image((64, 48)), 200, {}
         if self.path == "/slow.png":
             time.sleep(0.3)
         elif self.path == "/gone.png":
@@ -80,7 +80,7 @@ def test_a_file_is_fetched_once_whoever_asks(web: Web, tmp_path: Path) -> None:
     assert web.asked == ["/slow.png?size=1"]
     assert len({*found}) == 1
     assert found[0].suffix == ".png"
-    assert found[0].read_bytes() == picture((64, 48))
+    assert found[0].read_bytes() == image((64, 48))
     assert [each.name for each in (tmp_path / "fetched").iterdir()] == [found[0].name]
 
 
@@ -90,7 +90,7 @@ def test_a_file_is_fetched_once_whoever_asks(web: Web, tmp_path: Path) -> None:
         ("/gone.png", "gone.png can't be fetched: Not Found"),
         ("/elsewhere.png", "http://localhost/a.png is not fetched: its host is not among"),
         ("/short.png", "broke off|can't be fetched"),
-        ("file:///etc/hostname", "its host is not among data.picture_hosts .127.0.0.1."),
+        ("file:///etc/hostname", "its host is not among data.media_hosts .127.0.0.1."),
         ("http://127.0.0.1:1/a.png", "can't be fetched: .*refused"),
         ("http://a.org/b.png", "Add it, or download the file"),
         ("http://[/b.png", "is no address"),
@@ -109,7 +109,7 @@ def test_what_can_not_be_fetched_is_said(web: Web, tmp_path: Path, address: str,
 
 def test_what_leads_to_a_host_that_may_be_asked_is_followed(web: Web, tmp_path: Path) -> None:
     own = Fetched(tmp_path, HERE)
-    assert own.file(f"{web.address}/moved.png").read_bytes() == picture((64, 48))
+    assert own.file(f"{web.address}/moved.png").read_bytes() == image((64, 48))
 
 
 def test_a_file_that_is_too_large_is_not_kept(
@@ -129,7 +129,7 @@ def test_what_a_process_abandoned_another_fetches(
     claim = target.with_suffix(".part")
     claim.write_bytes(b"half")
     os.utime(claim, (0, 0))
-    assert own.file(f"{web.address}/a.png").read_bytes() == picture((64, 48))
+    assert own.file(f"{web.address}/a.png").read_bytes() == image((64, 48))
     assert not claim.exists()
 
 
@@ -149,16 +149,16 @@ def test_records_may_name_addresses_of_these_hosts(web: Web, tmp_path: Path) -> 
             DataConfig(**how),
             max_prompt_tokens=99,
             processor=processor_of(tmp_path / "model"),
-            max_pictures=1,
+            max_images=1,
         )
 
-    with pytest.raises(DataError, match=r"data.jsonl:1: .*not among data.picture_hosts .none."):
+    with pytest.raises(DataError, match=r"data.jsonl:1: .*not among data.media_hosts .none."):
         load()
     with pytest.raises(DataError, match=r"data.jsonl:3: .*gone.png can't be fetched"):
-        load(picture_hosts=HERE)
+        load(media_hosts=HERE)
     lines.pop(2)
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    found = load(picture_hosts=HERE)
+    found = load(media_hosts=HERE)
     assert web.asked.count("/a.png") == web.asked.count("/b.png") == 1
-    assert found[0].pictures == found[2].pictures
-    assert found[0].token_ids.count(IMAGE) == found[0].pictures[0].tokens
+    assert found[0].images == found[2].images
+    assert found[0].token_ids.count(IMAGE) == found[0].images[0].tokens

@@ -178,15 +178,15 @@ def test_a_damaged_byte_is_refused_or_changes_a_value_at_most(kind: str, tmp_pat
             ]
 
 
-def test_pictures_inside_a_folder_come_as_their_files_bytes_and_are_not_decoded(
+def test_images_inside_a_folder_come_as_their_files_bytes_and_are_not_decoded(
     tmp_path: Path,
 ) -> None:
-    broken = {"bytes": b"no picture", "path": None}
+    broken = {"bytes": b"no image", "path": None}
     rows = [{"one": broken, "many": [broken, broken], "deep": {"inside": [{"it": broken}]}}]
-    picture = datasets.Image()
+    image = datasets.Image()
     features = datasets.Features(
         {
-            "one": picture,
+            "one": image,
             "many": datasets.List(datasets.Image()),
             "deep": {"inside": datasets.List({"it": datasets.Image()})},
         }

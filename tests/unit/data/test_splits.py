@@ -21,8 +21,10 @@ class Letters:
     def encode(self, prompt: str, *, chat_template: bool) -> tuple[int, ...]:
         return tuple(map(ord, prompt))
 
-    def encode_answer(self, prompt: str, answer: str, *, chat_template: bool) -> tuple[int, ...]:
-        return (*map(ord, answer), 0)
+    def encode_response(
+        self, prompt: str, completion: str, *, chat_template: bool
+    ) -> tuple[int, ...]:
+        return (*map(ord, completion), 0)
 
 
 def written(path: Path, prompts: Sequence[str]) -> str:
@@ -57,15 +59,15 @@ def batches(order: Any, number: int) -> list[Any]:
     return [next(stream) for _ in range(number)]
 
 
-def test_no_held_out_prompt_is_learnt_from_and_none_of_the_training_is_held_out(
+def test_no_held_out_prompt_is_trained_from_and_none_of_the_training_is_held_out(
     config: RunConfig,
 ) -> None:
     checked: list[list[str]] = []
     order, held_out = prompts_of(
         config, Letters(), check=lambda prompts: checked.append(words(prompts))
     )
-    learnt = {word for batch in batches(order, 20) for word in words(batch)}
-    assert learnt == {"aa", "bb", "cc", "dd", "ee"}
+    trained = {word for batch in batches(order, 20) for word in words(batch)}
+    assert trained == {"aa", "bb", "cc", "dd", "ee"}
     assert {name: words(prompts) for name, prompts in held_out.items()} == {
         "one": ["ff", "gg"],
         "two": ["hh"],
@@ -79,10 +81,10 @@ def test_rows_that_are_given_to_learn_are_not_those_that_are_held_out(config: Ru
     for task, rows_each in (("sft", 1), ("reward_model", 2)):
         config.algorithm = AlgorithmConfig(task=task)
         order, held_out = given_of(config, Letters())
-        learnt = {
+        trained = {
             chr(int(rows.tokens[b, 0])) for rows in batches(order, 20) for b in range(len(rows))
         }
-        assert learnt == set("abcde"), task
+        assert trained == set("abcde"), task
         assert {name: len(rows) for name, rows in held_out.items()} == {
             "one": 2 * rows_each,
             "two": rows_each,

@@ -167,7 +167,7 @@ def test_no_chat_is_answered_with_a_traceback(
         load_prompts(path, real, DataConfig(), columns=True, max_prompt_tokens=999)
     for read in (load_supervised, load_preferences):
         with contextlib.suppress(DataError):
-            read(path, real, DataConfig(chat_template=True, learnt_turns="all"), **limits)
+            read(path, real, DataConfig(chat_template=True, trained_turns="all"), **limits)
 
 
 @settings(max_examples=200, deadline=None)

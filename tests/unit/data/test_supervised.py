@@ -41,8 +41,10 @@ class Letters:
         )
         return tuple(ord(c) for c in text)
 
-    def encode_answer(self, prompt: Any, answer: str, *, chat_template: bool) -> tuple[int, ...]:
-        return (*self.encode(answer, chat_template=False), END)
+    def encode_response(
+        self, prompt: Any, completion: str, *, chat_template: bool
+    ) -> tuple[int, ...]:
+        return (*self.encode(completion, chat_template=False), END)
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -55,7 +57,7 @@ def load(folder: Path, text: str, loader: Any = load_supervised, **settings: Any
     return loader(folder / "a.jsonl", Letters(), config, max_prompt_tokens=6, max_response_tokens=4)
 
 
-USER, ANSWER = '{"role": "user", "content": "x"}', '{"role": "assistant", "content": "yz"}'
+USER, COMPLETION = '{"role": "user", "content": "x"}', '{"role": "assistant", "content": "yz"}'
 
 
 @pytest.mark.parametrize(
@@ -63,13 +65,13 @@ USER, ANSWER = '{"role": "user", "content": "x"}', '{"role": "assistant", "conte
     [
         ('{"prompt": "ab", "response": "cd"}', "ab", "cd"),
         (f'{{"prompt": [{USER}], "response": "cd"}}', "ux", "cd"),
-        (f'{{"prompt": [{USER}], "response": [{ANSWER}]}}', "ux", "yz"),
-        (f'{{"prompt": [{USER}, {ANSWER}]}}', "ux", "yz"),
-        (f'{{"prompt": [{USER}, {ANSWER}], "response": null}}', "ux", "yz"),
-        (f'{{"prompt": [{ANSWER}, {USER}, {ANSWER}]}}', "ayzux", "yz"),
+        (f'{{"prompt": [{USER}], "response": [{COMPLETION}]}}', "ux", "yz"),
+        (f'{{"prompt": [{USER}, {COMPLETION}]}}', "ux", "yz"),
+        (f'{{"prompt": [{USER}, {COMPLETION}], "response": null}}', "ux", "yz"),
+        (f'{{"prompt": [{COMPLETION}, {USER}, {COMPLETION}]}}', "ayzux", "yz"),
     ],
 )
-def test_the_last_answer_is_learnt_with_its_end(
+def test_the_last_answer_is_trained_with_its_end(
     record: str, prompt: str, response: str, tmp_path: Path
 ) -> None:
     assert load(tmp_path, record) == [Example(ids(prompt), (*ids(response), END))]
@@ -85,14 +87,17 @@ def test_the_last_answer_is_learnt_with_its_end(
             '"response" must be a string or one message of the assistant, and not empty',
         ),
         (f'{{"prompt": "ab", "response": [{USER}]}}', "one message of the assistant"),
-        (f'{{"prompt": "ab", "response": [{ANSWER}, {ANSWER}]}}', "one message of the assistant"),
+        (
+            f'{{"prompt": "ab", "response": [{COMPLETION}, {COMPLETION}]}}',
+            "one message of the assistant",
+        ),
         ('{"prompt": "ab", "response": 7}', "must be a string"),
         (
-            f'{{"prompt": [{USER}, {ANSWER}], "response": "b"}}',
+            f'{{"prompt": [{USER}, {COMPLETION}], "response": "b"}}',
             '"prompt" ends with an answer and "response" is another',
         ),
         (
-            f'{{"prompt": [{ANSWER}]}}',
+            f'{{"prompt": [{COMPLETION}]}}',
             '"prompt" must be a string or a list of chat messages, and not empty',
         ),
         (
@@ -100,7 +105,7 @@ def test_the_last_answer_is_learnt_with_its_end(
             'message 0 of "prompt" has no content: it is null',
         ),
         (
-            f'{{"prompt": [{USER}, {ANSWER}, {ANSWER}]}}',
+            f'{{"prompt": [{USER}, {COMPLETION}, {COMPLETION}]}}',
             '"prompt" has two messages of the assistant behind each other',
         ),
         (
@@ -126,7 +131,7 @@ def test_long_prompts_and_long_answers_are_dropped_with_a_count(
 ) -> None:
     lines = [("a", "b"), ("abcdefg", "b"), ("a", "abcd")]
     text = "\n".join(
-        f'{{"prompt": "{prompt}", "response": "{answer}"}}' for prompt, answer in lines
+        f'{{"prompt": "{prompt}", "response": "{completion}"}}' for prompt, completion in lines
     )
     assert len(load(tmp_path, text, too_long="drop")) == 1
     assert "dropped 2 of 3 examples" in caplog.text
@@ -156,7 +161,7 @@ def test_rows_teach_the_answer_and_nothing_else() -> None:
     assert short.mask.tolist() == [[True, False, False], [True] * 3]
 
 
-def test_what_is_said_between_two_learnt_answers_is_not_learnt() -> None:
+def test_what_is_said_between_two_trained_answers_is_not_trained() -> None:
     two = Example((1, 2), (3, END, 4, 5, 6, END), (range(2, 4),))
     rows = rows_of([two, Example((7,), (8, END))])
     assert rows.tokens[0, 1:][rows.mask[0]].tolist() == [3, END, 6, END]

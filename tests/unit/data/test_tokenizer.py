@@ -44,7 +44,7 @@ def shown(ours: Ours, ids: tuple[int, ...]) -> str:
 def test_an_answer_to_plain_text_is_its_tokens_and_the_end(tmp_path: Path) -> None:
     ours = tokenizer(tmp_path)
     assert shown(ours, ours.encode("1+", chat_template=False)) == "<b>1+"
-    assert shown(ours, ours.encode_answer("1+", "12", chat_template=False)) == "12</s>"
+    assert shown(ours, ours.encode_response("1+", "12", chat_template=False)) == "12</s>"
 
 
 def test_a_prompt_stays_as_it_is_generated_from_where_a_token_would_cross_the_border(
@@ -52,9 +52,9 @@ def test_a_prompt_stays_as_it_is_generated_from_where_a_token_would_cross_the_bo
 ) -> None:
     ours = tokenizer(tmp_path)
     assert len(ours._inner.encode("=2", add_special_tokens=False)) == 1
-    answer = ours.encode_answer("1=", "2", chat_template=False)
-    assert len(answer) == 2
-    assert shown(ours, answer) == "2</s>"
+    completion = ours.encode_response("1=", "2", chat_template=False)
+    assert len(completion) == 2
+    assert shown(ours, completion) == "2</s>"
 
 
 @pytest.mark.parametrize("prompt", ["1+1", [{"role": "user", "content": "1+1"}]])
@@ -63,20 +63,20 @@ def test_an_answer_behind_a_template_ends_where_the_template_ends_the_turn(
 ) -> None:
     ours = tokenizer(tmp_path, CHATML)
     assert shown(ours, ours.encode(prompt, chat_template=True)) == "<s>u1+1</s>\n<s>a"
-    assert shown(ours, ours.encode_answer(prompt, "2", chat_template=True)) == "2</s>"
+    assert shown(ours, ours.encode_response(prompt, "2", chat_template=True)) == "2</s>"
 
 
 def test_an_answer_that_a_template_does_not_end_gets_an_end_and_loses_nothing(
     tmp_path: Path,
 ) -> None:
     ours = tokenizer(tmp_path, UNENDED, control_tokens="control")
-    assert shown(ours, ours.encode_answer("1", "2", chat_template=True)) == "2</s>"
-    assert shown(ours, ours.encode_answer("1", "2</s>3", chat_template=True)) == "2</s>3</s>"
+    assert shown(ours, ours.encode_response("1", "2", chat_template=True)) == "2</s>"
+    assert shown(ours, ours.encode_response("1", "2</s>3", chat_template=True)) == "2</s>3</s>"
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not go on with the answer"):
-        tokenizer(tmp_path, REWRITES).encode_answer("1", "2", chat_template=True)
+        tokenizer(tmp_path, REWRITES).encode_response("1", "2", chat_template=True)
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 20}, {"text_config": {"vocab_size": 20}}])
@@ -90,11 +90,11 @@ def test_a_token_that_the_model_does_not_know_is_refused_with_both_numbers(
     assert ours.encode("1 ", chat_template=False)[-1] == 19
     asked = [
         lambda: ours.encode("1=2", chat_template=False),
-        lambda: ours.encode_answer("1", "=2", chat_template=False),
+        lambda: ours.encode_response("1", "=2", chat_template=False),
     ]
     asked += [
         lambda: ours.encode("=2", chat_template=True),
-        lambda: ours.encode_answer("1", "=2", chat_template=True),
+        lambda: ours.encode_response("1", "=2", chat_template=True),
     ]
     said = r"the tokenizer gives '=2' the id 20, but the model knows 20 tokens \(vocab_size in config.json\)"
     for ask in asked:
@@ -187,7 +187,7 @@ def test_a_system_prompt_stands_before_messages_that_have_none(tmp_path: Path) -
     assert shown(ours, ours.encode("1+", chat_template=True)) == "<s>b</s>\n<s>u1+</s>\n<s>a"
     own = [{"role": "system", "content": "0"}, {"role": "user", "content": "1+"}]
     assert shown(ours, ours.encode(own, chat_template=False)) == "<s>0</s>\n<s>u1+</s>\n<s>a"
-    assert shown(ours, ours.encode_answer(own, "2", chat_template=False)) == "2</s>"
+    assert shown(ours, ours.encode_response(own, "2", chat_template=False)) == "2</s>"
 
 
 def test_a_template_of_a_file_is_used_with_what_is_given_to_it(tmp_path: Path) -> None:

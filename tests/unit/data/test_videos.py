@@ -11,9 +11,9 @@ from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.data import Tokenizer, load_prompts
-from rftmega.data.images import check_pictures
 from rftmega.data.media.image_processor import processor_of
 from rftmega.data.media.videos import read_video
+from rftmega.data.prompt_images import check_images
 from tests.tiny_vision import (
     FILM,
     IMAGE,
@@ -23,7 +23,7 @@ from tests.tiny_vision import (
     VISION_START,
     save_tiny_vision,
 )
-from tests.unit.data.media.test_videos import FRAMES, RATE, drawn, picture, saved, written
+from tests.unit.data.media.test_videos import FRAMES, RATE, drawn, image, saved, written
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data").mkdir()
     saved(folder / "data/frames", drawn())
     written(folder / "data/a.avi", drawn())
-    (folder / "data/p.png").write_bytes(picture((64, 48)))
+    (folder / "data/p.png").write_bytes(image((64, 48)))
     return folder
 
 
@@ -54,7 +54,7 @@ def load(
         DataConfig(**how),
         max_prompt_tokens=limit,
         processor=processor_of(folder / kind),
-        max_pictures=1,
+        max_images=1,
         max_videos=max_videos,
     )
     return prompt
@@ -64,7 +64,7 @@ def letters(text: str) -> list[int]:
     return [ord(letter) - 24 for letter in text]
 
 
-def test_a_video_and_a_picture_stand_where_their_marks_are(folder: Path) -> None:
+def test_a_video_and_a_image_stand_where_their_marks_are(folder: Path) -> None:
     prompt = load(
         folder,
         {"prompt": "a<video>b<image>c", "videos": "frames", "images": "p.png"},
@@ -72,7 +72,7 @@ def test_a_video_and_a_picture_stand_where_their_marks_are(folder: Path) -> None
         video_fps=2.0,
         video_frames=4,
     )
-    video, seen = prompt.pictures
+    video, seen = prompt.images
     wanted = [
         *letters("a"), VISION_START, *[VIDEO] * video.tokens, VISION_END,
         *letters("b"), VISION_START, *[IMAGE] * seen.tokens, VISION_END, *letters("c"),
@@ -93,7 +93,7 @@ def test_qwen3_vl_is_told_the_times_in_words(folder: Path) -> None:
         video_fps=5.0,
         video_frames=4,
     )
-    (video,) = prompt.pictures
+    (video,) = prompt.images
     assert video.frames is not None
     (each,) = {video.frames.length}
     run = [VISION_START, *[VIDEO] * each, VISION_END]
@@ -116,7 +116,7 @@ def test_parts_of_chat_messages_are_places_too(folder: Path) -> None:
         for content in (parts, "<video>?")
     ]
     assert found[0].token_ids == found[1].token_ids
-    assert found[0].token_ids.count(VIDEO) == found[0].pictures[0].tokens
+    assert found[0].token_ids.count(VIDEO) == found[0].images[0].tokens
 
 
 def test_a_mark_is_a_word_of_html_where_prompts_have_no_videos(folder: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_mark_is_a_word_of_html_where_prompts_have_no_videos(folder: Path) -> 
 
 def test_the_key_is_an_option(folder: Path) -> None:
     prompt = load(folder, {"prompt": "<video>", "films": "frames"}, videos_key="films")
-    assert len(prompt.pictures) == 1
+    assert len(prompt.images) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,19 +162,19 @@ def test_a_broken_video_is_found_at_the_start(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     prompt = load(folder, {"prompt": "<video>", "videos": "cut.avi"})
     with pytest.raises(DataError, match="cut.avi is broken"):
-        check_pictures([prompt], ["here"], rank=0, ranks=1)
-    check_pictures(
+        check_images([prompt], ["here"], rank=0, ranks=1)
+    check_images(
         [load(folder, {"prompt": "<video>", "videos": "a.avi"})], ["here"], rank=0, ranks=1
     )
 
 
 def test_a_video_that_was_changed_is_refused(folder: Path) -> None:
     frames = saved(folder / "data/changing", drawn())
-    (video,) = load(folder, {"prompt": "<video>", "videos": "changing"}).pictures
+    (video,) = load(folder, {"prompt": "<video>", "videos": "changing"}).images
     assert video.frames is not None
     read_video(str(frames), video.frames, video.digest)
-    picture_of_another = (frames / "frame1.png").read_bytes()
-    (frames / f"frame{video.frames.chosen[0]}.png").write_bytes(picture_of_another)
+    image_of_another = (frames / "frame1.png").read_bytes()
+    (frames / f"frame{video.frames.chosen[0]}.png").write_bytes(image_of_another)
     with pytest.raises(DataError, match="changing has changed"):
         read_video(str(frames), video.frames, video.digest)
     (frames / "frame0.png").unlink()

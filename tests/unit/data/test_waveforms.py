@@ -16,9 +16,9 @@ from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data import Tokenizer, load_prompts, load_supervised, prompts_of
-from rftmega.data.images import check_pictures
-from rftmega.data.media.audio_processor import ear_of
+from rftmega.data.media.audio_processor import audio_processor_of
 from rftmega.data.media.files import digest_of
+from rftmega.data.prompt_images import check_images
 from tests.tiny_audio import AUDIO, AUDIO_END, AUDIO_START, RATE, WAVEFORM, save_tiny_audio
 
 SAMPLES = {"a.wav": 8000, "b.flac": 4321}
@@ -58,8 +58,8 @@ def load_from(folder: Path, source: Path, **how: Any) -> list[Prompt]:
         DataConfig(**how),
         max_prompt_tokens=limit,
         columns=columns,
-        processor=ear_of(folder / "model"),
-        max_pictures=2,
+        processor=audio_processor_of(folder / "model"),
+        max_images=2,
     )
 
 
@@ -77,7 +77,7 @@ def test_placeholders_are_expanded_where_the_waveforms_are(folder: Path) -> None
     (prompt,) = load(folder, [record])
     wanted = [*letters("x"), *heard("a.wav"), *letters("y"), *heard("b.flac"), *letters("z")]
     assert list(prompt.token_ids) == wanted
-    first, second = prompt.pictures
+    first, second = prompt.images
     assert isinstance(first, PlacedWaveform)
     assert isinstance(second, PlacedWaveform)
     assert (first.start, first.tokens, first.frames, first.positions) == (2, 12, 50, 50)
@@ -105,8 +105,8 @@ def test_bytes_come_from_parquet_and_base64_and_no_reward_is_given_them(folder: 
     text = "data:audio/flac;base64," + base64.b64encode(inside).decode()
     (other,) = load(folder, [{"prompt": "<audio>?", "label": "1", "audio": text}], columns=True)
     for found, name in ((prompt, "b.flac"), (other, "")):
-        assert found.pictures[0].source == inside
-        assert found.pictures[0].tokens == TOKENS["b.flac"]
+        assert found.images[0].source == inside
+        assert found.images[0].tokens == TOKENS["b.flac"]
         assert json.loads(found.record)["audio"] == [name]
 
 
@@ -114,13 +114,13 @@ A = "inside/a.wav"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no place": ({"audio": A}, r"0 place\(s\) for waveforms and \"audio\" names 1"),
     "no waveform": ({"prompt": "<audio>?"}, r"1 place\(s\) for waveforms and \"audio\" names 0"),
-    "too many": ({"audio": [A, A, A]}, r"3 waveforms: rollout\.max_pictures is 2"),
-    "a picture": ({"images": ["a.png"]}, r"1 picture\(s\), and the model hears and does not see"),
+    "too many": ({"audio": [A, A, A]}, r"3 waveforms: rollout\.max_images is 2"),
+    "an image": ({"images": ["a.png"]}, r"1 image\(s\), and the model hears and does not see"),
     "a video": ({"videos": ["a.mp4"]}, r"1 video\(s\), and the model hears and does not see"),
     "a number": ({"prompt": "<audio>?", "audio": [7]}, "holds 7: a waveform is a path, bytes"),
     "an address": ({"prompt": "<audio>?", "audio": "https://x/a.wav"}, "is not fetched"),
     "a way out": ({"prompt": "<audio>?", "audio": "../a.wav"}, "leads out of .* the waveforms are"),
-    "a picture's text": (
+    "an image's text": (
         {"prompt": "<audio>?", "audio": "data:image/png;base64,AA"}, "is no waveform: data:audio/"),
     "no file": ({"prompt": "<audio>?", "audio": "none.wav"}, "none.wav can't be read"),
     "words": ({"prompt": "<audio>?", "audio": "inside/words.wav"}, "can't be read as a waveform"),
@@ -164,8 +164,8 @@ def test_a_model_that_hears_nothing_refuses_waveforms(folder: Path, tmp_path: Pa
 def test_a_column_of_another_name_and_a_folder_elsewhere(folder: Path) -> None:
     record = {"prompt": "<audio>?", "label": "1", "sound": "a.wav"}
     where = str(folder / "data/inside")
-    (prompt,) = load(folder, [record], audio_key="sound", pictures_folder=where)
-    assert prompt.pictures[0].tokens == TOKENS["a.wav"]
+    (prompt,) = load(folder, [record], audio_key="sound", media_folder=where)
+    assert prompt.images[0].tokens == TOKENS["a.wav"]
 
 
 def test_each_process_decodes_its_share_and_names_what_is_broken(folder: Path) -> None:
@@ -199,4 +199,6 @@ def test_what_changed_since_it_was_read_is_refused(folder: Path) -> None:
     prompts = load(folder, [{"prompt": "<audio>?", "label": "1", "audio": "inside/changed.wav"}])
     soundfile.write(path, np.zeros(8000), RATE)
     with pytest.raises(DataError, match="has changed since the data were read"):
-        check_pictures(prompts, ["here"], rank=0, ranks=1, ear=ear_of(folder / "model"))
+        check_images(
+            prompts, ["here"], rank=0, ranks=1, audio_processor=audio_processor_of(folder / "model")
+        )

@@ -126,7 +126,7 @@ class Played:
 
         self.rollout = asyncio.run(played())
 
-    def learnt(self, which: int = 0) -> str:
+    def trained(self, which: int = 0) -> str:
         trajectory = self.rollout.trajectories[which]
         ids = trajectory.token_ids[trajectory.loss_mask].tolist()
         return str(self.tokenizer.inner.decode(ids, skip_special_tokens=False))
@@ -141,10 +141,10 @@ class Played:
         ]
 
 
-def test_answers_are_learnt_from_and_replies_are_not(tmp_path: Path) -> None:
+def test_answers_are_trained_from_and_replies_are_not(tmp_path: Path) -> None:
     texts = [call("add", a=1), call("add", a=4), f"7{FORM.ends[0]}"]
     played = Played(tmp_path, *texts)
-    assert played.learnt() == "".join(texts)
+    assert played.trained() == "".join(texts)
     assert [json.loads(word) for word in played.told()] == [4, 7]
     asked = played.model.asked
     for (before, _), (context, _) in zip(asked, asked[1:], strict=False):
@@ -191,7 +191,7 @@ def test_a_degenerate_call_is_told_to_the_model_in_every_format(
     *_, trajectory = played.rollout.trajectories
     context = trajectory.token_ids[~trajectory.loss_mask].tolist()
     assert "The call could not be read" in played.tokenizer.inner.decode(context)
-    assert played.learnt(-1).endswith(form.final)
+    assert played.trained(-1).endswith(form.final)
     measures = played.rollout.measures
     assert (measures["turns"], measures["tool_calls"], measures["tool_errors"]) == (2, 1, 1)
     assert not played.rollout.lost
@@ -259,7 +259,7 @@ def test_a_rollout_ends_at_its_limits_behind_the_last_answer(
 
 
 @pytest.mark.parametrize("over_limit", ["learn", "zero", "drop"])
-def test_what_ran_over_a_limit_is_learnt_from_scored_0_or_left_out(
+def test_what_ran_over_a_limit_is_trained_from_scored_0_or_left_out(
     over_limit: str, tmp_path: Path
 ) -> None:
     cut = Played(tmp_path, call("add", a=1), max_turns=1, over_limit=over_limit).rollout

@@ -20,14 +20,14 @@ class Toy:
     """A policy that says of a target what its token is; notes what it learns from."""
 
     def __init__(self) -> None:
-        self.learnt: list[Any] = []
+        self.trained: list[Any] = []
 
     def log_probs(self, rows: Rows, *, temperature: Any = None) -> TokenStats:
         padded = rows.padded() if not isinstance(rows.tokens, torch.Tensor) else rows
         return TokenStats(-padded.tokens[:, 1:].float() / 10, None)
 
     def step(self, experience: Any, loss_fn: Any, **settings: Any) -> Metrics:
-        self.learnt.append(experience)
+        self.trained.append(experience)
         rows = experience.padded()
         loss = loss_fn(self.log_probs(rows.rows), rows)
         total = (loss.value * loss.weight).sum() / loss.count
@@ -146,15 +146,15 @@ def test_an_entropy_mask_keeps_tokens_out_of_the_loss() -> None:
     mask[0, 0] = 1
     found = trainer(actor).training_step_actor(canvas(), mask)
     assert not any(name.startswith(COUNT) for name in found)
-    assert int(actor.learnt[0].mask.flat.sum()) == 1
+    assert int(actor.trained[0].mask.flat.sum()) == 1
 
 
-def test_the_buffer_is_learnt_from_as_often_as_asked_in_steps_of_the_batch_s_size() -> None:
+def test_the_buffer_is_trained_from_as_often_as_asked_in_steps_of_the_batch_s_size() -> None:
     actor = Toy()
     made = trainer(actor, max_epochs=3)
     made.replay_buffer = [canvas(), canvas()]
     found = made.ppo_train(4)
-    assert [len(each) for each in actor.learnt] == [2] * 6
+    assert [len(each) for each in actor.trained] == [2] * 6
     assert found["optimizer_steps"] == 6
 
 

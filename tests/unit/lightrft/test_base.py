@@ -390,7 +390,7 @@ class Words:
         return tuple(map(len, text.split()))
 
 
-def test_texts_go_through_the_tokenizer_and_pictures_are_refused_by_an_engine_of_words() -> None:
+def test_texts_go_through_the_tokenizer_and_images_are_refused_by_an_engine_of_words() -> None:
     made = with_engine()
     with pytest.raises(ValueError, match="no tokenizer"):
         made.gather_and_generate(SAMPLING, all_prompts=["a bb"])
@@ -403,9 +403,9 @@ def test_texts_go_through_the_tokenizer_and_pictures_are_refused_by_an_engine_of
     assert local.prompt_token_ids == [1, 2]
     with pytest.raises(EngineError, match="ScriptedEngine reads token ids only"):
         made.gather_and_generate(
-            SAMPLING, all_prompts=["a", "b"], all_images=["picture"], images_num=[0, 1]
+            SAMPLING, all_prompts=["a", "b"], all_images=["image"], images_num=[0, 1]
         )
-    with pytest.raises(EngineError, match="pictures or videos among the prompts"):
+    with pytest.raises(EngineError, match="images or videos among the prompts"):
         made.gather_and_generate(SAMPLING, all_prompt_token_ids=[[1]], all_videos=["film"])
     with pytest.raises(EngineError, match="reads token ids only"):
         made.engine_generate_local(
@@ -446,9 +446,9 @@ def test_the_temperature_reaches_the_engine() -> None:
     seen: list[Sampling] = []
 
     class Watched(ScriptedEngine):
-        def _answer(self, requests: Any, sampling: Sampling) -> None:
+        def _serve(self, requests: Any, sampling: Sampling) -> None:
             seen.append(sampling)
-            super()._answer(requests, sampling)
+            super()._serve(requests, sampling)
 
     made = with_engine()
     made.inference_engine = Watched(

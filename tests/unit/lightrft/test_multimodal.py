@@ -51,7 +51,7 @@ def test_one_each_needs_no_numbers() -> None:
     assert build(["p", "q", "r"]) == [{"image": ["p"]}, {"image": ["q"]}, {"image": ["r"]}]
 
 
-def test_pictures_and_films_mix() -> None:
+def test_images_and_films_mix() -> None:
     found = build(FLAT[:2], [2, 0, 0], ["v"], [1, 0, 0])
     assert found == [{"image": ["p", "q"], "video": ["v"]}, None, None]
     assert build(["p"], [0, 1, 0], ["v", "w"], [0, 0, 2]) == [

@@ -49,13 +49,14 @@ class Engines(Alone):
     def generate(
         self, prompts: Sequence[Prompt], *, reward: Any = None, **settings: Any
     ) -> list[Rollout]:
-        answers = super().generate(prompts, **settings)
+        completions = super().generate(prompts, **settings)
         if not self.judges or reward is None:
-            return answers  # type: ignore[no-any-return]
+            return completions  # type: ignore[no-any-return]
         halves = [slice(0, 1), slice(1, None)]  # in parts, which may cut a group
-        scores = [score for half in halves for score in reward(prompts[half], answers[half])]
+        scores = [score for half in halves for score in reward(prompts[half], completions[half])]
         return [
-            replace(answer, scores=score) for answer, score in zip(answers, scores, strict=True)
+            replace(completion, scores=score)
+            for completion, score in zip(completions, scores, strict=True)
         ]
 
 
@@ -108,13 +109,13 @@ def test_answers_come_in_batches_siblings_side_by_side_whatever_the_size_of_a_ba
     (whole,) = maker().generate_samples(
         PROMPTS, n_samples_per_prompt=3, micro_rollout_batch_size=9, labels=["no", "yes", ""]
     )
-    answers = [answer for samples in found for answer in samples.rollouts or []]
-    assert answers == whole.rollouts
+    completions = [completion for samples in found for completion in samples.rollouts or []]
+    assert completions == whole.rollouts
     rows = whole.rows()
-    for ids, begin, end, answer in zip(
-        rows.tokens.tolist(), rows.prompt_lengths, rows.lengths, answers, strict=True
+    for ids, begin, end, completion in zip(
+        rows.tokens.tolist(), rows.prompt_lengths, rows.lengths, completions, strict=True
     ):
-        assert ids[begin:end] == answer.response_ids
+        assert ids[begin:end] == completion.response_ids
 
 
 def test_two_rollouts_draw_differently_and_a_seed_decides_them() -> None:
@@ -155,8 +156,8 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
             and found.action_mask is not None
         )
         assert found.base_action_log_probs is not None and found.action_entropy is not None
-        for row, answer in enumerate(samples.rollouts or []):
-            ids, number = torch.tensor(answer.response_ids), len(answer.response_ids)
+        for row, completion in enumerate(samples.rollouts or []):
+            ids, number = torch.tensor(completion.response_ids), len(completion.response_ids)
             logp = -ids / 10
             torch.testing.assert_close(found.action_log_probs[row, :number], logp)
             torch.testing.assert_close(found.base_action_log_probs[row, :number], logp - 0.5)
@@ -165,13 +166,13 @@ def test_an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_to
             begin = len(samples.prompts[row].token_ids)
             assert found.values[row, :number].tolist() == list(range(begin, begin + number))
             assert found.info[BEHAVIOUR][row, :number].tolist() == pytest.approx(
-                completion_of(answer).logprobs
+                completion_of(completion).logprobs
             )
             assert (
                 found.info["reward"][row]
-                == first_token([samples.prompts[row]], [answer])[0]["reward"]
+                == first_token([samples.prompts[row]], [completion])[0]["reward"]
             )
-            assert bool(found.info["truncated"][row]) is answer.truncated
+            assert bool(found.info["truncated"][row]) is completion.truncated
             assert found.action_mask[row].tolist() == [True] * number + [False] * (
                 found.action_mask.shape[1] - number
             )
@@ -280,7 +281,7 @@ def test_several_rewards_are_combined_by_the_function_given() -> None:
     (samples,) = made.generate_samples(["a", "b"], labels=["x", "y"])
     info = made.make_experience(samples).info or {}
     assert info["reward"].tolist() == [
-        answer.response_ids[0] - 0.5 for answer in samples.rollouts or []
+        completion.response_ids[0] - 0.5 for completion in samples.rollouts or []
     ]
     assert seen == {"labels": ["x", "y"], "label_map": {"math": 0}, "recipe": {"math": []}}
 
@@ -321,8 +322,8 @@ def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_
     made.strategy.engine = engine(judges=judges)
     # cuts both groups
     batches = made.generate_samples(["a", "b"], n_samples_per_prompt=4, micro_rollout_batch_size=3)
-    answers = [answer for samples in batches for answer in samples.rollouts or []]
-    firsts = [answer.response_ids[0] for answer in answers]
+    completions = [completion for samples in batches for completion in samples.rollouts or []]
+    firsts = [completion.response_ids[0] for completion in completions]
     assert (len(asked), ranked.calls) == (8, 1)
     found = [
         float(reward)
@@ -341,7 +342,7 @@ def test_every_reward_is_asked_once_an_answer_by_the_engine_where_it_can_and_of_
 
 
 def test_answers_from_elsewhere_are_judged_too() -> None:
-    rows = Rows.of_answers(torch.tensor([[5, 6, 9, 1]]), torch.tensor([2]), torch.tensor([4]))
+    rows = Rows.of_completions(torch.tensor([[5, 6, 9, 1]]), torch.tensor([2]), torch.tensor([4]))
     found = maker().make_experience(Samples.of(rows, prompts=["text"], labels=["yes"]))
     assert found.info is not None
     assert found.info["reward"].tolist() == [109.0]

@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, 
 def rows_of(prompts: list[list[int]], responses: list[list[int]]) -> Rows:
     both = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     width = max(map(len, both))
-    return Rows.of_answers(
+    return Rows.of_completions(
         torch.tensor([ids + [0] * (width - len(ids)) for ids in both]),
         torch.tensor([len(prompt) for prompt in prompts]),
         torch.tensor([len(ids) for ids in both]),
@@ -61,11 +61,11 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_constructors_take_what_users_of_lightrft_give_in_their_order() -> None:
     assert " ".join(inspect.signature(Experience).parameters) == (
         "sequences action_log_probs base_action_log_probs values returns advantages attention_mask action_mask info "
-        "kl action_entropy pixel_values image_grid_thw pixel_values_videos video_grid_thw pictures"
+        "kl action_entropy pixel_values image_grid_thw pixel_values_videos video_grid_thw images"
     )
     assert " ".join(inspect.signature(Samples).parameters) == (
         "sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts labels pad_len "
-        "pixel_values image_grid_thw pixel_values_videos video_grid_thw pictures"
+        "pixel_values image_grid_thw pixel_values_videos video_grid_thw images"
     )
 
 
@@ -199,7 +199,7 @@ def test_an_experience_without_advantages_teaches_nothing_and_is_refused() -> No
         padded_experience.to_experience(canvas)
 
 
-NO_TENSORS = ("info", "pictures")
+NO_TENSORS = ("info", "images")
 
 
 def full_experience() -> Experience:

@@ -205,7 +205,7 @@ def compare(ours: ModelDescription, model: Any) -> None:
         assert ours.qkv_bias == bias
         assert ours.qk_norm == hasattr(attention, "q_norm")
         if ours.qk_norm:
-            heads = (ours.heads, ours.groups) if ours.wide_qk_norm else (1, 1)
+            heads = (ours.heads, ours.groups) if ours.full_width_qk_norm else (1, 1)
             widths = tuple(norm.weight.numel() for norm in (attention.q_norm, attention.k_norm))
             assert widths == tuple(number * ours.head_dim for number in heads)
     compare_windows(ours, model)

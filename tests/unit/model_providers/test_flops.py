@@ -75,7 +75,7 @@ def test_rows_of_a_windowed_layer_grow_no_faster_than_their_tokens(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tower_s_operations_are_those_that_torch_counts(kind: str, tmp_path: Path) -> None:
-    """Of pictures whose windows are cut off at their edges, too."""
+    """Of images whose windows are cut off at their edges, too."""
     folder = save_tiny_vision(tmp_path, kind)
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     tower = describe(read_hf_config(folder)).tower

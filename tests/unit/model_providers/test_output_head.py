@@ -27,9 +27,9 @@ def changed_logits(model: PreTrainedModel, change: Change) -> None:
     plain = model.forward
 
     def forward(*given: Any, **named: Any) -> Any:
-        answer = plain(*given, **named)
-        answer.logits = change(answer.logits)
-        return answer
+        completion = plain(*given, **named)
+        completion.logits = change(completion.logits)
+        return completion
 
     vars(model)["forward"] = forward
 
@@ -49,8 +49,8 @@ class Prepared(nn.Module):
         self.head, self.change = head, change
 
     def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.head(self.change(x))
-        return answer
+        completion: Tensor = self.head(self.change(x))
+        return completion
 
 
 @pytest.mark.parametrize(

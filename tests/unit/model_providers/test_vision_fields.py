@@ -84,7 +84,7 @@ def test_a_published_config_with_the_text_s_fields_outside_is_the_model_of_trans
     assert parameters == sum(p.numel() for p in model.parameters())
 
 
-MIXTURE: dict[str, Any] = {  # Qwen3-VL-30B-A3B, as its makers wrote it
+MOE: dict[str, Any] = {  # Qwen3-VL-30B-A3B, as its makers wrote it
     "model_type": "qwen3_vl_moe", "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
     "vision_end_token_id": 151653, "tie_word_embeddings": False,
     "text_config": {
@@ -105,12 +105,10 @@ MIXTURE: dict[str, Any] = {  # Qwen3-VL-30B-A3B, as its makers wrote it
 }  # fmt: skip
 
 
-def test_the_published_mixture_has_the_parameters_and_shapes_of_transformers() -> None:
-    found = describe(MIXTURE)
+def test_the_published_moe_has_the_parameters_and_shapes_of_transformers() -> None:
+    found = describe(MOE)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(
-            AutoConfig.for_model(**copy.deepcopy(MIXTURE))
-        )
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**copy.deepcopy(MOE)))
     assert found.parameters == sum(p.numel() for p in model.parameters()) == 31_070_754_032
     assert found.rope.base == 5000000
     theirs = {
@@ -118,7 +116,7 @@ def test_the_published_mixture_has_the_parameters_and_shapes_of_transformers() -
         for name, tensor in model.named_parameters()
         if ".experts." in name
     }
-    assert {stack.name: stack.untransposed for stack in stacks_of(MIXTURE)} == theirs
+    assert {stack.name: stack.untransposed for stack in stacks_of(MOE)} == theirs
 
 
 SPARSE: tuple[dict[str, Any], ...] = (
@@ -134,7 +132,7 @@ SPARSE: tuple[dict[str, Any], ...] = (
 def test_layers_with_experts_and_the_base_of_the_rotation_are_those_of_transformers(
     fields: dict[str, Any],
 ) -> None:
-    written = copy.deepcopy(MIXTURE)
+    written = copy.deepcopy(MOE)
     text = written["text_config"]
     del text["mlp_only_layers"], text["decoder_sparse_step"], text["rope_theta"]
     text |= {"num_hidden_layers": 4} | fields
@@ -169,8 +167,8 @@ def test_layers_with_experts_and_the_base_of_the_rotation_are_those_of_transform
         ("sliding_window", 4096, "sliding_window=4096"),
     ],
 )
-def test_what_a_mixture_can_t_be_is_refused(name: str, value: Any, said: str) -> None:
-    changed = copy.deepcopy(MIXTURE)
+def test_what_a_moe_can_t_be_is_refused(name: str, value: Any, said: str) -> None:
+    changed = copy.deepcopy(MOE)
     changed["text_config"][name] = value
     with pytest.raises(CheckpointError, match=said):
         described_and_tabled(changed)
@@ -220,7 +218,7 @@ def described_and_tabled(fields: dict[str, Any]) -> None:
     [
         ({"mrope_section": [4, 6]}, "must list three whole numbers"),
         ({"mrope_section": [4, 6, 7]}, "does not add up to half of a head, 16"),
-        ({"rope_type": "yarn", "factor": 2.0}, "not supported with pictures"),
+        ({"rope_type": "yarn", "factor": 2.0}, "not supported with images"),
         ({"surprise": 1}, "surprise=1"),
     ],
 )

@@ -122,9 +122,9 @@ def test_an_error_holds_no_variables_of_the_package_and_all_of_the_users() -> No
     seen = weakref.ref(model)
 
     def reward() -> None:
-        answer = [1]
-        of_users.append(answer)
-        raise ValueError(answer)
+        completion = [1]
+        of_users.append(completion)
+        raise ValueError(completion)
 
     with pytest.raises(ValueError) as raised, api.memory_given_back():
         package["build"](model, reward)

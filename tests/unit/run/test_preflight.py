@@ -89,7 +89,7 @@ def test_a_type_that_transformers_does_not_have_is_told_in_our_words(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_mixture_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
+def test_a_moe_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
     preflight(config_of(tmp_path, "qwen3-moe", P(), engine), 1)
 
 
@@ -306,10 +306,10 @@ def test_vllm_has_8_bits_where_the_device_multiplies_them_and_blocks_are_whole(
     config = config_of(tmp_path, "qwen3", P(), "vllm")
     config.rollout.quantization = "fp8"
     config.algorithm.importance_sampling = TokenImportance()
-    monkeypatch.setattr(CPU, "multiplies_eight_bits", lambda self: False)
+    monkeypatch.setattr(CPU, "has_fp8_matmul", lambda self: False)
     with pytest.raises(ConfigError, match="on CUDA, and on CPUs with AMX. Here rollout.engine=tra"):
         preflight(config, 1)
-    monkeypatch.setattr(CPU, "multiplies_eight_bits", lambda self: True)
+    monkeypatch.setattr(CPU, "has_fp8_matmul", lambda self: True)
     with pytest.raises(
         ConfigError, match="the 64 rows of keys over rollout.tensor=1 processes are"
     ):
@@ -333,10 +333,10 @@ def test_products_of_8_bits_need_transformer_engine_and_a_device_that_has_them(
     with pytest.raises(ConfigError, match=r"this run would be Transformer Engine 2\.5"):
         preflight(config, 1)
     monkeypatch.setattr(checks, "installed", lambda: Installed(transformer_engine=(2, 9)))
-    monkeypatch.setattr(CPU, "products_of_eight_bits", lambda self: ("mxfp8",))
+    monkeypatch.setattr(CPU, "fp8_matmuls", lambda self: ("mxfp8",))
     with pytest.raises(ConfigError, match="does not multiply so. Set it to mxfp8"):
         preflight(config, 1)
-    monkeypatch.setattr(CPU, "products_of_eight_bits", lambda self: ("blockwise",))
+    monkeypatch.setattr(CPU, "fp8_matmuls", lambda self: ("blockwise",))
     preflight(config, 1)
     save_tiny(tmp_path, "qwen3", intermediate_size=120)
     with pytest.raises(ConfigError, match="whose sides are multiples of 16; .* has 120"):
@@ -355,7 +355,7 @@ def test_a_device_says_which_products_of_8_bits_it_has(
 ) -> None:
     cuda = object.__new__(CUDA)
     cuda._cuda = SimpleNamespace(get_device_capability=lambda: capability)
-    assert cuda.products_of_eight_bits() == products
+    assert cuda.fp8_matmuls() == products
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral"])

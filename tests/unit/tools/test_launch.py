@@ -26,7 +26,7 @@ if [[ "$*" == *" serve "* ]]; then
     touch served
     exec sleep 60
 fi
-if [ -n "${RFTMEGA_ROSTER:-}" ]; then until [ -e served ]; do sleep 0.05; done; fi # a trainer needs servers
+if [ -n "${RFTMEGA_SERVER_LIST:-}" ]; then until [ -e served ]; do sleep 0.05; done; fi # a trainer needs servers
 while [[ $1 == --* ]]; do shift; done
 for task in 0 1 2 3; do SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) "$@"; done
 exit "${SRUN_CODE:-0}"
@@ -187,16 +187,19 @@ def test_servers_have_nodes_of_their_own_and_the_trainer_finds_them(folder: Path
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     servers = [each for each in told if "serve" in each["arguments"]]
     trainer = [each for each in told if "serve" not in each["arguments"]]
-    roster = f"{folder}/out/slurm/7-roster"
+    server_list = f"{folder}/out/slurm/7-server list"
     for each, address in zip(servers, ("10.0.0.3", "10.0.0.4"), strict=True):
         assert each["arguments"] == [
             *("-u", "-m", "rftmega", "serve", "run.yaml"), *SERVERS[:3], "--servers=4",
-            *(f"--logs={folder}/out/slurm", "--listen", address, "--roster", roster),
+            *(f"--logs={folder}/out/slurm", "--listen", address, "--server-list", server_list),
         ]  # fmt: skip
     assert len(trainer) == 4
     for each in trainer:
         assert (each["WORLD_SIZE"], each["MASTER_ADDR"]) == ("4", "10.0.0.1")
-        assert each["arguments"][-2:] == [f"rollout.roster={roster}", "rollout.listen=10.0.0.1"]
+        assert each["arguments"][-2:] == [
+            f"rollout.server_list={server_list}",
+            "rollout.listen=10.0.0.1",
+        ]
     (key,) = {each["RFTMEGA_SERVER_KEY"] for each in told}
     assert len(key) == 64 and key not in text
     steps = [line for line in Path("calls").read_text().splitlines() if line.startswith("srun")]

@@ -47,10 +47,15 @@ def config_file(config_file: Path) -> Path:
 def serving(
     config: Path, folder: Path, servers: int = 1, tls: tuple[str, str] | None = None
 ) -> Iterator[Path]:
-    """Yields the roster of servers that run meanwhile."""
-    roster = folder / "shared" / "roster.txt"
+    """Yields the server list of servers that run meanwhile."""
+    server_list = folder / "shared" / "servers.txt"
     chosen = Namespace(
-        listen="127.0.0.1", port=0, servers=servers, roster=str(roster), tls=tls, logs=str(folder)
+        listen="127.0.0.1",
+        port=0,
+        servers=servers,
+        server_list=str(server_list),
+        tls=tls,
+        logs=str(folder),
     )
     ending = threading.Event()
     run = configuration.load(config, ["rollout.transport=network", "strategy=separate"])
@@ -58,14 +63,14 @@ def serving(
     thread = threading.Thread(target=servers_of_host.run, args=(ending,))
     thread.start()
     try:
-        yield roster
+        yield server_list
     finally:
         ending.set()
         thread.join()
 
 
-def addresses(roster: Path) -> list[str]:
-    return roster.read_text().split() if roster.exists() else []
+def addresses(server_list: Path) -> list[str]:
+    return server_list.read_text().split() if server_list.exists() else []
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -80,18 +85,22 @@ def client(address: str, tls: ssl.SSLContext | None = None) -> ServerClient:
     return ServerClient(address, auth.headers(KEY), tls=tls)
 
 
-def test_servers_are_in_the_roster_while_they_answer(config_file: Path, tmp_path: Path) -> None:
-    with serving(config_file, tmp_path, servers=2) as roster:
-        wait_until(lambda: len(addresses(roster)) == 2)
-        roster.write_text(roster.read_text() + "http://10.0.0.9:8100\n")  # of another host
-        first, second, _ = addresses(roster)
+def test_servers_are_in_the_server_list_while_they_answer(
+    config_file: Path, tmp_path: Path
+) -> None:
+    with serving(config_file, tmp_path, servers=2) as server_list:
+        wait_until(lambda: len(addresses(server_list)) == 2)
+        server_list.write_text(
+            server_list.read_text() + "http://10.0.0.9:8100\n"
+        )  # of another host
+        first, second, _ = addresses(server_list)
         os.kill(int(client(first).told("/identity")["identity"].partition("-")[0]), signal.SIGKILL)
-        wait_until(lambda: first not in addresses(roster))
-        wait_until(lambda: len(addresses(roster)) == 3)  # it has started again
-        assert {second, "http://10.0.0.9:8100"} < set(addresses(roster))
-        assert all(client(each).there() for each in addresses(roster) if "10.0" not in each)
-        ours = [each for each in addresses(roster) if "10.0" not in each]
-    assert addresses(roster) == ["http://10.0.0.9:8100"]
+        wait_until(lambda: first not in addresses(server_list))
+        wait_until(lambda: len(addresses(server_list)) == 3)  # it has started again
+        assert {second, "http://10.0.0.9:8100"} < set(addresses(server_list))
+        assert all(client(each).there() for each in addresses(server_list) if "10.0" not in each)
+        ours = [each for each in addresses(server_list) if "10.0" not in each]
+    assert addresses(server_list) == ["http://10.0.0.9:8100"]
     assert not any(client(each).there() for each in ours)
 
 
@@ -102,7 +111,7 @@ def test_a_server_that_would_never_come_up_ends_all(
     monkeypatch.setattr(server_module, "PROGRAM", "refuses")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     chosen = Namespace(
-        listen="127.0.0.1", port=0, servers=1, roster=None, tls=None, logs=str(tmp_path)
+        listen="127.0.0.1", port=0, servers=1, server_list=None, tls=None, logs=str(tmp_path)
     )
     servers = serve.Servers(configuration.load(config_file, []), chosen, KEY)
     ending = threading.Event()
@@ -152,12 +161,12 @@ def answered(server: ServerClient) -> list[int]:
     """Returns the tokens of one completion over the server's WebSocket."""
 
     async def asked() -> list[int]:
-        connection = server.connection()
+        connection = server.connections().socket
         try:
-            answer = await connection.ask([3, 4], {"seed": 7})
+            completion = await connection.ask([3, 4], {"seed": 7})
         finally:
             await connection.close()
-        return list(memoryview(answer.token_ids).cast("i"))
+        return list(memoryview(completion.token_ids).cast("i"))
 
     return asyncio.run(asked())
 
@@ -167,9 +176,9 @@ def test_over_tls_a_server_is_believed_by_its_certificate_alone(
 ) -> None:
     own = certificate(tmp_path, "server", "IP:127.0.0.1")
     other, _ = certificate(tmp_path, "other", "IP:127.0.0.1")
-    with serving(config_file, tmp_path, tls=own) as roster:
-        wait_until(lambda: bool(addresses(roster)))
-        (address,) = addresses(roster)
+    with serving(config_file, tmp_path, tls=own) as server_list:
+        wait_until(lambda: bool(addresses(server_list)))
+        (address,) = addresses(server_list)
         assert address.startswith("https://127.0.0.1:")
         right = client(address, ssl.create_default_context(cafile=own[0]))
         right.post("resume")
@@ -188,9 +197,9 @@ def test_where_a_certificate_is_of_another_host_the_trainer_refuses_and_its_own_
     config_file: Path, tmp_path: Path
 ) -> None:
     own = certificate(tmp_path, "elsewhere", "IP:10.0.0.9")
-    with serving(config_file, tmp_path, tls=own) as roster:
-        wait_until(lambda: bool(addresses(roster)))
-        (address,) = addresses(roster)
+    with serving(config_file, tmp_path, tls=own) as server_list:
+        wait_until(lambda: bool(addresses(server_list)))
+        (address,) = addresses(server_list)
         trainer = client(address, ssl.create_default_context(cafile=own[0]))
         with pytest.raises(EngineFault, match="IP address mismatch"):
             trainer.post("resume")

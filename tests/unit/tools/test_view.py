@@ -158,9 +158,9 @@ BAD = {
     "a number for a word": (
         lambda folder: write(folder / "a.gz", sample(tokens=sample()["tokens"] | {"text": [1, 2]})), "is no string"),
     "a thumbnail that is none": (
-        lambda folder: write(folder / "a.gz", sample(pictures=[{"digest": "a", "thumbnail": '"><script>'}])),
+        lambda folder: write(folder / "a.gz", sample(images=[{"digest": "a", "thumbnail": '"><script>'}])),
         "a thumbnail is no base64"),
-    "a picture without a digest": (lambda folder: write(folder / "a.gz", sample(pictures=[{}])), "has no digest"),
+    "an image without a digest": (lambda folder: write(folder / "a.gz", sample(images=[{}])), "has no digest"),
     "turns that are none": (lambda folder: write(folder / "a.gz", sample(turns=[3])), '"turns" is no list of objects'),
     "a turn of nobody": (lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"role": None}])), '"role" or "name"'),
     "a turn behind the end": (lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"stop": 3}])), "from 0 to 3 is not"),

@@ -125,10 +125,10 @@ class Machinery:
             if self.clock.over():
                 raise Preempted(found if enough is None else None)
             self.clock.tick()
-            (answer,) = self.inner.generate([prompt], seeds=[seeds[place]], sampling=sampling)
-            found[place] = answer
+            (completion,) = self.inner.generate([prompt], seeds=[seeds[place]], sampling=sampling)
+            found[place] = completion
             if reward is not None:
-                found[place] = replace(answer, scores=reward([prompt], [answer])[0])
+                found[place] = replace(completion, scores=reward([prompt], [completion])[0])
         return found if enough is None else [*found[:-1], None]
 
     def weight_sync(self, shards: Any, *, bucket_bytes: int) -> Any: ...
@@ -281,7 +281,7 @@ def test_stopped_again_and_again_it_arrives_all_the_same(
     assert all(map(torch.equal, run.machinery.tables(), whole.machinery.tables()))
 
 
-def test_what_was_learnt_from_is_told_once_a_step(start: Any) -> None:
+def test_what_was_trained_from_is_told_once_a_step(start: Any) -> None:
     """Or trajectories would be those of a step that is still under way."""
     ends = range(2, start("whole", PLAIN).fit().clock.now)
     for end in ends:
@@ -329,14 +329,14 @@ def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:
 
 def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     routes = torch.tensor([[[1, 0]], [[2, 3]], [[0, 1]], [[1, 2]], [[3, 0]]], dtype=torch.int16)
-    answer = Completion((1, 2), (-0.1, -1 / 3), "stop", 4, (3, 4), routes)
-    turns = Trajectory.of((5,), Completion((6,), (-2.0,), "length", 4), (7, 8), answer)
-    told = Rollout((Trajectory.of((9,), answer), turns), {"reward": 0.1})
-    answers = [answered((), (), "length", 4), None, told]
+    completion = Completion((1, 2), (-0.1, -1 / 3), "stop", 4, (3, 4), routes)
+    turns = Trajectory.of((5,), Completion((6,), (-2.0,), "length", 4), (7, 8), completion)
+    told = Rollout((Trajectory.of((9,), completion), turns), {"reward": 0.1})
+    completions = [answered((), (), "length", 4), None, told]
     stats = TokenStats(torch.rand(2, 3), None, torch.ones(2, 3, 1, 2, dtype=torch.uint8))
     journal = Journal()
     for name, result in (
-        ("a", answers),
+        ("a", completions),
         ("b", stats),
         ("c", {"loss": 0.1}),
         ("d", torch.rand(2, 3)),
@@ -347,7 +347,7 @@ def test_a_journal_is_the_same_when_it_was_written_down() -> None:
     again.load_state(read(written(journal.state())))
     assert len(journal) == 5
     same = again("a", list)
-    assert same == answers
+    assert same == completions
     assert same[0].trajectories[0].routes.eq(32767).all(), "not known"
     kept = same[2].trajectories[1].routes
     assert kept.dtype == torch.int16 and kept.tolist() == told.trajectories[1].routes.tolist()
@@ -390,7 +390,7 @@ def test_answers_of_a_checkpoint_before_format_4_are_rollouts_of_one_turn() -> N
 
 def test_a_journal_of_format_4_goes_on() -> None:
     """Trajectories lay behind each other, and log-probs were padded."""
-    answers = {
+    completions = {
         "token_ids": torch.tensor([1, 2, 7, 3, 8, 9], dtype=torch.int32),
         "loss_mask": torch.tensor([False, False, True, False, True, True]),
         "logprobs": torch.tensor([0.0, 0.0, -0.5, 0.0, -0.25, -1.0]),
@@ -401,7 +401,7 @@ def test_a_journal_of_format_4_goes_on() -> None:
     }
     padded = {"logp": torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), "entropy": None}
     journal = Journal()
-    journal.load_state([["answers", answers], ["log-probs of 2 rows", padded]])
+    journal.load_state([["answers", completions], ["log-probs of 2 rows", padded]])
     first, none, last = journal("answers", list)
     assert first == Rollout(
         (Trajectory.of((1, 2), Completion((7,), (-0.5,), "stop", 4)),), {"reward": 1.0}
@@ -410,7 +410,7 @@ def test_a_journal_of_format_4_goes_on() -> None:
     cut = Completion((8, 9), (-0.25, -1.0), "length", 4)
     assert last == Rollout((Trajectory.of((3,), cut),))
     lengths = torch.tensor([3, 2])
-    rows = Rows.of_answers(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 1]), lengths)
+    rows = Rows.of_completions(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 1]), lengths)
     policy = JournaledPolicy(None, journal)  # type: ignore[arg-type]
     assert [row.tolist() for row in policy.log_probs(rows.ragged()).logp] == [[-1.0, -2.0], [-3.0]]
 
@@ -427,14 +427,14 @@ def test_what_nobody_comes_to_is_no_end_of_a_step() -> None:
 
 
 def test_rollouts_that_do_not_lie_in_their_order_are_read_where_they_lie() -> None:
-    answers = [answered((n, n + 1), (-0.5 * n, -1.0), "stop", n) for n in (1, 2, 3)]
-    lying = selected(selected(answers, [0, 1, 2]), [2, 0])
-    assert list(lying) == [answers[2], answers[0]]
+    completions = [answered((n, n + 1), (-0.5 * n, -1.0), "stop", n) for n in (1, 2, 3)]
+    lying = selected(selected(completions, [0, 1, 2]), [2, 0])
+    assert list(lying) == [completions[2], completions[0]]
     journal = Journal()
     journal("answers", lambda: lying)
     again = Journal()
     again.load_state(read(written(journal.state())))
-    assert list(again("answers", list)) == [answers[2], answers[0]]
+    assert list(again("answers", list)) == [completions[2], completions[0]]
 
 
 def test_all_that_an_environment_told_of_its_rollouts_is_in_the_journal() -> None:
@@ -462,7 +462,7 @@ def test_log_probs_of_a_journal_of_format_4_are_told_as_rows_are() -> None:
         ]
     )
     lengths = torch.tensor([3, 2])
-    rows = Rows.of_answers(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 1]), lengths)
+    rows = Rows.of_completions(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1, 1]), lengths)
     told: list[Any] = []
     metrics = take_steps(
         None,  # type: ignore[arg-type]

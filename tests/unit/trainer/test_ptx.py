@@ -41,9 +41,9 @@ def firsts(auxiliary: Auxiliary) -> list[int]:
 def test_each_update_gets_the_next_batch_of_given_answers_and_a_frozen_policy_none() -> None:
     policy, source = Remembering(), ptx()
     learner = Learner(policy, policy_loss(), frozen_steps=1, ptx=source)
-    answers = given(rows_of(EXAMPLES))
+    completions = given(rows_of(EXAMPLES))
     for step in range(4):
-        learner.update(answers, step, answers)
+        learner.update(completions, step, completions)
     drawn = [beside["auxiliary"] for beside in policy.seen]
     assert [auxiliary.coef for auxiliary in drawn] == [0.5] * 3
     assert sorted(sum(map(firsts, drawn), [])[:7]) == list(range(10, 17)), (
@@ -58,8 +58,8 @@ def test_each_update_gets_the_next_batch_of_given_answers_and_a_frozen_policy_no
 
 def test_without_given_answers_a_policy_is_updated_as_ever() -> None:
     policy = Remembering()
-    answers = given(rows_of(EXAMPLES))
-    Learner(policy, policy_loss()).update(answers, 0, answers)
+    completions = given(rows_of(EXAMPLES))
+    Learner(policy, policy_loss()).update(completions, 0, completions)
     assert policy.seen == [{}]
 
 

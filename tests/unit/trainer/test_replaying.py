@@ -20,10 +20,10 @@ class Watched(Bigrams):
 
     def __init__(self) -> None:
         super().__init__()
-        self.learnt: list[Experience] = []
+        self.trained: list[Experience] = []
 
     def step(self, experience: Any, loss_fn: Any, **beside: Any) -> dict[str, float]:
-        self.learnt.append(experience.padded())
+        self.trained.append(experience.padded())
         table = self.table.detach().clone()
         metrics = super().step(experience, loss_fn, **beside)
         # a small step: groups go on to differ
@@ -66,29 +66,29 @@ def ages(experience: Experience, step: int) -> list[int]:
 
 def test_a_step_learns_from_answers_up_to_the_staleness_and_scores_them_anew() -> None:
     policy, fresh, said, _ = run("algorithm.replay.max_age=2")
-    assert [ages(learnt, step) for step, learnt in enumerate(policy.learnt)] == [
+    assert [ages(trained, step) for step, trained in enumerate(policy.trained)] == [
         [0],
         [0, 1],
         [0, 1, 2],
         [0, 1, 2],
     ]
-    rows = [len(learnt) for learnt in policy.learnt]
+    rows = [len(trained) for trained in policy.trained]
     assert rows == [64, 128, 192, 192]
     assert [metrics["replay_rows"] for metrics in said.metrics[1:]] == [0, 64, 128, 128]
     assert [metrics["replay_groups_dropped"] for metrics in said.metrics[1:]] == [0, 0, 0, 2]
     assert [metrics["replay_staleness"] for metrics in said.metrics[1:]] == [0, 1, 1.5, 1.5]
-    fresh_ones = [age_of(learnt, step) == 0 for step, learnt in enumerate(policy.learnt)]
+    fresh_ones = [age_of(trained, step) == 0 for step, trained in enumerate(policy.trained)]
     assert [int(ones[: len(ones) // 2].sum()) for ones in fresh_ones] == [32, 32, 32, 32], (
         "each mini-batch has its share"
     )
-    second, before = policy.learnt[1].select((~fresh_ones[1]).nonzero()[:, 0]), fresh.seen[0]
+    second, before = policy.trained[1].select((~fresh_ones[1]).nonzero()[:, 0]), fresh.seen[0]
     assert torch.equal(second.behaviour_logp, before.behaviour_logp), "what their own engine said"
     assert torch.equal(second.advantage, before.advantage)
     assert not torch.allclose(second.old_logp, before.old_logp), "the policy has moved"
     with torch.no_grad():
         moved = (second.old_logp - second.behaviour_logp)[second.mask].exp()
     assert moved.max() > 1.01
-    new = policy.learnt[1].select(fresh_ones[1].nonzero()[:, 0])
+    new = policy.trained[1].select(fresh_ones[1].nonzero()[:, 0])
     assert torch.allclose(new.old_logp[new.mask], new.behaviour_logp[new.mask], atol=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> Non
         "algorithm.kl.coef=0",
         steps=2,
     )
-    given = policy.learnt[1]
+    given = policy.trained[1]
     weights = Bigrams()
     # The policy that step 1 began with: its log-probs were old_logp. Any table with these gives the
     # same gradient at them.
@@ -112,7 +112,7 @@ def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> Non
     loss = trainer.learner.loss_fn(TokenStats(shifted, None), given)
     (gradient,) = torch.autograd.grad((loss.value * loss.weight).sum() / loss.count, weights.table)
     expected = torch.zeros(16, 16, dtype=torch.float64)
-    answers = torch.zeros(len(given)).masked_fill(given.mask.any(-1), 1.0).sum().item()
+    completions = torch.zeros(len(given)).masked_fill(given.mask.any(-1), 1.0).sum().item()
     for row in range(len(given)):
         for column in given.mask[row].nonzero()[:, 0].tolist():
             token, target = int(given.tokens[row, column]), int(given.tokens[row, column + 1])
@@ -120,7 +120,7 @@ def test_the_gradient_of_earlier_answers_is_that_of_importance_sampling() -> Non
             slope = -torch.full((16,), 1 / 16, dtype=torch.float64)
             slope[target] += 1
             # answers of one token
-            expected[token] -= ratio * given.advantage[row, column].double() * slope / answers
+            expected[token] -= ratio * given.advantage[row, column].double() * slope / completions
     assert torch.allclose(gradient.double(), expected, atol=1e-6)
 
 
@@ -151,4 +151,4 @@ def test_without_it_nothing_is_kept() -> None:
     policy, _, said, trainer = run(steps=2)
     assert trainer.replay is None
     assert "replay_rows" not in said.metrics[1]
-    assert [len(learnt) for learnt in policy.learnt] == [64, 64]
+    assert [len(trained) for trained in policy.trained] == [64, 64]

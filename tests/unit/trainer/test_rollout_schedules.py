@@ -38,7 +38,7 @@ class Streams(Bigrams):
         self.delay = delay
         self.under: dict[int, RolloutGroup] = {}
         self.due: dict[int, int] = {}
-        self.answers: dict[int, list[Rollout]] = {}
+        self.completions: dict[int, list[Rollout]] = {}
         self.begun: list[int] = []
 
     @property
@@ -48,25 +48,25 @@ class Streams(Bigrams):
     def begin(self, groups: Any, *, sampling: Sampling, reward: Any) -> None:
         for group in groups:
             own = [self._completion(group.prompt, seed, sampling) for seed in group.seeds]
-            rollouts = [rollout_of(group.prompt, answer) for answer in own]
+            rollouts = [rollout_of(group.prompt, completion) for completion in own]
             self.put(group, rollouts)
             self.due[group.number] += self.delay(group.number)
             self.begun.append(group.number)
 
     def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
-        self.under[group.number], self.answers[group.number] = group, list(rollouts)
+        self.under[group.number], self.completions[group.number] = group, list(rollouts)
         self.due[group.number] = len(self.versions)
 
     def take(self, most: int) -> TakenGroups:
         return self.take_these(sorted(self.under, key=lambda number: self.due[number])[:most])
 
     def take_these(self, numbers: Sequence[int]) -> TakenGroups:
-        rollouts = [rollout for number in numbers for rollout in self.answers[number]]
+        rollouts = [rollout for number in numbers for rollout in self.completions[number]]
         return TakenGroups(self.forget(numbers), rollouts)
 
     def forget(self, numbers: Sequence[int]) -> list[RolloutGroup]:
-        self.answers = {
-            number: own for number, own in self.answers.items() if number not in numbers
+        self.completions = {
+            number: own for number, own in self.completions.items() if number not in numbers
         }
         return [self.under.pop(number) for number in numbers]
 
@@ -74,13 +74,13 @@ class Streams(Bigrams):
         self.due = dict.fromkeys(self.due, 0)
 
     def drop(self, oldest: int) -> list[RolloutGroup]:
-        versions = {number: min(own[0].versions) for number, own in self.answers.items()}
+        versions = {number: min(own[0].versions) for number, own in self.completions.items()}
         old = [number for number, version in versions.items() if version < oldest]
         return self.forget(old)
 
     def ended(self) -> dict[int, list[Rollout]]:
         there = [number for number in self.under if self.due[number] <= len(self.versions)]
-        return {number: self.answers[number] for number in there}
+        return {number: self.completions[number] for number in there}
 
     def unfinished(self) -> Callable[[], dict[str, Any]]:
         return dict
@@ -88,7 +88,7 @@ class Streams(Bigrams):
     def load_unfinished(self, state: dict[str, Any]) -> None: ...
 
 
-class Learnt(Observer):
+class Trained(Observer):
     """What each step has learnt from: tasks, and versions of tokens."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Learnt(Observer):
 class Made:
     trainer: PPOTrainer
     policy: Any
-    learnt: Learnt
+    trained: Trained
 
     def fit(self, steps: int, skip: int = 0) -> "Made":
         batches = (
@@ -126,16 +126,16 @@ def made(
     refill: DynamicSampler | None = None,
     journal: Journal | None = None,
 ) -> Made:
-    learnt = Learnt()
+    trained = Trained()
     parts = StepParts(
         refill=refill or DynamicSampler(0), schedule=schedule(policy, journal), journal=journal
     )
     trainer = PPOTrainer(
         engine=policy, weights=policy, reward=likes_seven, maker=ExperienceMaker(policy),
         learner=Learner(policy, policy_loss(), journal=journal), sampling=StepSampling(SAMPLES, 1.0, seed=3), parts=parts,
-        callbacks=[learnt], stop=lambda: False,
+        callbacks=[trained], stop=lambda: False,
     )  # fmt: skip
-    return Made(trainer, policy, learnt)
+    return Made(trainer, policy, trained)
 
 
 def asynchronous(most: int) -> Callable[[Any, Journal | None], Synchronous]:
@@ -151,8 +151,8 @@ def test_at_bound_0_the_stream_learns_what_the_synchronous_step_learns_bit_for_b
     one = made(Bigrams(), lambda stream, journal: Synchronous()).fit(12)
     other = made(Streams(), asynchronous(0)).fit(12)
     assert torch.equal(one.policy.table, other.policy.table)
-    assert one.learnt.tasks == other.learnt.tasks
-    assert {metrics["staleness_max"] for metrics in other.learnt.metrics} == {0.0}
+    assert one.trained.tasks == other.trained.tasks
+    assert {metrics["staleness_max"] for metrics in other.trained.metrics} == {0.0}
 
 
 class Lagging(Bigrams):
@@ -182,33 +182,33 @@ def test_one_ahead_learns_from_what_the_weights_before_have_answered() -> None:
     one = made(Lagging(), lambda stream, journal: OneBehind()).fit(9)
     other = made(Streams(), OneAhead).fit(9)
     assert torch.equal(one.policy.table, other.policy.table)
-    assert other.learnt.versions == [{0}, *({step} for step in range(8))]
+    assert other.trained.versions == [{0}, *({step} for step in range(8))]
     assert other.policy.begun == [*range(BATCH, BATCH * 9)], (
         "a batch that nobody learns from was begun"
     )
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 4])
-def test_every_group_is_learnt_once_dropped_or_under_way_and_none_is_too_old(most: int) -> None:
+def test_every_group_is_trained_once_dropped_or_under_way_and_none_is_too_old(most: int) -> None:
     run = made(Streams(delayed), asynchronous(most)).fit(30)
-    learnt = [task for tasks in run.learnt.tasks for task in tasks]
-    assert len(learnt) == len(set(learnt)) == 30 * BATCH
-    dropped = int(sum(metrics["groups_dropped"] for metrics in run.learnt.metrics))
-    assert len(run.policy.begun) == len(learnt) + dropped + len(run.policy.under)
+    trained = [task for tasks in run.trained.tasks for task in tasks]
+    assert len(trained) == len(set(trained)) == 30 * BATCH
+    dropped = int(sum(metrics["groups_dropped"] for metrics in run.trained.metrics))
+    assert len(run.policy.begun) == len(trained) + dropped + len(run.policy.under)
     assert len(run.policy.under) == most * BATCH
-    for step, versions in enumerate(run.learnt.versions):
+    for step, versions in enumerate(run.trained.versions):
         assert min(versions) >= step - most and max(versions) <= step
-        assert run.learnt.metrics[step]["staleness_max"] == step - min(versions)
+        assert run.trained.metrics[step]["staleness_max"] == step - min(versions)
     assert (dropped > 0) == (0 < most < 8), "long ones go where nobody may wait for them"
 
 
-def test_groups_that_do_not_differ_are_left_out_and_others_are_learnt() -> None:
+def test_groups_that_do_not_differ_are_left_out_and_others_are_trained() -> None:
     run = made(Streams(delayed), asynchronous(2), refill=DynamicSampler(30)).fit(6)
-    assert [len(tasks) for tasks in run.learnt.tasks] == [BATCH] * 6
-    left_out = sum(metrics["groups_left_out"] for metrics in run.learnt.metrics)
-    begun, learnt = len(run.policy.begun), 6 * BATCH
-    dropped = sum(metrics["groups_dropped"] for metrics in run.learnt.metrics)
-    assert left_out > 0 and begun == learnt + left_out + dropped + len(run.policy.under)
+    assert [len(tasks) for tasks in run.trained.tasks] == [BATCH] * 6
+    left_out = sum(metrics["groups_left_out"] for metrics in run.trained.metrics)
+    begun, trained = len(run.policy.begun), 6 * BATCH
+    dropped = sum(metrics["groups_dropped"] for metrics in run.trained.metrics)
+    assert left_out > 0 and begun == trained + left_out + dropped + len(run.policy.under)
 
 
 def test_a_step_looks_at_no_more_groups_than_its_rounds_allow() -> None:
@@ -216,7 +216,7 @@ def test_a_step_looks_at_no_more_groups_than_its_rounds_allow() -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     refill.good = lambda samples: samples.select(nothing)  # type: ignore[method-assign]
     run = made(Streams(delayed), asynchronous(2), refill=refill).fit(3)
-    assert [metrics["groups_left_out"] for metrics in run.learnt.metrics] == [3.0 * BATCH] * 3
+    assert [metrics["groups_left_out"] for metrics in run.trained.metrics] == [3.0 * BATCH] * 3
 
 
 def saved(run: Made) -> Any:
@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(schedule: Any) -> None:
     after.trainer.load_state(state)
     after.fit(12, skip=drawn)
     torch.testing.assert_close(after.policy.table, whole.policy.table, rtol=0, atol=0)
-    assert [*before.learnt.tasks, *after.learnt.tasks] == whole.learnt.tasks
+    assert [*before.trained.tasks, *after.trained.tasks] == whole.trained.tasks
     begun = [*before.policy.begun, *after.policy.begun]
     assert len(begun) == len(set(begun)), "what has ended was rolled out again"
 
@@ -292,9 +292,9 @@ def test_a_step_that_was_broken_off_behind_its_groups_goes_on_with_them() -> Non
     after.trainer.load_state(state)
     goes_on.load_state(within)
     after.fit(6, skip=state["supply"]["drawn"] // BATCH)
-    learnt = [task for tasks in (*broken.learnt.tasks, *after.learnt.tasks) for task in tasks]
-    assert len(learnt) == len(set(learnt)) == 6 * BATCH
-    assert after.learnt.tasks[0] == whole.learnt.tasks[len(broken.learnt.tasks)]
+    trained = [task for tasks in (*broken.trained.tasks, *after.trained.tasks) for task in tasks]
+    assert len(trained) == len(set(trained)) == 6 * BATCH
+    assert after.trained.tasks[0] == whole.trained.tasks[len(broken.trained.tasks)]
 
 
 SCHEDULES: dict[str, Any] = {
@@ -317,14 +317,14 @@ def test_a_run_resumed_under_another_schedule_learns_what_was_under_way_first(
     for _, batch in zip(range(5), supply, strict=False):
         first.trainer.train_step(batch)
     state = saved(first)
-    done = [task for tasks in first.learnt.tasks for task in tasks]
+    done = [task for tasks in first.trained.tasks for task in tasks]
     under_way = {number for number, *_ in state["schedule"]["under_way"]}
     assert under_way and not under_way & set(done)
     second = made(Streams(), SCHEDULES[after])
     second.policy.versions = [5]
     second.trainer.load_state(state)
     second.fit(30)
-    again = [task for tasks in second.learnt.tasks for task in tasks]
+    again = [task for tasks in second.trained.tasks for task in tasks]
     assert len(set(done + again)) == len(done + again), "learnt twice"
     if before != after:
         assert under_way <= set(again[: -(-len(under_way) // BATCH) * BATCH]), "lost"
@@ -334,5 +334,5 @@ def test_a_run_resumed_under_another_schedule_learns_what_was_under_way_first(
     dropped = drawn - set(done) - under_way
     lost = set(range(max(again))) - set(done + again) - {*second.policy.under}
     assert len(lost - dropped) == sum(
-        each.get("groups_dropped", 0) for each in second.learnt.metrics
+        each.get("groups_dropped", 0) for each in second.trained.metrics
     )

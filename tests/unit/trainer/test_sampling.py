@@ -35,7 +35,7 @@ def answered_by(prompts: Sequence[Prompt], number: int) -> Samples[Ragged]:
         [score for prompt in prompts for score in SCORES.get(prompt.index, (0.1, 0.1))]
     )
     lengths = torch.full((size,), 2 + number)
-    rows = Rows.of_answers(
+    rows = Rows.of_completions(
         index[:, None].expand(size, 2 + number), torch.ones(size, dtype=torch.int64), lengths
     )
     logp = torch.full((size, 1 + number), -1.0)
@@ -170,12 +170,12 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
 
     requests = [Prompt((1,), index=n) for n in range(3) for _ in range(3)]
     groups = GroupCollector(requests, score, 3)
-    answers: list[Rollout | None] = [None] * 9
+    completions: list[Rollout | None] = [None] * 9
     enough = groups.until(Wanted(1, good))
 
     def arrive(place: int, token: int) -> bool:
-        answers[place] = answered((token,), (0.0,), "stop", 0)
-        return enough(answers)
+        completions[place] = answered((token,), (0.0,), "stop", 0)
+        return enough(completions)
 
     assert not any(arrive(place, 5) for place in (3, 4))
     assert not arrive(5, 5)
@@ -183,11 +183,11 @@ def test_groups_are_good_enough_when_they_are_whole_and_each_is_looked_at_once()
     assert not any([arrive(6, 1), arrive(7, 2), arrive(0, 1)])
     assert arrive(8, 1)
     assert looked == [[1, 1, 1], [2, 2, 2]]
-    whole = groups.collected(answers)
+    whole = groups.collected(completions)
     assert (whole.group.tolist(), whole.reward.tolist()) == ([1, 1, 1, 2, 2, 2], [5, 5, 5, 1, 2, 1])
 
 
-def test_of_groups_the_answers_that_are_learnt_from_must_differ_and_metrics_are_of_all() -> None:
+def test_of_groups_the_answers_that_are_trained_from_must_differ_and_metrics_are_of_all() -> None:
     """Groups 0 and 1 differ in their third answer only, group 2 in the first two."""
     rewards = {0: [5.0, 5.0, 9.0], 1: [1.0, 1.0, 0.0], 2: [0.0, 1.0, 1.0]}
 
@@ -216,11 +216,11 @@ def scored(groups: Sequence[Sequence[float]]) -> Samples[Ragged]:
     """Answers of one token."""
     size = len(groups[0])
     requests = [Prompt((1,)) for _ in groups for _ in range(size)]
-    answers = [answered((2,)) for _ in requests]
+    completions = [answered((2,)) for _ in requests]
     rewards = iter([reward for group in groups for reward in group])
     return collect(
         requests,
-        answers,
+        completions,
         lambda *_: [{"reward": next(rewards)} for _ in requests],
         samples_per_prompt=size,
     )

@@ -372,7 +372,7 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss_but_not_of_their_
     assert experience.advantage[1, 1] < 0
 
 
-def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_be_compared() -> (
+def test_of_each_prompts_answers_the_first_are_trained_from_and_all_are_there_to_be_compared() -> (
     None
 ):
     class AllAtOnce:
@@ -401,7 +401,7 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     assert everything.reward.mean() != samples.reward.mean(), (
         "or metrics of the first two would be those of all"
     )
-    lengths = [len(answer) for answer in answers_of(everything)]
+    lengths = [len(completion) for completion in completions_of(everything)]
     assert seen["generated_tokens"] == sum(lengths)
     assert seen["response_length"] == pytest.approx(sum(lengths) / 10)
     assert seen["reward"] == pytest.approx(everything.reward.mean().item())
@@ -411,7 +411,7 @@ def test_of_each_prompts_answers_the_first_are_learnt_from_and_all_are_there_to_
     assert seen["varied"] == sum(len(set(group)) > 1 for group in groups) / 2
 
 
-def answers_of(samples: Any) -> list[list[int]]:
+def completions_of(samples: Any) -> list[list[int]]:
     rows = samples.rows
     begins = rows.prompt_lengths.tolist()
     return [row[begin:].tolist() for row, begin in zip(rows.tokens, begins, strict=True)]

@@ -111,7 +111,7 @@ def test_it_builds_and_has_a_page_of_every_document(site: Path) -> None:
         ("docs/data.md", "[gone](gone.md)", "gone.md, which is not there"),
         ("docs/data.md", "[gone](rewards.md#gone)", "does not contain an anchor"),
         ("README.md", "[gone](docs/gone.md)", "docs/gone.md, which is not there"),
-        ("README.md", "![gone](docs/pictures/gone.png)", "gone.png, which is not there"),
+        ("README.md", "![gone](docs/images/gone.png)", "gone.png, which is not there"),
         ("docs/data.md", "[gone](options.md#parallel.tenser)", "does not contain an anchor"),
         ("docs/alone.md", "# A page that no one finds", "not included in the"),
         ("docs/algorithms.md", "```math\n\\wrong{x}\n```", "wrong"),
@@ -157,16 +157,16 @@ def test_a_list_becomes_the_same_list(text: str) -> None:
 def test_links_lead_to_pages_and_lose_what_is_no_page() -> None:
     missing: list[str] = []
     text = (
-        "[a](docs/data.md#prompts) [`b`](ARCHITECTURE.md) [c](LICENSE) ![d](docs/pictures/x.png) "
+        "[a](docs/data.md#prompts) [`b`](ARCHITECTURE.md) [c](LICENSE) ![d](docs/images/x.png) "
         "`[e](docs/data.md)` [f](https://a.b/c)\n\n```\n[g](docs/data.md)\n```\n"
     )
     (line, _, *code) = of_the_site(text, "README.md", ROOT, missing.append).splitlines()
     assert line == (
-        "[a](data.md#prompts) [`b`](architecture.md) c ![d](pictures/x.png) "
+        "[a](data.md#prompts) [`b`](architecture.md) c ![d](images/x.png) "
         "`[e](docs/data.md)` [f](https://a.b/c)"
     )
     assert code == ["```", "[g](docs/data.md)", "```"]
-    assert missing == ["README.md has a link to docs/pictures/x.png, which is not there"]
+    assert missing == ["README.md has a link to docs/images/x.png, which is not there"]
     up = of_the_site("[x](../README.md)", "docs/data.md", ROOT, missing.append)
     assert up == "[x](index.md)"
 
@@ -194,14 +194,14 @@ def test_the_page_of_options_has_each_with_its_default_and_meaning(site: Path) -
     assert 'id="parallel.tensor"' in (site / "options.html").read_text()
 
 
-def test_the_pictures_of_layouts_are_what_the_program_draws() -> None:
-    for name, picture in layouts_drawn.PICTURES.items():
-        file = ROOT / f"docs/pictures/layout_{name}.svg"
-        assert file.read_text() == layouts_drawn.svg(picture), "python -m website.layouts_drawn"
+def test_the_images_of_layouts_are_what_the_program_draws() -> None:
+    for name, image in layouts_drawn.IMAGES.items():
+        file = ROOT / f"docs/images/layout_{name}.svg"
+        assert file.read_text() == layouts_drawn.svg(image), "python -m website.layouts_drawn"
 
 
-def test_a_picture_says_what_ranks_hold() -> None:
-    drawn = layouts_drawn.svg(layouts_drawn.PICTURES["tensor_pipeline_data"])
+def test_a_image_says_what_ranks_hold() -> None:
+    drawn = layouts_drawn.svg(layouts_drawn.IMAGES["tensor_pipeline_data"])
     boxes = re.findall(r">rank (\d)<.*?>layers ([\d-]+)<.*?>matrices, part (\d)<", drawn, re.DOTALL)
     by_hand = [(r, "0-3" if r < 4 else "4-7", r % 2) for r in range(8)]
     assert [(int(rank), layers, int(part)) for rank, layers, part in boxes] == by_hand

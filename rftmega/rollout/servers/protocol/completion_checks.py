@@ -16,13 +16,13 @@ ROUNDING = 1e-4
 LARGEST_ID = 2**31
 
 
-class WrongAnswer(EngineFault):
-    """WrongAnswer is a completion that no engine in order gives."""
+class WrongReply(EngineFault):
+    """WrongReply is a completion that no engine in order gives."""
 
 
 @dataclass(frozen=True)
-class AnswerLimits:
-    """AnswerLimits says what an answer to one request can be."""
+class CompletionLimits:
+    """CompletionLimits says what an answer to one request can be."""
 
     most: int = LARGEST_ID  # tokens
     vocabulary: int = LARGEST_ID
@@ -30,33 +30,33 @@ class AnswerLimits:
     other_stops: bool = True  # than those tokens, such as strings
 
 
-ANY_ANSWER = AnswerLimits()
+ANY_COMPLETION = CompletionLimits()
 
 
 def checked(
-    answer: protocol.ServerAnswer, limits: AnswerLimits
+    reply: protocol.ServerReply, limits: CompletionLimits
 ) -> tuple["array[Any]", "array[Any]"]:
     """Returns the tokens and log-probs of a completion.
 
-    Raises WrongAnswer for one that is no answer to the request.
+    Raises WrongReply for one that is no answer to the request.
     """
-    for what, content in (("token ids", answer.token_ids), ("log-probs", answer.logprobs)):
+    for what, content in (("token ids", reply.token_ids), ("log-probs", reply.logprobs)):
         if len(content) % 4:
-            raise WrongAnswer(f"A server gave {len(content)} bytes of {what}, of 4 bytes each.")
-    ids, logprobs = protocol.numbers("i", answer.token_ids), protocol.numbers("f", answer.logprobs)
+            raise WrongReply(f"A server gave {len(content)} bytes of {what}, of 4 bytes each.")
+    ids, logprobs = protocol.numbers("i", reply.token_ids), protocol.numbers("f", reply.logprobs)
     if len(ids) != len(logprobs):
-        raise WrongAnswer(f"A server gave {len(ids)} tokens and {len(logprobs)} log-probs.")
-    if answer.reason not in REASONS:
-        raise WrongAnswer(
-            f"A server says that its answer ended by {answer.reason[:40]!r}, which is none of {', '.join(REASONS)}."
+        raise WrongReply(f"A server gave {len(ids)} tokens and {len(logprobs)} log-probs.")
+    if reply.reason not in REASONS:
+        raise WrongReply(
+            f"A server says that its answer ended by {reply.reason[:40]!r}, which is none of {', '.join(REASONS)}."
         )
     if len(ids) > limits.most:
-        raise WrongAnswer(
+        raise WrongReply(
             f"A server gave {len(ids)} tokens where at most {limits.most} were asked for."
         )
     if ids:
         _check_tokens(ids, logprobs, limits)
-    _check_end(ids, answer.reason, limits)
+    _check_end(ids, reply.reason, limits)
     return ids, logprobs
 
 
@@ -65,48 +65,48 @@ def versions_of(
 ) -> "array[Any]":
     """Returns the version of each of so many tokens. `numbers`: of the push of each span.
 
-    Raises WrongAnswer where the spans are not one behind the other, from the first token to the last.
+    Raises WrongReply where the spans are not one behind the other, from the first token to the last.
     """
     versions = array("i")
     for (_, start, end), number in zip(spans, numbers, strict=True):
         if start != len(versions) or not start <= end <= tokens:
-            raise WrongAnswer(
+            raise WrongReply(
                 f"A server gave {tokens} tokens, and the version of its weights from token {start} to {end} where token "
                 f"{len(versions)} is next."
             )
         versions.extend([number] * (end - start))
     if len(versions) != tokens:
-        raise WrongAnswer(f"A server gave {tokens} tokens, and the versions of {len(versions)}.")
+        raise WrongReply(f"A server gave {tokens} tokens, and the versions of {len(versions)}.")
     return versions
 
 
-def _check_tokens(ids: "array[Any]", logprobs: "array[Any]", limits: AnswerLimits) -> None:
+def _check_tokens(ids: "array[Any]", logprobs: "array[Any]", limits: CompletionLimits) -> None:
     if min(ids) < 0 or max(ids) >= limits.vocabulary:
         wrong = next(token for token in ids if not 0 <= token < limits.vocabulary)
-        raise WrongAnswer(
+        raise WrongReply(
             f"A server gave the token {wrong}; there are 0 to {limits.vocabulary - 1}."
         )
     values = np.frombuffer(logprobs, np.float32)
     right = np.isfinite(values) & (values <= ROUNDING)
     if not right.all():
         place = int(np.argmin(right))
-        raise WrongAnswer(
+        raise WrongReply(
             f"A server gave token {place} the log-prob {values[place]}, which is that of no probability."
         )
 
 
-def _check_end(ids: "array[Any]", reason: str, limits: AnswerLimits) -> None:
+def _check_end(ids: "array[Any]", reason: str, limits: CompletionLimits) -> None:
     """Refuses an answer that ended without what it says that it ended by, or went on behind it."""
     if not ids and reason != "abort":
-        raise WrongAnswer(
+        raise WrongReply(
             f"A server says that an answer ended by {reason}, and gave no token of it."
         )
     if reason == "abort" and len(ids) == limits.most:
-        raise WrongAnswer(f"A server broke off an answer that had all its {limits.most} tokens.")
+        raise WrongReply(f"A server broke off an answer that had all its {limits.most} tokens.")
     before = ids if reason == "abort" else ids[:-1]
     if met := limits.stop_ids.intersection(before):
-        raise WrongAnswer(f"A server went on behind the stop token {min(met)}.")
+        raise WrongReply(f"A server went on behind the stop token {min(met)}.")
     if reason == "stop" and not limits.other_stops and ids[-1] not in limits.stop_ids:
-        raise WrongAnswer(
+        raise WrongReply(
             f"A server says that an answer stopped, whose last token {ids[-1]} is no stop token ({sorted(limits.stop_ids)})."
         )

@@ -42,10 +42,10 @@ class Choice(msgspec.Struct):
     weight_versions: list[WeightSpan] | None = None
 
     @property
-    def answer(self) -> protocol.ServerAnswer:
+    def reply(self) -> protocol.ServerReply:
         content = (self.logprobs and self.logprobs.content) or []
         values = [each.logprob for each in content]
-        return _answer(self.token_ids, values, self.finish_reason, self.weight_versions)
+        return _reply(self.token_ids, values, self.finish_reason, self.weight_versions)
 
 
 class GenerateReply(msgspec.Struct):
@@ -55,8 +55,8 @@ class GenerateReply(msgspec.Struct):
     prompt_token_ids: list[TokenId] | None = None
 
     @property
-    def answer(self) -> protocol.ServerAnswer:
-        return self.choices[0].answer
+    def reply(self) -> protocol.ServerReply:
+        return self.choices[0].reply
 
 
 class SGLangToken(msgspec.Struct, array_like=True):
@@ -92,12 +92,12 @@ def reply_of(reply: Any) -> GenerateReply:
     return _converted(reply, GenerateReply)
 
 
-def of_vllm(choice: Any) -> protocol.ServerAnswer:
+def of_vllm(choice: Any) -> protocol.ServerReply:
     """Reads a completion of vLLM's reply. Raises EngineFault for anything else."""
-    return _converted(choice, Choice).answer
+    return _converted(choice, Choice).reply
 
 
-def of_sglang(reply: Any) -> protocol.ServerAnswer:
+def of_sglang(reply: Any) -> protocol.ServerReply:
     """Reads SGLang's reply.
 
     Raises EngineFault for anything else, as for one that does not say of which version each token is.
@@ -110,14 +110,14 @@ def of_sglang(reply: Any) -> protocol.ServerAnswer:
         raise EngineFault(
             "An SGLang server answered without meta_info.weight_versions, and nobody knows which weights gave its tokens."
         )
-    return _answer(ids, values, told.finish_reason.type, told.weight_versions)
+    return _reply(ids, values, told.finish_reason.type, told.weight_versions)
 
 
-def _answer(
+def _reply(
     ids: Sequence[int], logprobs: Sequence[float], reason: str, spans: Sequence[WeightSpan] | None
-) -> protocol.ServerAnswer:
+) -> protocol.ServerReply:
     told = [(span.version, span.start, span.end) for span in spans or ()]
-    return protocol.ServerAnswer(
+    return protocol.ServerReply(
         0, protocol.integers(ids), array("f", logprobs).tobytes(), reason, told
     )
 

@@ -20,8 +20,8 @@ from rftmega.rollout.servers.vllm.protocol import SOCKET
 from rftmega.runtime.parallel.orphans import end_with_all
 
 PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
-SAMPLES = "/samples"  # answered here: what vLLM makes of sample pictures
-ADAPTER = "/adapter"  # answered here: POST, with a parcel (`transport.adapter_parcel`)
+SAMPLES = "/samples"  # answered here: what vLLM makes of sample images
+ADAPTER = "/adapter"  # answered here: POST, with a payload (`weights.transports.adapter_message`)
 IDENTITY = "/identity"  # answered here: another one after each start, and under each owner
 KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
 ADVICE = f'Set it to the same for servers and trainer: export {KEY}="$(openssl rand -hex 32)"'
@@ -70,8 +70,8 @@ def given_key() -> str:
     return os.environ[KEY]
 
 
-class Door:
-    """Door is an ASGI middleware that hands on nothing else."""
+class Authentication:
+    """Authentication is an ASGI middleware that hands on nothing else."""
 
     def __init__(self, app: App):
         """Raises ValueError without a key, so that a server without one does not come up."""
@@ -127,7 +127,7 @@ async def _body(receive: Receive) -> bytes | None:
     parts, more = [], True
     while more:
         message = await receive()
-        if message["type"] == "http.disconnect":  # half of a parcel
+        if message["type"] == "http.disconnect":  # half of a payload
             return None
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
@@ -136,7 +136,7 @@ async def _body(receive: Receive) -> bytes | None:
 
 async def _tell_samples(scope: Message, send: Send) -> None:
     """Answers with checksums of samples of the kinds that are asked for: ?image=TOKEN&video=TOKEN."""
-    from rftmega.rollout.engines.images import samples_of_vllm
+    from rftmega.rollout.engines.image_prompts import samples_of_vllm
 
     try:
         asked = {kind: int(token) for kind, token in parse_qsl(scope["query_string"].decode())}
@@ -148,11 +148,11 @@ async def _tell_samples(scope: Message, send: Send) -> None:
 
 
 async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
-    """Hands a parcel to all workers: ?version=, of the push that it must be of. Status 400 without that,
+    """Hands a payload to all workers: ?version=, of the push that it must be of. Status 400 without that,
     500 where one does not take it.
     """
-    parcel = await _body(receive)
-    if parcel is None:
+    payload = await _body(receive)
+    if payload is None:
         return
     engine = scope["app"].state.engine_client
     try:
@@ -165,7 +165,7 @@ async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
             raise ValueError(
                 "it was started without adapters; start it with the run's model.lora.push=adapters"
             )
-        said = await engine.collective_rpc("take_adapter", args=(parcel, version))
+        said = await engine.collective_rpc("take_adapter", args=(payload, version))
         if refusals := list(filter(None, said)):
             raise ValueError(refusals[0])
     except Exception as error:

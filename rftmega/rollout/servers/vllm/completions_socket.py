@@ -38,7 +38,7 @@ class CompletionsSocket:
         self.engine, self._receive, self._send = engine, receive, send
         self._name = f"socket-{next(_connections)}"
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._answers: list[protocol.ServerAnswer | protocol.Failure] = []
+        self._replies: list[protocol.ServerReply | protocol.Failure] = []
         self._news = asyncio.Event()
 
     async def serve(self) -> None:
@@ -57,21 +57,21 @@ class CompletionsSocket:
 
     def _hear(self, said: protocol.Ask | protocol.Cancel) -> None:
         if isinstance(said, protocol.Ask):
-            self._running[said.number] = asyncio.create_task(self._answer(said))
+            self._running[said.number] = asyncio.create_task(self._reply(said))
         elif task := self._running.pop(said.number, None):
             task.cancel()
 
-    async def _answer(self, ask: protocol.Ask) -> None:
+    async def _reply(self, ask: protocol.Ask) -> None:
         output = None  # of the engine: what raises behind it is no fault of the request's
         try:
             output = await self._generated(ask)
-            answer: protocol.ServerAnswer | protocol.Failure = _told(ask, output)
+            reply: protocol.ServerReply | protocol.Failure = _told(ask, output)
         except (VLLMClientError, ValueError, TypeError) as error:
-            answer = protocol.Failure(ask.number, str(error), refused=output is None)
+            reply = protocol.Failure(ask.number, str(error), refused=output is None)
         except Exception as error:
-            answer = protocol.Failure(ask.number, repr(error), refused=False)
+            reply = protocol.Failure(ask.number, repr(error), refused=False)
         self._running.pop(ask.number, None)
-        self._answers.append(answer)
+        self._replies.append(reply)
         self._news.set()
 
     async def _generated(self, ask: protocol.Ask) -> Any:
@@ -97,22 +97,22 @@ class CompletionsSocket:
         while True:
             await self._news.wait()
             self._news.clear()
-            while self._answers:
-                answers = self._some()
-                await self._send({"type": "websocket.send", "bytes": protocol.packed(answers)})
+            while self._replies:
+                replies = self._some()
+                await self._send({"type": "websocket.send", "bytes": protocol.packed(replies)})
 
-    def _some(self) -> list[protocol.ServerAnswer | protocol.Failure]:
+    def _some(self) -> list[protocol.ServerReply | protocol.Failure]:
         """Takes answers of about MESSAGE bytes in all, one at least: routes are large."""
-        taken: list[protocol.ServerAnswer | protocol.Failure] = []
+        taken: list[protocol.ServerReply | protocol.Failure] = []
         size = 0
-        while self._answers and size < MESSAGE:
-            answer = self._answers.pop(0)
-            size += len(getattr(answer, "routes", b""))
-            taken.append(answer)
+        while self._replies and size < MESSAGE:
+            reply = self._replies.pop(0)
+            size += len(getattr(reply, "routes", b""))
+            taken.append(reply)
         return taken
 
 
-def _told(ask: protocol.Ask, output: Any) -> protocol.ServerAnswer:
+def _told(ask: protocol.Ask, output: Any) -> protocol.ServerReply:
     """Returns what a trainer is told of vLLM's output."""
     choice = output.outputs[0]
     ids = choice.token_ids
@@ -124,7 +124,7 @@ def _told(ask: protocol.Ask, output: Any) -> protocol.ServerAnswer:
     if told is not None:
         kind = "uint8" if told.dtype == "uint8" else "int16"
         routes, shape = told.astype(kind).tobytes(), list(told.shape)
-    return protocol.ServerAnswer(
+    return protocol.ServerReply(
         protocol.renumbered(ask.number, output.prompt_token_ids),
         protocol.integers(ids),
         logprobs.tobytes(),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 SOCKET = "/completions"  # the path
-WireError = msgspec.MsgspecError
+ProtocolError = msgspec.MsgspecError
 
 
 class Ask(msgspec.Struct, array_like=True, tag=0):
@@ -29,8 +29,8 @@ class Cancel(msgspec.Struct, array_like=True, tag=1):
     number: int
 
 
-class ServerAnswer(msgspec.Struct, array_like=True, tag=0):
-    """ServerAnswer is the completion that was asked for, or what of it there was when it was aborted."""
+class ServerReply(msgspec.Struct, array_like=True, tag=0):
+    """ServerReply is the completion that was asked for, or what of it there was when it was aborted."""
 
     number: int
     token_ids: bytes  # int32
@@ -52,31 +52,31 @@ class Failure(msgspec.Struct, array_like=True, tag=1):
 
 
 _asked = msgspec.msgpack.Decoder(list[Ask | Cancel])
-_answered = msgspec.msgpack.Decoder(list[ServerAnswer | Failure])
+_answered = msgspec.msgpack.Decoder(list[ServerReply | Failure])
 _encoder = msgspec.msgpack.Encoder()
 
 
-def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerAnswer | Failure]) -> bytes:
+def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerReply | Failure]) -> bytes:
     return _encoder.encode(messages)
 
 
 def asked(message: bytes | str) -> list[Ask | Cancel]:
-    """Raises WireError for anything else."""
+    """Raises ProtocolError for anything else."""
     return _decoded(_asked, message)
 
 
-def answered(message: bytes | str) -> list[ServerAnswer | Failure]:
-    """Raises WireError for anything else."""
+def answered(message: bytes | str) -> list[ServerReply | Failure]:
+    """Raises ProtocolError for anything else."""
     return _decoded(_answered, message)
 
 
 def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", message: bytes | str) -> Any:
     if isinstance(message, str):
-        raise WireError("it is text, and no MessagePack")
+        raise ProtocolError("it is text, and no MessagePack")
     try:
         return decoder.decode(message)
     except (ValueError, RecursionError) as error:  # bytes that are no text, lists without an end
-        raise WireError(str(error)) from error
+        raise ProtocolError(str(error)) from error
 
 
 def numbered(sequence: int, token_ids: bytes) -> int:

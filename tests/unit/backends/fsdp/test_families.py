@@ -197,7 +197,7 @@ def test_angles_that_old_folders_hold_are_not_taken_for_weights(tmp_path: Path) 
     assert angles.keys().isdisjoint(place.name for each in places.values() for place in each)
 
 
-def test_a_mixture_that_sees_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
+def test_a_moe_that_sees_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="model_type=qwen3_vl_moe has more than a decoder"):
         loaded(save_tiny_vision(tmp_path, "qwen3_vl_moe"))
 

@@ -25,7 +25,7 @@ OTHERS, OTHER_LENGTHS = [1, 2, 2], [3, 8, 3]
 
 
 def experience_of(prompts: list[int], lengths: list[int]) -> Experience:
-    rows = Rows.of_answers(
+    rows = Rows.of_completions(
         torch.zeros(len(lengths), max(lengths), dtype=torch.int64),
         torch.tensor(prompts),
         torch.tensor(lengths),
@@ -56,7 +56,7 @@ def by_hand(
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for experience, x, coef in ((first, logp, 1.0), (second, other, COEF)):
-        answers = []
+        completions = []
         for b in range(len(experience)):
             terms = []
             for t in range(x.shape[1]):
@@ -66,15 +66,15 @@ def by_hand(
                         -x[b, t] if experience is second else -ratio * experience.advantage[b, t]
                     )
             if terms:
-                answers.append(terms)
+                completions.append(terms)
         if aggregation == "token_mean":
-            parts = [sum(terms) / sum(map(len, answers)) for terms in answers]
+            parts = [sum(terms) / sum(map(len, completions)) for terms in completions]
         else:
             parts = [
                 sum(terms)
                 / (len(terms) if aggregation == "sequence_mean" else LONGEST)
-                / len(answers)
-                for terms in answers
+                / len(completions)
+                for terms in completions
             ]
         total = total + coef * sum(parts, torch.zeros((), dtype=torch.float64))
     return total

@@ -215,4 +215,4 @@ def test_processes_share_patches_by_their_weight() -> None:
         [10] * 6, data_parallel=2, token_cap=100, patches=[90, 0, 0, 0, 0, 0], patch_weight=1.0
     )
     sizes = sorted(sum(map(len, batches)) for batches in heavy)
-    assert sizes == [1, 5], "one picture of 90 patches outweighs five rows of words"
+    assert sizes == [1, 5], "one image of 90 patches outweighs five rows of words"

@@ -225,7 +225,7 @@ def test_layers_that_can_have_no_adapters_under_fsdp_are_told_before_the_model_i
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "o_proj"], ["up_proj"]])
-def test_any_layer_of_a_mixture_can_have_adapters_under_fsdp(
+def test_any_layer_of_a_moe_can_have_adapters_under_fsdp(
     targets: list[str], tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "qwen3-moe", P(), "vllm")
@@ -234,7 +234,7 @@ def test_any_layer_of_a_mixture_can_have_adapters_under_fsdp(
     preflight(config, 1)
 
 
-def test_adapters_of_mixtures_are_pushed_merged_alone(tmp_path: Path) -> None:
+def test_adapters_of_moe_models_are_pushed_merged_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3-moe", P(), "vllm")
     for targets in ([], ["q_proj"]):
         config.model.lora = LoRA(rank=8, push="adapters", targets=targets)

@@ -1,4 +1,4 @@
-"""Options about pictures, against a model that sees and one that does not."""
+"""Options about images, against a model that sees and one that does not."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_what_a_model_that_sees_can_t_have_is_named(option: str, said: str, tmp_
     assert reasons(tmp_path, SEES, frozen) == []
 
 
-HEARS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1500}}
+AUDIO_MODELS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1500}}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ HEARS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1
         ("model.dropout=0.1", "the tower has no dropout"),
         (
             "trainer.max_patches_per_micro_batch=11999",
-            "max_pictures=8 waveforms, 1500 positions each",
+            "max_images=8 waveforms, 1500 positions each",
         ),
         ("optimizer.vision_learning_rate=1", "the tower does not learn"),
         ("rollout.max_videos=1", "rollout.max_videos=1 needs a model that sees"),
@@ -55,10 +55,10 @@ def test_what_a_model_that_hears_can_t_have_is_named(
     option: str, said: str, tmp_path: Path
 ) -> None:
     frozen = "model.freeze_vision=true"
-    (found,) = reasons(tmp_path, HEARS, option, frozen)
+    (found,) = reasons(tmp_path, AUDIO_MODELS, option, frozen)
     assert said in found
     enough = "trainer.max_patches_per_micro_batch=12000"
-    assert reasons(tmp_path, HEARS, frozen, enough, "rollout.max_pictures=8") == []
+    assert reasons(tmp_path, AUDIO_MODELS, frozen, enough, "rollout.max_images=8") == []
 
 
 def test_vllm_takes_windows_of_30_seconds_only(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_vllm_takes_windows_of_30_seconds_only(tmp_path: Path) -> None:
     assert reasons(tmp_path, short, "rollout.engine=transformers") == []
 
 
-def test_servers_take_pictures_and_a_rate_is_a_share(tmp_path: Path) -> None:
+def test_servers_take_images_and_a_rate_is_a_share(tmp_path: Path) -> None:
     assert reasons(tmp_path, SEES, "strategy=separate", "rollout.max_videos=2") == []
     rates = ("optimizer.vision_learning_rate=1", "optimizer.learning_rate=0")
     (found,) = reasons(tmp_path, SEES, *rates)
@@ -79,8 +79,8 @@ def test_servers_take_pictures_and_a_rate_is_a_share(tmp_path: Path) -> None:
     "option",
     [
         "model.freeze_vision=true",
-        "rollout.max_pictures=3",
-        "data.pictures_folder=x",
+        "rollout.max_images=3",
+        "data.media_folder=x",
         "optimizer.vision_learning_rate=1",
         "critic.optimizer.vision_learning_rate=1",
         "trainer.max_patches_per_micro_batch=9",
@@ -94,4 +94,4 @@ def test_a_model_of_words_has_no_such_option(option: str, tmp_path: Path) -> Non
 
 def test_a_folder_that_others_refuse_is_left_to_them(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path / 'nowhere'}}}")
-    assert vision(load(tmp_path / "run.yaml", ["rollout.max_pictures=3"])) == []
+    assert vision(load(tmp_path / "run.yaml", ["rollout.max_images=3"])) == []

@@ -78,7 +78,7 @@ def test_a_record_with_control_tokens_is_refused_kept_as_text_or_taken_at_its_wo
     expected = own.inner.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert list(found) == list(expected)
     assert own.named == len(form.special)
-    own.encode_answer(messages, "4", chat_template=True) if name not in ("r1", "counts") else None
+    own.encode_response(messages, "4", chat_template=True) if name not in ("r1", "counts") else None
     assert own.named == len(form.special)
 
 
@@ -191,10 +191,10 @@ def test_an_agent_s_messages_are_letters_in_every_turn(name: str, tmp_path: Path
         model: Any = Says(own.encode_reply(form.call))
         session = Session(model, renderer)
         messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
-        said = await session.answer({}, Asked(list(messages), [TOOL]))
+        said = await session.completion({}, Asked(list(messages), [TOOL]))
         called = {"tool_call_id": said.reply.calls[0].id, "name": "add"}
         messages += [said.message(), {"role": "tool", "content": text, **called}]
-        await session.answer({}, Asked(messages, [TOOL]))
+        await session.completion({}, Asked(messages, [TOOL]))
         assert len(session.trajectories()) == 1
         return model.contexts, session.control_tokens
 

@@ -27,12 +27,12 @@ class Rollout:
         ids = self.tokenizer.encode(QUESTION, chat_template=True)
         self.task = Prompt(ids, record=json.dumps({"prompt": QUESTION}))
         self.talk = Conversation.of(self.task, self.renderer, tools)
-        self.answers: list[tuple[int, ...]] = []
+        self.completions: list[tuple[int, ...]] = []
 
-    def answer(self, text: str, *, cut: bool = False, ids: Sequence[int] = ()) -> Any:
+    def completion(self, text: str, *, cut: bool = False, ids: Sequence[int] = ()) -> Any:
         sampled = tuple(ids) or self.tokenizer.encode_reply(text)
-        number = len(self.answers)
-        self.answers.append(sampled)
+        number = len(self.completions)
+        self.completions.append(sampled)
         logprobs = [-(number + 1.0)] * len(sampled)
         reason = "length" if cut else "stop"
         return self.talk.answered(Completion(sampled, logprobs, reason, number))
@@ -58,24 +58,24 @@ def test_a_rollout_of_calls_is_one_trajectory_that_the_template_would_write(
     for number in range(2):
         # Mistral's calls carry their ids
         call = form.call.replace("call00000", f"call0000{number}")
-        rollout.reply(rollout.answer(call))
+        rollout.reply(rollout.completion(call))
         known = (*rollout.talk.context,)
         assert known == rollout.renderer.render(rollout.talk.messages, [TOOL])
-    rollout.answer(form.final)
+    rollout.completion(form.final)
     (found,) = rollout.talk.trajectories()
     delta = rollout.tokenizer.encode_reply(form.tool_delta.replace("call00000", "call00001"))
     first = rollout.tokenizer.encode_reply(form.tool_delta)
     parts = [
         (rollout.task.token_ids, False),
-        (rollout.answers[0], True),
+        (rollout.completions[0], True),
         (first, False),
-        (rollout.answers[1], True),
+        (rollout.completions[1], True),
         (delta, False),
-        (rollout.answers[2], True),
+        (rollout.completions[2], True),
     ]
     assert found.token_ids.tolist() == [token for ids, _ in parts for token in ids]
-    assert found.loss_mask.tolist() == [learnt for ids, learnt in parts for _ in ids]
-    expected = [number for number, ids in enumerate(rollout.answers) for _ in ids]
+    assert found.loss_mask.tolist() == [trained for ids, trained in parts for _ in ids]
+    expected = [number for number, ids in enumerate(rollout.completions) for _ in ids]
     assert found.versions[found.loss_mask].tolist() == expected
     assert found.logprobs[found.loss_mask].tolist() == [-(each + 1.0) for each in expected]
     roles = [turn.role for turn in found.turns]
@@ -107,7 +107,7 @@ def test_ragged_rollouts_keep_every_sampled_token(
         sampled = (
             (*begin, *odd * (turn + 1), *body[len(begin) :]) if name != "hermes" else (*odd, *body)
         )
-        reply = rollout.answer("", ids=sampled)
+        reply = rollout.completion("", ids=sampled)
         assert [call.arguments for call in reply.calls] == [{"a": 1}]
         expected += sampled
         mask += [True] * len(sampled)
@@ -126,22 +126,22 @@ def test_where_thinking_is_dropped_another_trajectory_begins_and_learns_no_histo
 ) -> None:
     form = FORMATS["qwen3"]
     rollout = Rollout(tmp_path, form)
-    rollout.reply(rollout.answer(form.call))
-    rollout.answer(form.final)
+    rollout.reply(rollout.completion(form.call))
+    rollout.completion(form.final)
     before = rollout.talk.context
     rollout.talk.reply([{"role": "user", "content": "Sure?"}])
     context = rollout.talk.context
     assert context == rollout.renderer.render(rollout.talk.messages, [TOOL])
     assert "I add." in rollout.text(before)
     assert "I add." not in rollout.text(context)
-    rollout.answer("<think>\nYes.\n</think>\n\nYes.<|im_end|>")
+    rollout.completion("<think>\nYes.\n</think>\n\nYes.<|im_end|>")
     rollout.talk.reward(0.5)
     one, two = rollout.talk.trajectories()
     assert tuple(one.token_ids) == before
-    assert int(one.loss_mask.sum()) == len(rollout.answers[0]) + len(rollout.answers[1])
-    assert tuple(two.token_ids) == (*context, *rollout.answers[2])
+    assert int(one.loss_mask.sum()) == len(rollout.completions[0]) + len(rollout.completions[1])
+    assert tuple(two.token_ids) == (*context, *rollout.completions[2])
     assert two.prompt_length == len(context)
-    assert int(two.loss_mask.sum()) == len(rollout.answers[2])
+    assert int(two.loss_mask.sum()) == len(rollout.completions[2])
     assert [turn.reward for turn in one.turns] == [0.0] * 3
     (turn,) = two.turns
     assert turn == ("assistant", len(context), len(two), "", 0.5)
@@ -154,12 +154,12 @@ def test_a_template_that_is_never_stable_gives_a_trajectory_a_turn(
     form = PLAIN[name]
     rollout = Rollout(tmp_path, form, ())
     for _ in range(3):
-        rollout.answer(form.final)
+        rollout.completion(form.final)
         rollout.talk.reply([{"role": "user", "content": "Sure?"}])
-    rollout.answer(form.final)
+    rollout.completion(form.final)
     found = rollout.talk.trajectories()
-    assert [int(each.loss_mask.sum()) for each in found] == list(map(len, rollout.answers))
-    assert all(tuple(each.token_ids[each.loss_mask]) == rollout.answers[0] for each in found)
+    assert [int(each.loss_mask.sum()) for each in found] == list(map(len, rollout.completions))
+    assert all(tuple(each.token_ids[each.loss_mask]) == rollout.completions[0] for each in found)
 
 
 def test_a_new_answer_s_reward_is_the_last_s_even_behind_a_reply(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_new_answer_s_reward_is_the_last_s_even_behind_a_reply(tmp_path: Path)
     rollout = Rollout(tmp_path, form)
     with pytest.raises(ValueError, match="no answer to reward"):
         rollout.talk.reward(1.0)
-    reply = rollout.answer(form.call)
+    reply = rollout.completion(form.call)
     rollout.talk.reward(0.25)
     rollout.reply(reply)
     rollout.talk.reward(0.5)
@@ -179,23 +179,23 @@ def test_what_stands_behind_the_last_answer_is_left_out(tmp_path: Path) -> None:
     form = FORMATS["hermes"]
     rollout = Rollout(tmp_path, form)
     assert rollout.talk.trajectories() == []
-    rollout.reply(rollout.answer(form.call))
+    rollout.reply(rollout.completion(form.call))
     (found,) = rollout.talk.trajectories()
-    assert tuple(found.token_ids) == (*rollout.task.token_ids, *rollout.answers[0])
+    assert tuple(found.token_ids) == (*rollout.task.token_ids, *rollout.completions[0])
     assert [turn.role for turn in found.turns] == ["assistant"]
     with pytest.raises(ValueError, match="behind an answer"):
         rollout.talk.reply([{"role": "user", "content": "?"}])
 
 
-def test_the_end_of_an_answer_that_was_cut_off_is_not_learnt(tmp_path: Path) -> None:
+def test_the_end_of_an_answer_that_was_cut_off_is_not_trained(tmp_path: Path) -> None:
     form = FORMATS["hermes"]
     rollout = Rollout(tmp_path, form)
-    assert not rollout.answer("It is", cut=True).complete
+    assert not rollout.completion("It is", cut=True).complete
     rollout.talk.reply([{"role": "user", "content": "Go on."}])
     assert rollout.talk.context == rollout.renderer.render(rollout.talk.messages, [TOOL])
-    rollout.answer(form.final)
+    rollout.completion(form.final)
     (found,) = rollout.talk.trajectories()
-    behind = len(rollout.task.token_ids) + len(rollout.answers[0])
+    behind = len(rollout.task.token_ids) + len(rollout.completions[0])
     assert rollout.text(found.token_ids[behind : behind + 1]) == "<|im_end|>"
     assert not found.loss_mask[behind]
     assert not found.truncated
@@ -212,17 +212,17 @@ def test_a_task_is_to_be_what_the_template_makes_of_its_messages(tmp_path: Path)
         Conversation.of(Prompt(rollout.task.token_ids), rollout.renderer, [TOOL])
 
 
-def test_pictures_are_kept_while_the_template_goes_on_and_never_lost(tmp_path: Path) -> None:
+def test_images_are_kept_while_the_template_goes_on_and_never_lost(tmp_path: Path) -> None:
     form = FORMATS["qwen3"]
     rollout = Rollout(tmp_path, form)
     expanded = (*rollout.task.token_ids, 5, 5, 5)
     messages = messages_of(rollout.task)
-    talk = Conversation(expanded, rollout.renderer, [TOOL], messages=messages, pictures=True)
+    talk = Conversation(expanded, rollout.renderer, [TOOL], messages=messages, images=True)
     rollout.talk = talk
-    rollout.reply(rollout.answer(form.call))
+    rollout.reply(rollout.completion(form.call))
     assert talk.context[: len(expanded)] == expanded
-    rollout.answer(form.final)
-    with pytest.raises(DataError, match="with pictures can't be rendered anew"):
+    rollout.completion(form.final)
+    with pytest.raises(DataError, match="with images can't be rendered anew"):
         talk.reply([{"role": "user", "content": "Sure?"}])
 
 

@@ -243,9 +243,9 @@ def test_a_run_of_single_turns_exports_what_was_asked_and_answered(
     run = Run(tmp_path, FORMATS[name], (), system=system)
     asked = run.tokenizer.encode(QUESTION, chat_template=True)
     ids = run.tokenizer.encode_reply("4" + run.form.final[-len(FORMATS[name].ends[0]) :])
-    answer = Completion(ids, [-1.0] * len(ids), "stop", 0)
+    completion = Completion(ids, [-1.0] * len(ids), "stop", 0)
     for record in ("", json.dumps({"prompt": QUESTION})):  # single turns mostly keep no record
-        run.keep(Prompt(asked, index=7, record=record), Trajectory.of(asked, answer))
+        run.keep(Prompt(asked, index=7, record=record), Trajectory.of(asked, completion))
     lines = run.exported()
     before = [{"role": "system", "content": system}] if system else []
     for line in lines:
@@ -263,8 +263,8 @@ def test_a_run_of_single_turns_exports_what_was_asked_and_answered(
 def test_a_prompt_that_no_template_made_is_the_user_s_text(tmp_path: Path) -> None:
     run = Run(tmp_path, FORMATS["llama"], ())
     ids = run.tokenizer.encode_reply("<|begin_of_text|>1+3=")
-    answer = Completion(run.tokenizer.encode_reply("4<|eot_id|>"), [-1.0] * 2, "stop", 0)
-    run.keep(Prompt(ids), Trajectory.of(ids, answer, ids[1:], answer))
+    completion = Completion(run.tokenizer.encode_reply("4<|eot_id|>"), [-1.0] * 2, "stop", 0)
+    run.keep(Prompt(ids), Trajectory.of(ids, completion, ids[1:], completion))
     (line,) = run.exported()
     assert line["messages"][1:] == [
         {"role": "assistant", "content": "4"},
@@ -284,8 +284,8 @@ def test_replies_that_no_turn_tells_are_read_from_the_template_s_text(
     run.called(talk)
     run.answered(talk, run.form.final)
     (trajectory,) = talk.trajectories()
-    answers = tuple(turn for turn in trajectory.turns if turn.role == "assistant")
-    for turns in ((), answers):
+    completions = tuple(turn for turn in trajectory.turns if turn.role == "assistant")
+    for turns in ((), completions):
         run.keep(run.task(), replace(trajectory, turns=turns))
     for line in run.exported():
         assert line["messages"] == of_openai(talk.messages)
@@ -295,11 +295,11 @@ def test_replies_that_no_turn_tells_are_read_from_the_template_s_text(
 def test_a_record_that_was_not_what_the_model_was_asked_is_not_exported(tmp_path: Path) -> None:
     run = Run(tmp_path, FORMATS["hermes"], ())
     ids = run.tokenizer.encode_reply("4<|im_end|>")
-    answer = Completion(ids, [-1.0] * len(ids), "stop", 0)
+    completion = Completion(ids, [-1.0] * len(ids), "stop", 0)
     record = json.dumps({"prompt": "the task"})
     asked = [{"role": "system", "content": "You are asked."}, {"role": "user", "content": "1+3"}]
     for prompt in (run.renderer.render(asked), run.tokenizer.encode_reply("no template")):
-        run.keep(Prompt(prompt, record=record), Trajectory.of(prompt, answer))
+        run.keep(Prompt(prompt, record=record), Trajectory.of(prompt, completion))
     one, other = run.exported()
     assert one["messages"][:-1] == asked
     assert other["messages"][:-1] == [{"role": "user", "content": "no template"}]

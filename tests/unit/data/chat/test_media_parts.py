@@ -1,4 +1,4 @@
-"""Pictures, videos and waveforms inside the parts of chat messages, as published records have them."""
+"""Images, videos and waveforms inside the parts of chat messages, as published records have them."""
 
 import base64
 import io
@@ -39,11 +39,11 @@ def load(folder: Path, source: Path, **settings: Any) -> list[Prompt]:
     return load_prompts(
         source,
         Tokenizer(folder / "model"),
-        DataConfig(pictures_folder=str(folder), **settings),
+        DataConfig(media_folder=str(folder), **settings),
         max_prompt_tokens=400,
         columns=True,
         processor=processor_of(folder / "model"),
-        max_pictures=2,
+        max_images=2,
     )
 
 
@@ -72,23 +72,23 @@ def in_text(folder: Path) -> str:
         {"type": "input_image", "image_url": "data:image/png;base64,{base64}"},
     ],
 )
-def test_a_picture_inside_a_part_is_the_picture_of_a_column(part: Any, folder: Path) -> None:
+def test_a_image_inside_a_part_is_the_image_of_a_column(part: Any, folder: Path) -> None:
     text = json.dumps(part).replace("{base64}", in_text(folder)).replace("{folder}", str(folder))
     inside = record(json.loads(text))
     beside = record({"type": "image"}, images=["a.png"])
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, (inside, beside))))
     one, other = load(folder, folder / "a.jsonl")
     assert one.token_ids == other.token_ids
-    assert [each.digest for each in one.pictures] == [each.digest for each in other.pictures]
-    assert [(each.start, each.tokens) for each in one.pictures] == [
-        (each.start, each.tokens) for each in other.pictures
+    assert [each.digest for each in one.images] == [each.digest for each in other.images]
+    assert [(each.start, each.tokens) for each in one.images] == [
+        (each.start, each.tokens) for each in other.images
     ]
     kept = json.loads(one.record)
     assert kept["prompt"] == json.loads(other.record)["prompt"]
     assert in_text(folder) not in one.record
 
 
-def test_bytes_inside_parts_of_a_table_are_a_picture(folder: Path) -> None:
+def test_bytes_inside_parts_of_a_table_are_a_image(folder: Path) -> None:
     part = {"type": "image", "text": None, "image": {"bytes": content(folder), "path": None}}
     text = {"type": "text", "text": "xyz", "image": None}
     rows = [{"prompt": [{"role": "user", "content": [part, text]}], "label": "1"}]
@@ -97,10 +97,10 @@ def test_bytes_inside_parts_of_a_table_are_a_picture(folder: Path) -> None:
     (folder / "a.jsonl").write_text(json.dumps(record({"type": "image"}, images=["a.png"])))
     (other,) = load(folder, folder / "a.jsonl")
     assert found.token_ids == other.token_ids
-    assert found.pictures[0].digest == other.pictures[0].digest
+    assert found.images[0].digest == other.images[0].digest
 
 
-def test_pictures_of_several_messages_keep_their_order(folder: Path) -> None:
+def test_images_of_several_messages_keep_their_order(folder: Path) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (100, 50)).save(buffer, "PNG")
     second = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -111,7 +111,7 @@ def test_pictures_of_several_messages_keep_their_order(folder: Path) -> None:
     ]
     (folder / "a.jsonl").write_text(json.dumps({"conversations": messages, "label": "1"}))
     (found,) = load(folder, folder / "a.jsonl", prompt_key="conversations")
-    assert [each.source for each in found.pictures] == [str(folder / "a.png"), buffer.getvalue()]
+    assert [each.source for each in found.images] == [str(folder / "a.png"), buffer.getvalue()]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_can_not_be_shown_is_refused_by_record(given: Any, said: str, folde
     assert said in str(caught.value)
 
 
-def test_a_model_of_text_refuses_pictures_inside_parts(tmp_path: Path) -> None:
+def test_a_model_of_text_refuses_images_inside_parts(tmp_path: Path) -> None:
     ours = tokenizer(tmp_path, PLAIN["chatml"])
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record({"type": "image", "image": "a.png"})))
@@ -143,11 +143,11 @@ def test_a_model_of_text_refuses_pictures_inside_parts(tmp_path: Path) -> None:
         load_prompts(path, ours, DataConfig(), max_prompt_tokens=99)
 
 
-def test_given_answers_refuse_pictures_inside_parts(tmp_path: Path) -> None:
+def test_given_answers_refuse_images_inside_parts(tmp_path: Path) -> None:
     ours = tokenizer(tmp_path, PLAIN["chatml"])
     path = tmp_path / "a.jsonl"
-    answers = {"response": "a", "chosen": "a", "rejected": "b"}
-    path.write_text(json.dumps(record({"type": "image", "image": "a.png"}, **answers)))
+    completions = {"response": "a", "chosen": "a", "rejected": "b"}
+    path.write_text(json.dumps(record({"type": "image", "image": "a.png"}, **completions)))
     limits = {"max_prompt_tokens": 99, "max_response_tokens": 99}
     for read in (load_supervised, load_preferences):
         with pytest.raises(DataError, match=r"a\.jsonl:1: .*learnt from words alone so far"):

@@ -217,8 +217,8 @@ def test_an_answer_to_learn_goes_on_with_the_text_that_its_prompt_ends_with(tmp_
     limits = {"max_prompt_tokens": 99, "max_response_tokens": 99}
     (pair,) = load_preferences(tmp_path / "a.jsonl", ours, DataConfig(), **limits)
     assert ours.inner.decode(pair.chosen.prompt_ids).endswith("assistant\nThe answer")
-    answers = [ours.inner.decode(each.response_ids) for each in (pair.chosen, pair.rejected)]
-    assert answers == [" is 4<|im_end|>", " is 5<|im_end|>"]
+    completions = [ours.inner.decode(each.response_ids) for each in (pair.chosen, pair.rejected)]
+    assert completions == [" is 4<|im_end|>", " is 5<|im_end|>"]
 
 
 def test_a_system_prompt_of_the_run_stands_before_converted_messages(tmp_path: Path) -> None:

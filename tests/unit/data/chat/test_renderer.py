@@ -26,18 +26,20 @@ def said(reply: Reply, content: str = "4") -> list[dict[str, Any]]:
 class Talk:
     """The first call of a conversation in one format."""
 
-    def __init__(self, path: Path, form: Format, answer: str | None = None, **options: Any):
+    def __init__(self, path: Path, form: Format, completion: str | None = None, **options: Any):
         chat = options.pop("chat", {})
         self.tools = (TOOL,) if form.call else ()
         self.tokenizer = tokenizer(path, form, tools=self.tools, **chat)
         self.renderer = ConversationRenderer.of(self.tokenizer, **options)
         self.first = self.tokenizer.encode(ASKED, chat_template=True)
-        self.answer = self.tokenizer.encode_reply(form.call if answer is None else answer)
-        self.reply = self.renderer.parse(self.first, self.answer, self.tools)
+        self.completion = self.tokenizer.encode_reply(
+            form.call if completion is None else completion
+        )
+        self.reply = self.renderer.parse(self.first, self.completion, self.tools)
         self.history = [*ASKED, self.renderer.message(self.reply)]
 
-    def bridge(self, messages: list[dict[str, Any]], answer: Any = None) -> Any:
-        ids = self.answer if answer is None else answer
+    def bridge(self, messages: list[dict[str, Any]], completion: Any = None) -> Any:
+        ids = self.completion if completion is None else completion
         return self.renderer.bridge(self.first, ids, messages, self.tools, history=self.history)
 
     def written(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ def test_a_call_is_read_and_its_reply_stands_behind_what_was_sampled(
     messages = said(talk.reply)
     bridge = talk.bridge(messages)
     assert text_of(talk.tokenizer, bridge.token_ids) == form.tool_delta
-    assert (*talk.first, *talk.answer, *bridge.token_ids) == talk.written(messages)
+    assert (*talk.first, *talk.completion, *bridge.token_ids) == talk.written(messages)
     (turn,) = bridge.turns
     assert (turn.role, turn.name, turn.reward) == ("tool", "add", 0.0)
     words = text_of(talk.tokenizer, bridge.token_ids[turn.start : turn.stop])
@@ -87,7 +89,7 @@ def test_a_long_reply_of_several_lines_is_what_the_template_writes(
     talk = Talk(tmp_path, FORMATS[name], name=library)
     messages = said(talk.reply, 'ab\n\ncd "é" 12')
     bridge = talk.bridge(messages)
-    assert (*talk.first, *talk.answer, *bridge.token_ids) == talk.written(messages)
+    assert (*talk.first, *talk.completion, *bridge.token_ids) == talk.written(messages)
 
 
 @pytest.mark.parametrize("library", ["auto", "template"])
@@ -96,15 +98,15 @@ def test_sampled_pieces_that_would_be_encoded_otherwise_stay_as_they_are(
     name: str, library: str, tmp_path: Path
 ) -> None:
     form = FORMATS[name]
-    answer = form.final.replace("4", "abcd")
-    talk = Talk(tmp_path, form, answer, name=library)
+    completion = form.final.replace("4", "abcd")
+    talk = Talk(tmp_path, form, completion, name=library)
     inner = talk.tokenizer.inner
     odd = tuple(inner.convert_tokens_to_ids(each) for each in ("ab", "cd"))
     even = talk.tokenizer.encode_reply("abcd")
-    at = next(at for at in range(len(talk.answer)) if talk.answer[at : at + 3] == even)
-    sampled = (*talk.answer[:at], *odd, *talk.answer[at + len(even) :])
-    assert sampled != talk.answer
-    assert text_of(talk.tokenizer, sampled) == text_of(talk.tokenizer, talk.answer)
+    at = next(at for at in range(len(talk.completion)) if talk.completion[at : at + 3] == even)
+    sampled = (*talk.completion[:at], *odd, *talk.completion[at + len(even) :])
+    assert sampled != talk.completion
+    assert text_of(talk.tokenizer, sampled) == text_of(talk.tokenizer, talk.completion)
     messages = [{"role": "user", "content": "Sure?"}]
     assert talk.bridge(messages, sampled) == talk.bridge(messages)
 
@@ -117,12 +119,12 @@ def test_behind_the_user_a_bridge_is_what_the_template_writes_or_there_is_none(
     talk = Talk(tmp_path, form, form.final)
     messages = [{"role": "user", "content": "Sure?"}]
     bridge, whole = talk.bridge(messages), talk.written(messages)
-    kept = whole[: len(talk.first) + len(talk.answer)] == (*talk.first, *talk.answer)
+    kept = whole[: len(talk.first) + len(talk.completion)] == (*talk.first, *talk.completion)
     thinks = "Four." in form.final
     assert kept != (thinks or name == "gpt-oss")  # gpt-oss ends the last answer otherwise
     assert (bridge is not None) == kept
     if bridge:
-        assert (*talk.first, *talk.answer, *bridge.token_ids) == whole
+        assert (*talk.first, *talk.completion, *bridge.token_ids) == whole
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -136,7 +138,7 @@ def test_a_plain_format_goes_on_behind_the_user_unless_it_rewrites(
     if name in ("r1", "counts"):
         assert bridge is None
     else:
-        assert (*talk.first, *talk.answer, *bridge.token_ids) == talk.written(messages)
+        assert (*talk.first, *talk.completion, *bridge.token_ids) == talk.written(messages)
 
 
 def test_thinking_that_every_rendering_drops_is_not_gone_on_behind(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_a_call_that_can_not_be_read_is_a_call_with_a_problem_and_is_kept_as_it_
     assert words in talk.reply.problem
     messages = [{"role": "user", "content": talk.reply.problem}]
     bridge = talk.bridge(messages)
-    assert (*talk.first, *talk.answer, *bridge.token_ids) == talk.written(messages)
+    assert (*talk.first, *talk.completion, *bridge.token_ids) == talk.written(messages)
 
 
 def test_two_calls_of_which_one_is_broken_are_two_calls(tmp_path: Path) -> None:
@@ -203,28 +205,28 @@ def test_two_calls_of_which_one_is_broken_are_two_calls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["auto", "template"])
 def test_thinking_that_only_talks_of_a_call_calls_nothing(library: str, tmp_path: Path) -> None:
-    answer = f"<think>\n{HERMES_CALL}\n</think>\n\nNo.<|im_end|>"
-    talk = Talk(tmp_path, FORMATS["qwen3"], answer, name=library)
+    completion = f"<think>\n{HERMES_CALL}\n</think>\n\nNo.<|im_end|>"
+    talk = Talk(tmp_path, FORMATS["qwen3"], completion, name=library)
     assert (talk.reply.calls, talk.reply.content) == ((), "No.")
 
 
 @pytest.mark.parametrize(
-    ("answer", "missing"),
+    ("completion", "missing"),
     [
         ("<think>\nI ad", "\n</think>\n\n<|im_end|>"),
         ("<think>\nI add.\n</think>\n\nIt is", "<|im_end|>"),
     ],
 )
 def test_an_answer_that_was_cut_off_gets_the_end_that_the_template_writes(
-    answer: str, missing: str, tmp_path: Path
+    completion: str, missing: str, tmp_path: Path
 ) -> None:
     form = FORMATS["qwen3"]
-    talk = Talk(tmp_path, form, answer)
+    talk = Talk(tmp_path, form, completion)
     assert not talk.reply.complete
     messages = [{"role": "tool", "name": "add", "content": "4"}]
     bridge = talk.bridge(messages)
     assert text_of(talk.tokenizer, bridge.token_ids) == missing + form.tool_delta
-    assert (*talk.first, *talk.answer, *bridge.token_ids) == talk.written(messages)
+    assert (*talk.first, *talk.completion, *bridge.token_ids) == talk.written(messages)
 
 
 def test_ends_of_calls_that_the_folder_does_not_list_are_told(tmp_path: Path) -> None:
@@ -249,7 +251,9 @@ def test_a_renderer_that_writes_otherwise_than_the_folder_is_not_taken(
     assert talk.renderer.name == "template"
     assert "it differs in the conversation [user] with tools" in caplog.text
     messages = said(talk.reply)
-    assert (*talk.first, *talk.answer, *talk.bridge(messages).token_ids) == talk.written(messages)
+    assert (*talk.first, *talk.completion, *talk.bridge(messages).token_ids) == talk.written(
+        messages
+    )
     with pytest.raises(ConfigError, match=r"renderer=qwen3 writes otherwise .*with tools"):
         ConversationRenderer.of(talk.tokenizer, "qwen3")
     with pytest.raises(ConfigError, match="renderer=llama-3 does not fit"):
@@ -261,14 +265,14 @@ def test_a_renderer_that_writes_otherwise_than_the_folder_is_not_taken(
 def test_what_is_given_to_the_template_holds_in_bridges(tmp_path: Path) -> None:
     """Qwen3 without thinking: its template takes the empty thinking of the past away."""
     chat = {"given": {"enable_thinking": False}, "system": "Be brief."}
-    answer = f"{HERMES_CALL}<|im_end|>"
-    talk = Talk(tmp_path, FORMATS["qwen3"], answer, chat=chat)
+    completion = f"{HERMES_CALL}<|im_end|>"
+    talk = Talk(tmp_path, FORMATS["qwen3"], completion, chat=chat)
     head = text_of(talk.tokenizer, talk.first)
     assert head.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert "Be brief." in head
     assert talk.renderer.name == "template"
     assert talk.bridge(said(talk.reply)) is None
-    named = Talk(tmp_path / "b", FORMATS["qwen3"], answer, chat=chat, name="qwen3")
+    named = Talk(tmp_path / "b", FORMATS["qwen3"], completion, chat=chat, name="qwen3")
     delta = text_of(named.tokenizer, named.bridge(said(named.reply)).token_ids)
     assert delta == FORMATS["qwen3"].tool_delta + "<think>\n\n</think>\n\n"
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from rftmega.core.errors import CheckpointError, DataError
-from rftmega.core.media_positions import RowPictures, unexpanded
+from rftmega.core.media_positions import RowImages, unexpanded
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media import cache
 from rftmega.data.media.audio_processor import AudioProcessor
@@ -106,7 +106,7 @@ def placed(digest: str, start: int, tokens: int) -> PlacedWaveform:
     )
 
 
-ROWS = RowPictures.of([(placed("a", 1, 2), placed("b", 4, 3)), (), (placed("b", 0, 3),)])
+ROWS = RowImages.of([(placed("a", 1, 2), placed("b", 4, 3)), (), (placed("b", 0, 3),)])
 
 
 def test_a_waveform_of_several_rows_is_loaded_once_and_stands_in_all_of_them() -> None:
@@ -132,6 +132,6 @@ def test_waveforms_cost_their_whole_window_and_survive_a_journal() -> None:
     assert ROWS is not None
     assert ROWS.patches == [100, 0, 50]
     state = ROWS.state()
-    assert RowPictures.from_state(state) == ROWS
-    assert RowPictures.from_state(state).rows[0][0].source == b"inside"
+    assert RowImages.from_state(state) == ROWS
+    assert RowImages.from_state(state).rows[0][0].source == b"inside"
     assert unexpanded([7, 5, 5, 8, 5, 5, 5, 9], ROWS.rows[0]) == [7, 5, 8, 5, 9]

@@ -15,34 +15,34 @@ from PIL.PngImagePlugin import PngImageFile
 
 from rftmega.core.errors import DataError
 from rftmega.data.media import files
-from rftmega.data.media.files import digest_of, png_of, read_picture, size_of
+from rftmega.data.media.files import digest_of, png_of, read_image, size_of
 
 COLOURS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 
 
-def as_bytes(picture: Image.Image, kind: str = "PNG", **how: Any) -> bytes:
+def as_bytes(image: Image.Image, kind: str = "PNG", **how: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, format=kind, **how)
+    image.save(file, format=kind, **how)
     return file.getvalue()
 
 
 def values(content: bytes) -> np.ndarray:
-    picture = read_picture(content)
-    assert picture.mode == "RGB"
-    assert size_of(content) == picture.size
-    return np.asarray(picture)
+    image = read_image(content)
+    assert image.mode == "RGB"
+    assert size_of(content) == image.size
+    return np.asarray(image)
 
 
-def test_a_file_and_its_bytes_are_the_same_picture(tmp_path: Path) -> None:
+def test_a_file_and_its_bytes_are_the_same_image(tmp_path: Path) -> None:
     content = as_bytes(Image.fromarray(COLOURS))
     (tmp_path / "a.png").write_bytes(content)
     assert np.array_equal(values(content), COLOURS)
-    assert np.array_equal(np.asarray(read_picture(str(tmp_path / "a.png"))), COLOURS)
+    assert np.array_equal(np.asarray(read_image(str(tmp_path / "a.png"))), COLOURS)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "JPEG"])
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_a_picture_that_a_camera_turned_is_upright(turn: int, kind: str) -> None:
+def test_a_image_that_a_camera_turned_is_upright(turn: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = turn
     upright = {
@@ -97,17 +97,17 @@ def test_shades_of_16_bits_are_scaled_not_cut_off(kind: str) -> None:
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_shades_of_32_bits_are_refused(mode: str) -> None:
     with pytest.raises(DataError, match="shades of 32 bits"):
-        read_picture(as_bytes(Image.new(mode, (2, 2)), "TIFF"))
+        read_image(as_bytes(Image.new(mode, (2, 2)), "TIFF"))
 
 
-def test_a_preview_behind_a_cameras_picture_is_no_animation() -> None:
+def test_a_preview_behind_a_cameras_image_is_no_animation() -> None:
     both = [Image.new("RGB", (7, 5), "red"), Image.new("RGB", (3, 2), "blue")]
     content = as_bytes(both[0], "MPO", save_all=True, append_images=both[1:])
     assert values(content).shape == (5, 7, 3)
     assert np.abs(values(content).astype(int) - [255, 0, 0]).max() < 3
 
 
-def test_a_picture_of_pil_becomes_a_file() -> None:
+def test_a_image_of_pil_becomes_a_file() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = Image.open(io.BytesIO(as_bytes(Image.fromarray(COLOURS), exif=exif)))
@@ -153,7 +153,7 @@ def png_head(width: int, height: int) -> bytes:
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     for width, height in ((12_000, 10_000), (20_000, 20_000), (200_000, 20_000)):
         with pytest.raises(DataError, match="pixels"):
-            read_picture(png_head(width, height))
+            read_image(png_head(width, height))
 
 
 def test_an_animation_is_refused() -> None:
@@ -161,43 +161,43 @@ def test_an_animation_is_refused() -> None:
     for kind in ("GIF", "PNG", "WEBP"):
         content = as_bytes(frames[0], kind, save_all=True, append_images=frames[1:])
         with pytest.raises(DataError, match=r"animated \(2 frames\)"):
-            read_picture(content)
+            read_image(content)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "is empty"),
-        (b"<svg></svg>", "no picture, or of a format other"),
+        (b"<svg></svg>", "no image, or of a format other"),
         (as_bytes(Image.fromarray(COLOURS.repeat(40, 0)))[:-60], "broken"),
         (as_bytes(Image.fromarray(COLOURS.repeat(40, 0)), "JPEG")[:-60], "broken"),
-        (as_bytes(Image.fromarray(COLOURS), "PPM"), "no picture, or of a format other"),
-        (png_head(0, 5), "can't be read as a picture|no picture"),
+        (as_bytes(Image.fromarray(COLOURS), "PPM"), "no image, or of a format other"),
+        (png_head(0, 5), "can't be read as an image|no image"),
     ],
 )
-def test_what_is_no_whole_picture_is_refused(content: bytes, said: str) -> None:
+def test_what_is_no_whole_image_is_refused(content: bytes, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        read_picture(content)
+        read_image(content)
 
 
 def test_a_missing_and_a_huge_file_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match=r"missing.png can't be read: No such file"):
-        read_picture(str(tmp_path / "missing.png"))
+        read_image(str(tmp_path / "missing.png"))
     monkeypatch.setattr(files, "MOST_BYTES", 10)
     (tmp_path / "huge.png").write_bytes(as_bytes(Image.fromarray(COLOURS)))
     with pytest.raises(DataError, match=r"huge.png has \d+ bytes"):
-        read_picture(str(tmp_path / "huge.png"))
-    with pytest.raises(DataError, match=r"a picture in the data has \d+ bytes"):
-        read_picture((tmp_path / "huge.png").read_bytes())
+        read_image(str(tmp_path / "huge.png"))
+    with pytest.raises(DataError, match=r"an image in the data has \d+ bytes"):
+        read_image((tmp_path / "huge.png").read_bytes())
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     for path in ("/dev/null", tmp_path, tmp_path / "pipe.png"):
         with pytest.raises(DataError, match="is no file"):
-            read_picture(str(path))
+            read_image(str(path))
 
 
 def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
     path.write_bytes(as_bytes(Image.fromarray(COLOURS)))
     digest = digest_of(path.read_bytes())
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert read_picture(str(path), digest).size == (7, 5)
+    assert read_image(str(path), digest).size == (7, 5)
     path.write_bytes(as_bytes(Image.fromarray(255 - COLOURS)))
     with pytest.raises(DataError, match="a.png has changed since the data were read"):
-        read_picture(str(path), digest)
+        read_image(str(path), digest)

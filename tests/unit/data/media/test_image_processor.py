@@ -13,13 +13,13 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
 from rftmega.core.errors import CheckpointError, DataError
-from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.media_positions import PlacedImage
 from rftmega.data.media import image_processor
 from rftmega.data.media.files import digest_of
-from rftmega.data.media.image_processor import PictureProcessor, processor_of
+from rftmega.data.media.image_processor import ImageProcessor, processor_of
 from rftmega.data.media.videos import Video, chosen_frames
 from tests.tiny_models import save_tiny
-from tests.tiny_vision import FILM, IMAGE, KINDS, PICTURE, save_tiny_vision
+from tests.tiny_vision import FILM, IMAGE, IMAGE_TEXT, KINDS, save_tiny_vision
 
 SIZES = ((1, 1), (30, 30), (31, 29), (200, 1), (640, 480), (97, 1013), (2000, 500))
 
@@ -39,11 +39,11 @@ def test_grid_tokens_and_patches_are_those_of_transformers(
     folder: Path, width: int, height: int
 ) -> None:
     theirs: Any = AutoProcessor.from_pretrained(folder, backend="torchvision")
-    picture = drawn(width, height)
+    image = drawn(width, height)
     file = io.BytesIO()
-    picture.save(file, format="PNG")
-    made = theirs(text=f"a{PICTURE}b", images=[picture], return_tensors="pt")
-    ours = PictureProcessor(folder)
+    image.save(file, format="PNG")
+    made = theirs(text=f"a{IMAGE_TEXT}b", images=[image], return_tensors="pt")
+    ours = ImageProcessor(folder)
     grid = ours.grid_of(width, height)
     assert list(grid) == made["image_grid_thw"][0].tolist()
     assert ours.tokens_of(grid) == int((made["input_ids"] == IMAGE).sum())
@@ -51,11 +51,11 @@ def test_grid_tokens_and_patches_are_those_of_transformers(
     assert ours.placeholder == IMAGE
 
 
-def placed(source: str | bytes | torch.Tensor, digest: str = "") -> PlacedPicture:
-    """A picture of which only the file counts."""
+def placed(source: str | bytes | torch.Tensor, digest: str = "") -> PlacedImage:
+    """An image of which only the file counts."""
     if isinstance(source, bytes):
         digest = digest_of(source)
-    return PlacedPicture(source, digest, (1, 2, 2), 0, 1)
+    return PlacedImage(source, digest, (1, 2, 2), 0, 1)
 
 
 @pytest.mark.parametrize("frames", [2, 5, 8])
@@ -77,7 +77,7 @@ def test_grid_tokens_and_patches_of_a_video_are_those_of_transformers(
         do_sample_frames=False,
         return_tensors="pt",
     )
-    ours = PictureProcessor(folder)
+    ours = ImageProcessor(folder)
     grid = ours.video_grid_of(video, frames)
     assert list(grid) == made["video_grid_thw"][0].tolist()
     tokens, shown = ours.placed_video(
@@ -96,23 +96,23 @@ def test_a_strip_of_a_video_is_refused_and_so_is_a_scaling_that_is_unknown(
     folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="a video of 2000 x 3 pixels can't be used"):
-        PictureProcessor(folder).video_grid_of(Video(9, 1.0, 2000, 3), 4)
+        ImageProcessor(folder).video_grid_of(Video(9, 1.0, 2000, 3), 4)
     for name in ("config.json", "preprocessor_config.json"):
         (tmp_path / name).write_text((folder / name).read_text())
     fields = json.loads((folder / "preprocessor_config.json").read_text())
     fields["cap_pixels_per_frame"] = True
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match="cap_pixels_per_frame"):
-        PictureProcessor(tmp_path).video_grid_of(Video(9, 1.0, 64, 64), 4)
+        ImageProcessor(tmp_path).video_grid_of(Video(9, 1.0, 64, 64), 4)
 
 
 def test_a_strip_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="2000 x 3 pixels can't be used"):
-        PictureProcessor(folder).grid_of(2000, 3)
+        ImageProcessor(folder).grid_of(2000, 3)
 
 
 def test_patches_are_kept_up_to_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = PictureProcessor(folder)
+    ours = ImageProcessor(folder)
     contents = []
     for width in (40, 50, 60):
         file = io.BytesIO()
@@ -127,24 +127,24 @@ def test_patches_are_kept_up_to_a_bound(folder: Path, monkeypatch: pytest.Monkey
     assert torch.equal(ours.pixels(placed(contents[0])), first)
 
 
-def test_a_picture_with_its_digest_is_read_once_and_must_not_have_changed(
+def test_a_image_with_its_digest_is_read_once_and_must_not_have_changed(
     folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.png"
     drawn(40, 50).save(path)
     digest = digest_of(path.read_bytes())
-    ours = PictureProcessor(folder)
+    ours = ImageProcessor(folder)
     first = ours.pixels(placed(str(path), digest))
     path.unlink()
     assert ours.pixels(placed(str(path), digest)) is first
     drawn(41, 50).save(path)
     with pytest.raises(DataError, match="has changed"):
-        PictureProcessor(folder).pixels(placed(str(path), digest))
+        ImageProcessor(folder).pixels(placed(str(path), digest))
 
 
 def test_patches_are_returned_as_they_are(folder: Path) -> None:
     patches = torch.zeros(4, 7)
-    assert PictureProcessor(folder).pixels(placed(patches)) is patches
+    assert ImageProcessor(folder).pixels(placed(patches)) is patches
 
 
 def with_fields(folder: Path, target: Path, name: str, **fields: Any) -> Path:
@@ -170,7 +170,7 @@ def test_a_file_as_it_was_published_is_read_as_transformers_does(
     with_fields(folder, tmp_path, "preprocessor_config.json", **fields)
     theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="torchvision")
     made = theirs(images=[drawn(400, 300)], return_tensors="pt")
-    assert [list(PictureProcessor(tmp_path).grid_of(400, 300))] == made["image_grid_thw"].tolist()
+    assert [list(ImageProcessor(tmp_path).grid_of(400, 300))] == made["image_grid_thw"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_a_file_as_it_was_published_is_read_as_transformers_does(
         ("config.json", {"image_token_id": None}, "image_token_id=None is no token's id"),
     ],
 )
-def test_a_folder_whose_pictures_its_model_can_t_be_fed_is_refused(
+def test_a_folder_whose_images_its_model_can_t_be_fed_is_refused(
     folder: Path, tmp_path: Path, file: str, fields: dict[str, Any], said: str
 ) -> None:
     with_fields(folder, tmp_path, file, **fields)
     with pytest.raises(CheckpointError, match=said):
-        PictureProcessor(tmp_path)
+        ImageProcessor(tmp_path)
 
 
-def test_a_model_of_words_has_no_processor_and_a_folder_must_say_how_pictures_are_fed(
+def test_a_model_of_words_has_no_processor_and_a_folder_must_say_how_images_are_fed(
     folder: Path, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path / "words", "qwen3")
@@ -206,7 +206,7 @@ def test_a_model_of_words_has_no_processor_and_a_folder_must_say_how_pictures_ar
         processor_of(tmp_path)
 
 
-def files(folder: Path, number: int) -> list[PlacedPicture]:
+def files(folder: Path, number: int) -> list[PlacedImage]:
     found = []
     for width in range(40, 40 + number):
         drawn(width, 50).save(folder / f"{width}.png")
@@ -215,20 +215,20 @@ def files(folder: Path, number: int) -> list[PlacedPicture]:
     return found
 
 
-def test_pictures_that_come_are_read_ahead_a_few_at_a_time_and_once(
+def test_images_that_come_are_read_ahead_a_few_at_a_time_and_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coming = files(tmp_path, 5)
-    wanted = [PictureProcessor(folder).pixels(each) for each in coming]
+    wanted = [ImageProcessor(folder).pixels(each) for each in coming]
     seen: list[str] = []
-    reading = image_processor.read_picture
+    reading = image_processor.read_image
     monkeypatch.setattr(
         image_processor,
-        "read_picture",
+        "read_image",
         lambda path, digest: seen.append(path) or reading(path, digest),
     )
     monkeypatch.setattr(image_processor, "AHEAD", 2)
-    ours = PictureProcessor(folder)
+    ours = ImageProcessor(folder)
     ours.read_ahead([*coming, coming[0], placed(torch.zeros(4, 7))])
     for number, (each, patches) in enumerate(zip(coming, wanted, strict=True)):
         assert len(seen) <= number + 2
@@ -236,12 +236,12 @@ def test_pictures_that_come_are_read_ahead_a_few_at_a_time_and_once(
     assert sorted(seen) == sorted(str(each.source) for each in coming)
 
 
-def test_a_picture_that_can_not_be_read_ahead_is_told_where_it_is_asked_for(
+def test_a_image_that_can_not_be_read_ahead_is_told_where_it_is_asked_for(
     folder: Path, tmp_path: Path
 ) -> None:
     good, gone, unasked = files(tmp_path, 3)
     Path(str(gone.source)).unlink()
-    ours = PictureProcessor(folder)
+    ours = ImageProcessor(folder)
     ours.read_ahead([gone, unasked])
     ours.read_ahead([good, gone])
     ours.pixels(good)

@@ -58,7 +58,7 @@ def test_frames_of_a_file_are_those_that_were_written(ending: str, tmp_path: Pat
     assert difference.mean() < (8 if ending == "mp4" else 1)  # the others lose nothing but rounding
 
 
-def test_frames_of_a_folder_are_its_pictures_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_frames_of_a_folder_are_its_images_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", drawn())
     (folder / ".hidden").write_text("nothing")
     assert probed(folder, 3.0) == Video(FRAMES, 3.0, WIDTH, HEIGHT)
@@ -99,7 +99,7 @@ def test_a_digest_of_a_file_is_of_its_bytes(tmp_path: Path) -> None:
     )
 
 
-def picture(size: tuple[int, int]) -> bytes:
+def image(size: tuple[int, int]) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", size).save(file, format="PNG")
     return file.getvalue()
@@ -113,8 +113,8 @@ def picture(size: tuple[int, int]) -> bytes:
         ("list.mp4", b"#EXTM3U\nhttp://example.org/a.ts\n", "is no video, or of a format other"),
         ("broken.mp4", b"\0\0\0\x1cftypisom" + bytes(100), "can't be read as a video"),
         ("nothing", {}, "holds no frames"),
-        ("one", {"0.png": picture((9, 9))}, "has 1 frame"),
-        ("words", {"0.txt": b"words", "1.txt": b"words"}, "0.txt is no picture"),
+        ("one", {"0.png": image((9, 9))}, "has 1 frame"),
+        ("words", {"0.txt": b"words", "1.txt": b"words"}, "0.txt is no image"),
     ],
 )
 def test_what_is_no_video_is_said(tmp_path: Path, name: str, content: Any, said: str) -> None:
@@ -155,6 +155,6 @@ def test_a_file_that_ends_early_is_broken(tmp_path: Path) -> None:
 
 def test_frames_of_several_sizes_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", drawn())
-    (folder / "frame1.png").write_bytes(picture((9, 8)))
+    (folder / "frame1.png").write_bytes(image((9, 8)))
     with pytest.raises(DataError, match="several sizes: 9 x 8, 64 x 48"):
         read_frames(folder, (0, 1))

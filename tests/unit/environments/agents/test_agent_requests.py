@@ -154,7 +154,7 @@ def test_parameters_that_nothing_reads_are_refused_by_name(
     posted(tmp_path, work)
 
 
-def test_unknown_parameters_and_pictures_of_a_request_in_tokens_are_refused(tmp_path: Path) -> None:
+def test_unknown_parameters_and_images_of_a_request_in_tokens_are_refused(tmp_path: Path) -> None:
     async def work(own: Place, post: Post) -> None:
         body = {"token_ids": [1], "sampling_params": {"temperatur": 0.1}}
         assert "'temperatur' is not known" in told(await post(TOKENS, body))

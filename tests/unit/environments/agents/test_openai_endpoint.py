@@ -111,12 +111,12 @@ def test_an_agent_s_loop_of_calls_is_one_trajectory_of_what_was_sampled(tmp_path
     assert done.usage.completion_tokens == 2
     (found,) = place.session.trajectories()
     assert place.session.turns == 3
-    answers = [place.text(found.token_ids[turn.start : turn.stop]) for turn in found.turns]
-    assert answers == [FORM.call, "4", FORM.call, "4", "4<|im_end|>"]
+    completions = [place.text(found.token_ids[turn.start : turn.stop]) for turn in found.turns]
+    assert completions == [FORM.call, "4", FORM.call, "4", "4<|im_end|>"]
     for context in place.model.contexts:
         assert tuple(found.token_ids[: len(context)]) == context
-    learnt = found.token_ids[found.loss_mask]
-    assert place.text(learnt) == FORM.call + FORM.call + "4<|im_end|>"
+    trained = found.token_ids[found.loss_mask]
+    assert place.text(trained) == FORM.call + FORM.call + "4<|im_end|>"
     assert set(found.versions[found.loss_mask].tolist()) == {3}
 
 
@@ -182,8 +182,8 @@ def test_what_goes_on_from_nothing_begins_another_trajectory(tmp_path: Path) -> 
 
     place.run(agent)
     found = place.session.trajectories()
-    learnt = [place.text(each.token_ids[each.loss_mask]) for each in found]
-    assert learnt == ["4<|im_end|>a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "d<|im_end|>"]
+    trained = [place.text(each.token_ids[each.loss_mask]) for each in found]
+    assert trained == ["4<|im_end|>a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "d<|im_end|>"]
     assert "5<|im_end|>" in place.text(found[2].token_ids)
 
 
@@ -198,8 +198,8 @@ def test_requests_at_once_do_not_go_on_from_an_answer_that_is_not_there(tmp_path
 
     place.run(agent)
     found = place.session.trajectories()
-    learnt = sorted(place.text(each.token_ids[each.loss_mask]) for each in found)
-    assert learnt == [f"{each}<|im_end|>" for each in "abcd"]
+    trained = sorted(place.text(each.token_ids[each.loss_mask]) for each in found)
+    assert trained == [f"{each}<|im_end|>" for each in "abcd"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -280,7 +280,7 @@ def test_requests_in_tokens_go_on_from_tokens(tmp_path: Path) -> None:
         ({"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_learnt_from_is_refused_with_a_reason(
+def test_what_can_not_be_trained_from_is_refused_with_a_reason(
     fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     place = Place(tmp_path, [])
@@ -372,12 +372,12 @@ def rollouts(folder: Path, texts: Sequence[str], tasks: int = 1, **options: Any)
         while len(running):
             running.wait(0.05)
             asked = running.asked()
-            answers = []
+            completions = []
             for _ in asked:
                 ids = own.encode_reply(texts[count % len(texts)])
-                answers.append(Completion(ids, [-0.5] * len(ids), "stop", 1))
+                completions.append(Completion(ids, [-0.5] * len(ids), "stop", 1))
                 count += 1
-            running.answer(range(count - len(asked), count), answers)
+            running.resume(range(count - len(asked), count), completions)
             ended |= running.ended()
     finally:
         running.close()

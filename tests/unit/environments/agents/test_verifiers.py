@@ -220,8 +220,8 @@ def test_a_taskset_of_verifiers_is_done_token_by_token(python: str, tmp_path: Pa
         assert rollout.measures == {"answers": 2.0, "turns": 2.0}
         (trajectory,) = rollout.trajectories
         assert [turn.role for turn in trajectory.turns] == ["assistant", "tool", "assistant"]
-        learnt = trajectory.token_ids[trajectory.loss_mask].tolist()
-        answers = [
+        trained = trajectory.token_ids[trajectory.loss_mask].tolist()
+        completions = [
             environment.renderer.tokenizer.encode_reply(text) for text in (FORM.call, "4<|im_end|>")
         ]
-        assert learnt == [token for ids in answers for token in ids]
+        assert trained == [token for ids in completions for token in ids]

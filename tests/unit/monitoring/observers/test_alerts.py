@@ -54,7 +54,7 @@ def test_it_is_said_once_when_it_holds_on_average_over_five_steps(
     changed, words = ILL[name]
     ((step, message),) = said(caplog, [WELL] * 20 + [WELL | changed] * 20)
     assert 20 < step <= 25
-    assert message.startswith(f"{name} (docs/watching.md): ")
+    assert message.startswith(f"{name} (docs/monitoring.md): ")
     ((_, message), *_) = said(caplog, [WELL] * 5 + [WELL | changed] * (AGAIN + 10))
     settled = [text for _, text in said(caplog, [WELL] * 5 + [WELL | changed] * (AGAIN + 10))]
     assert len(settled) == 2, "once more after a hundred steps"
@@ -86,13 +86,13 @@ def test_a_resumed_run_is_compared_with_its_first_steps(
 
 
 def test_every_alert_has_its_paragraph_in_the_docs() -> None:
-    text = (ROOT / "docs/watching.md").read_text()
+    text = (ROOT / "docs/monitoring.md").read_text()
     for alert in ALERTS:
         assert f"- **{alert.name}**: " in text
     assert {alert.name for alert in ALERTS} == ILL.keys()
 
 
-def test_the_line_of_a_step_says_what_was_learnt_and_how_fast() -> None:
+def test_the_line_of_a_step_says_what_was_trained_and_how_fast() -> None:
     metrics = {
         "reward": 0.41, "spread": 0.3, "response_length": 182.4, "generated_tokens": 6000.0, "seconds_rollout": 3.0,
         "seconds_update": 2.0, "loss": 0.01, "reference_kl": 0.002, "logprob_gap_max": 1.5e-6, "push_bytes": 7.0,

@@ -26,7 +26,7 @@ from tests.rollouts import Alone, answered
 EASY, HARD = [Prompt((1,), index=0), Prompt((2,), index=1)], [Prompt((3,), index=0)]
 
 
-class Answers:
+class Completions:
     """An engine that gives the i-th sample of a prompt the token `script[prompt][i]`, and remembers
     how it was asked.
     """
@@ -54,7 +54,7 @@ class Trainer:
 
     step = 0
 
-    def __init__(self, engine: Answers):
+    def __init__(self, engine: Completions):
         self.engine = engine
 
 
@@ -64,7 +64,7 @@ def seven(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[s
 
 
 def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> None:
-    engine = Answers({EASY[0]: [7], EASY[1]: [8]})
+    engine = Completions({EASY[0]: [7], EASY[1]: [8]})
     found = Evaluate({"": EASY}, seven, every=0, last=1).evaluate(Trainer(engine))
     assert {name: value for name, value in found.items() if name != "eval_seconds"} == {
         "eval_exact_match": 0.5, "eval_half": 0.25, "eval_reward": 0.5, "eval_accuracy": 0.5,
@@ -76,7 +76,7 @@ def test_one_file_is_answered_greedily_once_and_its_metrics_have_no_name() -> No
 
 
 def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
-    engine = Answers({EASY[0]: [7, 7, 7, 7], EASY[1]: [1, 7, 1, 1], HARD[0]: [1, 1, 7, 7]})
+    engine = Completions({EASY[0]: [7, 7, 7, 7], EASY[1]: [1, 7, 1, 1], HARD[0]: [1, 1, 7, 7]})
     answering = Answering(samples=4, sampling=Sampling(0.5), pass_at=(1, 2, 4))
     found = Evaluate({"easy": EASY, "hard": HARD}, seven, answering, every=0, last=1).evaluate(
         Trainer(engine)
@@ -91,7 +91,7 @@ def test_every_named_set_has_its_own_mean_and_pass_at_k() -> None:
 
 
 def test_an_answer_passes_by_the_part_that_is_named() -> None:
-    engine = Answers({HARD[0]: [7, 1]})
+    engine = Completions({HARD[0]: [7, 1]})
     answering = Answering(samples=2, sampling=Sampling(1.0), pass_at=(2,), accuracy="half")
     assert (
         Evaluate({"": HARD}, seven, answering, every=0, last=1).evaluate(Trainer(engine))[
@@ -110,7 +110,7 @@ def near(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[st
 def test_accuracy_is_the_share_of_scores_of_1_and_more_and_the_mean_stands_beside_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    engine = Answers({EASY[0]: [7, 8, 9, 0], EASY[1]: [7, 7, 5, 8]})
+    engine = Completions({EASY[0]: [7, 8, 9, 0], EASY[1]: [7, 7, 5, 8]})
     answering = Answering(samples=4, sampling=Sampling(0.5), accuracy="near")
     found = Evaluate({"": EASY}, near, answering, every=0, last=1).evaluate(Trainer(engine))
     assert found["eval_accuracy"] == pytest.approx(3 / 7)
@@ -124,7 +124,7 @@ def test_accuracy_is_the_share_of_scores_of_1_and_more_and_the_mean_stands_besid
 
 
 def test_a_seed_belongs_to_a_prompt_and_a_sample_whatever_else_is_asked() -> None:
-    engine = Answers({prompt: [1] * 12 for prompt in EASY + HARD})
+    engine = Completions({prompt: [1] * 12 for prompt in EASY + HARD})
     for sets, samples in (
         ({"a": EASY, "b": HARD}, 3),
         ({"a": EASY}, 3),
@@ -239,7 +239,7 @@ def test_progress_shows_the_accuracy_of_each_set(
 ) -> None:
     bar = Progress(1, accuracy)
     bar.on_start(
-        Trainer(Answers({})), {"eval_exact_match": 0.25, "eval_a_x": 0.5, "eval_b_x": 0.75}
+        Trainer(Completions({})), {"eval_exact_match": 0.25, "eval_a_x": 0.5, "eval_b_x": 0.75}
     )
     bar.on_end(None)
     assert capsys.readouterr().out.splitlines() == [shown]
@@ -247,12 +247,12 @@ def test_progress_shows_the_accuracy_of_each_set(
 
 def test_a_mean_that_is_the_accuracy_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Progress(1, {"": "eval_accuracy"}, {"": "eval_exact_match"})
-    bar.on_start(Trainer(Answers({})), {"eval_accuracy": 0.5, "eval_exact_match": 0.5})
+    bar.on_start(Trainer(Completions({})), {"eval_accuracy": 0.5, "eval_exact_match": 0.5})
     bar.on_end(None)
     assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 50.0%"]
 
 
-class Several(Answers):
+class Several(Completions):
     """An engine with other adapters than the policy's: 5 is the answer of "first", 9 of "base"."""
 
     adapter = ""

@@ -17,11 +17,11 @@ import pytest
 from rftmega.config import RunConfig
 from rftmega.core.errors import OutputError
 from rftmega.monitoring.observers.assemble import writers
-from rftmega.monitoring.observers.learnt_order import LearntOrder
 from rftmega.monitoring.observers.metric_writers import JSONLines
 from rftmega.monitoring.observers.step_lines import StepLines
+from rftmega.monitoring.observers.trained_order import TrainedOrder
 from rftmega.monitoring.observers.trajectories import Trajectories
-from rftmega.trainer.learnt_order import LearntGroups
+from rftmega.trainer.trained_order import TrainedGroups
 from tests.unit.monitoring.observers import test_trajectories as made
 
 ROOM = 200  # bytes
@@ -40,13 +40,13 @@ def full() -> Iterator[None]:
 
 
 def trainer(step: int) -> Any:
-    schedule = SimpleNamespace(learnt=LearntGroups([[step] * 50], [], []))
+    schedule = SimpleNamespace(trained=TrainedGroups([[step] * 50], [], []))
     return SimpleNamespace(step=step, resumed=False, schedule=schedule)
 
 
 LINES: dict[str, Callable[[Path, bool], StepLines]] = {
     "metrics.jsonl": lambda path, warn: JSONLines(path, warn=warn),
-    "learnt_order.jsonl": lambda path, warn: LearntOrder(
+    "trained_order.jsonl": lambda path, warn: TrainedOrder(
         path, prompts_per_step=1, max_staleness=1, warn=warn
     ),
 }
@@ -87,7 +87,7 @@ def test_a_run_that_may_go_on_loses_the_lines_without_room_alone(
 def test_trajectories_without_room_leave_no_half_file(
     warn: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    samples, experience = made.learnt()
+    samples, experience = made.trained()
     observer = Trajectories(
         tmp_path / "out", made.text, made.letters, every=1, most_bytes=10**6, warn=warn
     )

@@ -17,7 +17,7 @@ from rftmega.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from rftmega.config.options.algorithms import GroupNorm
 from rftmega.config.options.environments import Tools
 from rftmega.core.errors import DataError
-from rftmega.core.media_positions import PlacedPicture, RowPictures
+from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import (
     Completion,
@@ -73,7 +73,7 @@ def letters(ids: Sequence[int]) -> list[str]:
     return [chr(i) for i in ids]
 
 
-def learnt(entropy: bool = True) -> tuple[Samples[Ragged], Experience[Ragged]]:
+def trained(entropy: bool = True) -> tuple[Samples[Ragged], Experience[Ragged]]:
     requests = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
     rollouts = [rollout_of(asked, said) for asked, said in zip(requests, COMPLETIONS, strict=True)]
     samples = collect(requests, rollouts, score, samples_per_prompt=2)
@@ -93,7 +93,7 @@ def recorded(
     observer = Trajectories(folder, text, letters, every=every, most_bytes=most)
     observer.on_start(SimpleNamespace(step=steps[0] - 1, resumed=steps[0] > 1), {})
     for step in steps:
-        observer.on_experience(SimpleNamespace(step=step), *learnt(entropy))
+        observer.on_experience(SimpleNamespace(step=step), *trained(entropy))
     return sorted(folder.iterdir())
 
 
@@ -141,7 +141,7 @@ def test_what_was_graded_stands_in_a_rollouts_last_trajectory(tmp_path: Path) ->
 
     observer = Trajectories(tmp_path, text, letters, every=1, most_bytes=10**6, grading=grading)
     observer.on_start(SimpleNamespace(step=0, resumed=False), {})
-    observer.on_experience(SimpleNamespace(step=1), *learnt())
+    observer.on_experience(SimpleNamespace(step=1), *trained())
     (path,) = tmp_path.iterdir()
     said = [line["graded"] for line in lines_of(path)]
     assert said[1:3] == [None, "<>"]
@@ -239,12 +239,12 @@ def test_entropy_that_the_policy_does_not_give_is_null(tmp_path: Path) -> None:
 
 
 def test_experience_keeps_the_entropy_of_selected_rows() -> None:
-    _, experience = learnt()
+    _, experience = trained()
     chosen = experience.select(torch.tensor([3, 2])).padded()
     assert chosen.entropy is not None
     assert chosen.entropy.shape == chosen.old_logp.shape == (2, 2)
     assert chosen.entropy[0].tolist() == pytest.approx([0, 0.1])
-    assert learnt(entropy=False)[1].select(torch.tensor([0])).entropy is None
+    assert trained(entropy=False)[1].select(torch.tensor([0])).entropy is None
 
 
 def test_standard_tools_open_it_and_equal_samples_give_equal_bytes(tmp_path: Path) -> None:
@@ -298,15 +298,15 @@ def test_a_file_that_was_not_finished_has_no_name(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step_*"))
 
 
-def test_pictures_of_a_prompt_are_named_and_shown_once_a_file(tmp_path: Path) -> None:
+def test_images_of_a_prompt_are_named_and_shown_once_a_file(tmp_path: Path) -> None:
     drawn = Image.new("RGB", (400, 100), (200, 10, 10))
     drawn.save(tmp_path / "a.png")
-    seen = PlacedPicture(str(tmp_path / "a.png"), "a" * 64, (1, 2, 4), 1, 2)
-    gone = PlacedPicture(str(tmp_path / "gone.png"), "b" * 64, (1, 2, 2), 4, 1)
-    inside = PlacedPicture((tmp_path / "a.png").read_bytes(), "c" * 64, (1, 2, 4), 1, 2)
+    seen = PlacedImage(str(tmp_path / "a.png"), "a" * 64, (1, 2, 4), 1, 2)
+    gone = PlacedImage(str(tmp_path / "gone.png"), "b" * 64, (1, 2, 2), 4, 1)
+    inside = PlacedImage((tmp_path / "a.png").read_bytes(), "c" * 64, (1, 2, 4), 1, 2)
     prompts = [
-        Prompt(tuple(map(ord, "x__y_z")), pictures=(seen, gone)),
-        Prompt(tuple(map(ord, "x__y")), pictures=(inside,)),
+        Prompt(tuple(map(ord, "x__y_z")), images=(seen, gone)),
+        Prompt(tuple(map(ord, "x__y")), images=(inside,)),
     ]
     rollouts = [rollout_of(prompt, COMPLETIONS[0]) for prompt in prompts]
     samples = collect(prompts, rollouts, score, samples_per_prompt=1)
@@ -317,16 +317,16 @@ def test_pictures_of_a_prompt_are_named_and_shown_once_a_file(tmp_path: Path) ->
         observer.on_experience(SimpleNamespace(step=step), samples, experience)
     for file in sorted((tmp_path / "out").iterdir()):
         first, second = lines_of(file)
-        assert (first["prompt"], second["prompt"]) == ("x_y_z", "x_y"), "a placeholder a picture"
-        one, other = first["pictures"]
+        assert (first["prompt"], second["prompt"]) == ("x_y_z", "x_y"), "a placeholder an image"
+        one, other = first["images"]
         small = Image.open(io.BytesIO(base64.b64decode(one["thumbnail"])))
         assert small.size == (96, 24)
         assert np.abs(np.asarray(small).astype(int) - (200, 10, 10)).max() < 9
         assert (one["path"], one["grid"]) == (str(tmp_path / "a.png"), [1, 2, 4])
         assert (other["digest"], other["thumbnail"]) == ("b" * 64, None)
-        assert second["pictures"][0]["path"] is None
-    again = RowPictures.of([(seen,), (seen,)])
+        assert second["images"][0]["path"] is None
+    again = RowImages.of([(seen,), (seen,)])
     assert again is not None
     shown: set[str] = set()
-    written = [described(picture, shown) for row in again.rows for picture in row]
+    written = [described(image, shown) for row in again.rows for image in row]
     assert ["thumbnail" in each for each in written] == [True, False]

@@ -36,23 +36,23 @@ def test_scripted_answers_depend_on_their_own_seed_alone() -> None:
 
 
 def test_scripted_answers_end_in_the_stop_token_or_at_the_limit() -> None:
-    for answer in scripted().generate(
+    for completion in scripted().generate(
         [PROMPTS[0]] * 50, seeds=list(range(50)), sampling=Sampling(1.0)
     ):
-        assert len(answer.token_ids) == len(answer.logprobs)
-        assert (answer.token_ids[-1] == 1) is (answer.finish_reason == "stop")
-        assert len(answer.token_ids) <= 6
+        assert len(completion.token_ids) == len(completion.logprobs)
+        assert (completion.token_ids[-1] == 1) is (completion.finish_reason == "stop")
+        assert len(completion.token_ids) <= 6
 
 
 def test_of_every_answer_it_tells_once() -> None:
     told: dict[int, Completion] = {}
-    answers = scripted().generate(
+    completions = scripted().generate(
         PROMPTS,
         seeds=[1, 2],
         sampling=Sampling(1.0),
         finished=lambda at, found: told.update(zip(at, found, strict=True)),
     )
-    assert [told[0], told[1]] == answers
+    assert [told[0], told[1]] == completions
 
 
 class Asking(PromptBatch):
@@ -76,7 +76,7 @@ def asks_for_more(
 ) -> tuple[list[Completion], list[int]]:
     """All answers; and for how many the engine had room, each time that it asked again."""
     asking = Asking(seeds, further)
-    engine.answer(asking, sampling=Sampling(1.0))
+    engine.serve(asking, sampling=Sampling(1.0))
     return asking.completions, asking.rooms
 
 
@@ -157,16 +157,16 @@ def test_the_oracle_is_greedy_at_temperature_zero_and_reports_what_the_model_say
     tmp_path: Path,
 ) -> None:
     folder = save_tiny(tmp_path, "qwen3-tied")
-    for prompt, answer in zip(
+    for prompt, completion in zip(
         PROMPTS,
         transformers_engine(folder).generate(PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)),
         strict=True,
     ):
-        row = [*prompt.token_ids, *answer.token_ids]
+        row = [*prompt.token_ids, *completion.token_ids]
         logp = transformers_logits(folder, [row])[0].log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
-        assert list(answer.token_ids) == logp.argmax(-1).tolist()
-        picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+        assert list(completion.token_ids) == logp.argmax(-1).tolist()
+        picked = logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
 
 
 def test_the_oracle_takes_one_when_it_is_through_with_the_last(tmp_path: Path) -> None:
@@ -178,17 +178,17 @@ def test_the_oracle_takes_one_when_it_is_through_with_the_last(tmp_path: Path) -
 def test_the_oracle_reports_log_probs_of_the_tempered_distribution(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     told: list[Completion] = []
-    answer = transformers_engine(folder).generate(
+    completion = transformers_engine(folder).generate(
         PROMPTS[:1],
         seeds=[3],
         sampling=Sampling(0.5),
         finished=lambda at, found: told.extend(found),
     )[0]
-    assert told == [answer]
-    row = [*PROMPTS[0].token_ids, *answer.token_ids]
+    assert told == [completion]
+    row = [*PROMPTS[0].token_ids, *completion.token_ids]
     logp = (transformers_logits(folder, [row])[0] / 0.5).log_softmax(-1)[2:-1]
-    picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+    picked = logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
 
 
 def test_the_oracle_refuses_a_push_with_a_tensor_missing_unknown_or_misshapen(
@@ -251,12 +251,12 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
         gate.register_forward_pre_hook(
             lambda module, given: fed.append(given[0].reshape(-1, given[0].shape[-1]))
         )
-    for prompt, answer in zip(
+    for prompt, completion in zip(
         PROMPTS,
         engine.generate(PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)),
         strict=True,
     ):
-        row = [*prompt.token_ids, *answer.token_ids]
+        row = [*prompt.token_ids, *completion.token_ids]
         fed.clear()
         with torch.no_grad():
             logp = (
@@ -264,27 +264,27 @@ def test_the_oracle_takes_experts_one_by_one_and_tells_where_each_token_went(
                 .logits[0]
                 .log_softmax(-1)[len(prompt.token_ids) - 1 :]
             )
-        assert list(answer.token_ids) == logp.argmax(-1).tolist()
-        picked = logp.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.logprobs), picked, atol=1e-5, rtol=0)
+        assert list(completion.token_ids) == logp.argmax(-1).tolist()
+        picked = logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), picked, atol=1e-5, rtol=0)
         by_layer = [
             chosen_by_hand(plain.config, gate, hidden)
             for gate, hidden in zip(gates, fed, strict=True)
         ]
-        assert answer.routes is not None
-        assert answer.routes.dtype == torch.uint8
-        assert answer.routes.shape == (len(row) - 1, len(gates), active)
-        assert answer.routes.transpose(0, 1).tolist() == by_layer
+        assert completion.routes is not None
+        assert completion.routes.dtype == torch.uint8
+        assert completion.routes.shape == (len(row) - 1, len(gates), active)
+        assert completion.routes.transpose(0, 1).tolist() == by_layer
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
 def test_a_dense_model_has_no_routes_and_others_tell_them_where_they_are_asked(
     variant: str, tmp_path: Path
 ) -> None:
-    (answer, _) = transformers_engine(save_tiny(tmp_path, variant)).generate(
+    (completion, _) = transformers_engine(save_tiny(tmp_path, variant)).generate(
         PROMPTS, seeds=[0, 0], sampling=Sampling(0.0)
     )
-    assert answer.routes is None
+    assert completion.routes is None
 
 
 def test_the_oracle_refuses_a_push_without_one_matrix_of_one_expert(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def prompts_of(*lengths: int) -> list[Prompt]:
     ]
 
 
-def answers_of(lengths: Sequence[int]) -> list[Rollout]:
+def completions_of(lengths: Sequence[int]) -> list[Rollout]:
     return [answered((3,) * length) for length in lengths]
 
 
@@ -46,7 +46,7 @@ def steps_of(orders: list[list[int]], lengths: list[int], *, slots: int) -> int:
         found = engine.generate(
             [Prompt((1,))] * len(places), seeds=[lengths[p] for p in places], sampling=Sampling(1.0)
         )
-        assert [len(answer.token_ids) for answer in found] == [lengths[p] for p in places]
+        assert [len(completion.token_ids) for completion in found] == [lengths[p] for p in places]
         taken.append(engine.steps)
     return max(taken)
 
@@ -58,7 +58,7 @@ def test_a_second_rollout_ends_after_fewer_engine_steps_than_one_in_the_order_gi
     assert shares(prompts, seen.expected(prompts), 1) == [list(range(16))], (
         "nothing tells new prompts of one length apart"
     )
-    seen.learn(prompts, answers_of(lengths))
+    seen.learn(prompts, completions_of(lengths))
     as_given = steps_of(halves, lengths, slots=2)
     balanced = steps_of(shares(prompts, seen.expected(prompts), 2), lengths, slots=2)
     assert (as_given, balanced) == (49, 40), "40 is the longest answer: no order is faster"
@@ -139,24 +139,24 @@ def test_new_prompts_are_expected_to_be_answered_in_proportion_and_known_ones_as
     prompts = prompts_of(2, 4, 6)
     seen = ExpectedLengths()
     assert seen.expected(prompts) == [2, 4, 6]
-    seen.learn(prompts[:2] * 2, answers_of([10, 20, 30, 40]))  # 100 tokens to 12 of prompts
+    seen.learn(prompts[:2] * 2, completions_of([10, 20, 30, 40]))  # 100 tokens to 12 of prompts
     assert seen.expected(prompts) == pytest.approx([20, 30, 50])
-    seen.learn(prompts[:1], answers_of([1]))
+    seen.learn(prompts[:1], completions_of([1]))
     assert seen.expected(prompts[:2]) == [1, 30]
 
 
 def test_a_prompt_with_an_answer_that_was_broken_off_stays_as_it_was() -> None:
     prompts = prompts_of(2, 2)
     seen = ExpectedLengths()
-    seen.learn([prompts[0]] * 2, answers_of([8, 8]))
-    seen.learn([prompts[0], prompts[0], prompts[1]], [answers_of([2])[0], None, None])
+    seen.learn([prompts[0]] * 2, completions_of([8, 8]))
+    seen.learn([prompts[0], prompts[0], prompts[1]], [completions_of([2])[0], None, None])
     assert seen.expected(prompts) == [8, 8]
 
 
 def test_what_is_expected_comes_back_from_a_state() -> None:
     prompts = prompts_of(2, 5, 3)
     seen, again = ExpectedLengths(), ExpectedLengths()
-    seen.learn(prompts[:2], answers_of([3, 9]))
+    seen.learn(prompts[:2], completions_of([3, 9]))
     again.load_state(seen.state())
     assert again.expected(prompts) == seen.expected(prompts)
     assert again.expected(prompts)[0] == 3
@@ -168,12 +168,12 @@ def test_what_is_expected_comes_back_from_a_state() -> None:
 def test_what_a_run_remembers_has_an_end_and_the_prompts_asked_last_stay() -> None:
     prompts, again = prompts_of(2, 2, 2, 2), ExpectedLengths(2)
     seen = ExpectedLengths(2)
-    seen.learn(prompts[:2], answers_of([5, 6]))
-    seen.learn([prompts[0], prompts[2]], answers_of([7, 8]))
+    seen.learn(prompts[:2], completions_of([5, 6]))
+    seen.learn([prompts[0], prompts[2]], completions_of([7, 8]))
     scale = 26 / 8
     assert seen.expected(prompts) == pytest.approx([7, 2 * scale, 8, 2 * scale])
     again.load_state(seen.state())
     for one in (seen, again):
-        one.learn(prompts[3:], answers_of([9]))
+        one.learn(prompts[3:], completions_of([9]))
         assert one.expected(prompts) == pytest.approx([2 * 35 / 10, 2 * 35 / 10, 8, 9])
     assert seen.state()["means"].tolist() == again.state()["means"].tolist() == [8, 9]

@@ -1,4 +1,4 @@
-"""Pictures for servers: in memory once while somebody shows them, and nothing else can be named."""
+"""Images for servers: in memory once while somebody shows them, and nothing else can be named."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from rftmega.core.errors import DataError, EngineError
-from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.media_positions import PlacedImage
 from rftmega.data.media.files import digest_of
 from rftmega.rollout.engines.media_connector import SharedMediaConnector
 from rftmega.rollout.engines.shared_media import SharedMedia, SharedPixels
@@ -26,16 +26,16 @@ def media() -> Any:
     made.close()
 
 
-def saved(folder: Path, number: int) -> tuple[PlacedPicture, np.ndarray]:
-    """Returns a picture that is a file, and its pixels."""
+def saved(folder: Path, number: int) -> tuple[PlacedImage, np.ndarray]:
+    """Returns an image that is a file, and its pixels."""
     pixels = np.random.default_rng(number).integers(0, 256, (30, 50, 3), dtype=np.uint8)
     path = folder / f"{number}.png"
     Image.fromarray(pixels).save(path)
-    return PlacedPicture(str(path), digest_of(path.read_bytes()), (1, 2, 2), 1, 1), pixels
+    return PlacedImage(str(path), digest_of(path.read_bytes()), (1, 2, 2), 1, 1), pixels
 
 
-def asking(*pictures: PlacedPicture) -> Request:
-    return Request([1, 2, 3], seed=0, pictures=pictures)
+def asking(*images: PlacedImage) -> Request:
+    return Request([1, 2, 3], seed=0, images=images)
 
 
 def open_memories() -> int:
@@ -73,30 +73,30 @@ def test_what_is_shown_arrives_as_it_is_once_and_goes_with_the_last_who_shows_it
 def test_a_file_that_is_not_what_it_was_and_patches_are_refused_and_leave_nothing(
     media: SharedMedia, tmp_path: Path
 ) -> None:
-    picture, _ = saved(tmp_path, 3)
+    image, _ = saved(tmp_path, 3)
     other, _ = saved(tmp_path, 4)
-    Path(str(picture.source)).write_bytes(Path(str(other.source)).read_bytes())
-    patches = PlacedPicture(torch.zeros(4, 3), "patches", (1, 2, 2), 1, 1)
+    Path(str(image.source)).write_bytes(Path(str(other.source)).read_bytes())
+    patches = PlacedImage(torch.zeros(4, 3), "patches", (1, 2, 2), 1, 1)
     before = open_memories()
 
-    async def show(asked: PlacedPicture) -> None:
+    async def show(asked: PlacedImage) -> None:
         async with media.shown(asking(other, asked)):
             raise AssertionError
 
     with pytest.raises(DataError, match="has changed since the data were read"):
-        asyncio.run(show(picture))
+        asyncio.run(show(image))
     with pytest.raises(EngineError, match="Give the file, or its bytes"):
         asyncio.run(show(patches))
     assert open_memories() == before
 
 
 def test_a_request_that_is_broken_off_leaves_nothing(media: SharedMedia, tmp_path: Path) -> None:
-    picture, _ = saved(tmp_path, 5)
+    image, _ = saved(tmp_path, 5)
     before = open_memories()
 
     async def broken_off() -> None:
         async def show() -> None:
-            async with media.shown(asking(picture)):
+            async with media.shown(asking(image)):
                 await asyncio.sleep(60)
 
         task = asyncio.create_task(show())
@@ -113,7 +113,7 @@ def test_a_request_that_is_broken_off_leaves_nothing(media: SharedMedia, tmp_pat
     "said",
     [
         "file:///etc/passwd",
-        "http://127.0.0.1/picture.png",
+        "http://127.0.0.1/image.png",
         "[]",
         '{"memory": "rftmega-1-1-0", "shape": [1], "metadata": null}',
         '{"memory": "/etc/passwd", "shape": [1], "metadata": null}',

@@ -122,7 +122,7 @@ def test_every_request_has_parameters_that_the_engine_knows(
         def stopped(self) -> bool:
             return True
 
-    engine._answer(
+    engine._serve(
         Once([Prompt((1, 2))], [7], lambda numbers, found: None), Sampling(0.7, 0.9, 5, 0.1)
     )
     (params,) = asked

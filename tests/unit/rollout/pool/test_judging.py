@@ -10,7 +10,7 @@ from rftmega.rollout.pool.reward_workers import THREADS, RewardWorkers
 from tests.rollouts import answered
 
 PROMPTS = [Prompt((n,), index=n) for n in range(4)]
-ANSWERS = [answered((n, n), (0.0, 0.0), "stop", 0) for n in range(4)]
+COMPLETIONS = [answered((n, n), (0.0, 0.0), "stop", 0) for n in range(4)]
 
 
 def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
@@ -23,10 +23,12 @@ def score(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[s
 def test_every_answer_gets_the_score_of_its_own_prompt_in_whatever_order_they_finish() -> None:
     with RewardWorkers(score, PROMPTS) as judging:
         for places in ([2], [3, 0], [1]):
-            judging.finished(places, [ANSWERS[place] for place in places])
+            judging.finished(places, [COMPLETIONS[place] for place in places])
         found = judging.scored()
     assert [found[n].scores for n in range(4)] == [{"reward": 11.0 * n} for n in range(4)]
-    assert [found[n].response_ids for n in range(4)] == [answer.response_ids for answer in ANSWERS]
+    assert [found[n].response_ids for n in range(4)] == [
+        completion.response_ids for completion in COMPLETIONS
+    ]
 
 
 def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
@@ -38,11 +40,11 @@ def test_rewards_are_at_work_while_answers_are_still_to_come() -> None:
         return score(prompts, rollouts)
 
     with RewardWorkers(waits, PROMPTS[:2]) as judging:
-        judging.finished([0], ANSWERS[:1])
+        judging.finished([0], COMPLETIONS[:1])
         assert begun.wait(10)
-        judging.finished([1], ANSWERS[1:2])
+        judging.finished([1], COMPLETIONS[1:2])
         last.set()
-        assert [answer.scores for answer in judging.scored().values()] == [
+        assert [completion.scores for completion in judging.scored().values()] == [
             {"reward": 0.0},
             {"reward": 11.0},
         ]
@@ -53,7 +55,7 @@ def test_what_a_reward_raises_is_raised_where_its_scores_are_wanted() -> None:
         raise ValueError("no such label")
 
     judging = RewardWorkers(broken, PROMPTS)
-    judging.finished([0], ANSWERS[:1])
+    judging.finished([0], COMPLETIONS[:1])
     with judging, pytest.raises(ValueError, match="no such label"):
         judging.scored()
 
@@ -68,7 +70,7 @@ def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_f
         return []
 
     with RewardWorkers(hangs, PROMPTS, limit=0.1) as judging:
-        judging.finished([1, 2], ANSWERS[1:3])
+        judging.finished([1, 2], COMPLETIONS[1:3])
         with pytest.raises(
             RewardError,
             match=r"reward.timeout=0.1 s for 2 answer\(s\), the first of them to prompt 1",
@@ -88,8 +90,8 @@ def test_a_request_to_stop_ends_the_wait_for_scores() -> None:
         return score(prompts, rollouts)
 
     with RewardWorkers(some, PROMPTS) as judging:
-        judging.finished([0], ANSWERS[:1])
-        judging.finished([1], ANSWERS[1:2])
+        judging.finished([0], COMPLETIONS[:1])
+        judging.finished([1], COMPLETIONS[1:2])
         assert not judging.settled(lambda: True)
         assert judging.settled(lambda: True, 0, 1), "those that are scored are"
         assert set(judging.ready()) == {0}
@@ -108,6 +110,6 @@ def test_answers_that_wait_for_a_thread_are_not_late_yet() -> None:
     many = [Prompt((n,), index=n) for n in range(4 * THREADS)]
     with RewardWorkers(slow, many, limit=30.0) as judging:
         for place in range(len(many)):
-            judging.finished([place], [ANSWERS[0]])
+            judging.finished([place], [COMPLETIONS[0]])
         assert len(judging.scored()) == len(many)
         assert len(judging._began) == len(many)

@@ -64,8 +64,8 @@ def loaded(engine: Any, version: int) -> Any:
 
 
 def first_of(engine: Any, seed: int, tokens: int) -> tuple[list[int], list[float]]:
-    answer = engine._completion(seed)
-    return [*answer.token_ids[:tokens]], [*answer.logprobs[:tokens]]
+    completion = engine._completion(seed)
+    return [*completion.token_ids[:tokens]], [*completion.logprobs[:tokens]]
 
 
 def test_an_answer_goes_on_from_its_tokens_under_the_weights_of_then() -> None:
@@ -139,13 +139,13 @@ def test_turns_that_are_there_are_not_asked_again_unless_a_tool_replies_otherwis
     for place, seed in enumerate(SEEDS):
         (row,) = again[place].trajectories
         first, second = (engine._completion(turn_seed(seed, turn)) for turn in range(2))
-        answers = [*first.token_ids], [*second.token_ids]
+        completions = [*first.token_ids], [*second.token_ids]
         tokens = row.token_ids.tolist()
-        reply = tokens[3 + len(answers[0]) :][:2]
-        assert tokens == [*PROMPTS[place].token_ids, *answers[0], *reply, *answers[1]]
-        assert row.versions[row.loss_mask].tolist() == [4] * len(answers[0]) + [4 + changes] * len(
-            answers[1]
-        )
+        reply = tokens[3 + len(completions[0]) :][:2]
+        assert tokens == [*PROMPTS[place].token_ids, *completions[0], *reply, *completions[1]]
+        assert row.versions[row.loss_mask].tolist() == [4] * len(completions[0]) + [
+            4 + changes
+        ] * len(completions[1])
 
 
 def test_partial_rollouts_are_the_same_when_packed() -> None:
@@ -163,7 +163,7 @@ def test_what_an_answer_that_was_broken_off_tells_of_experts_comes_to_every_proc
     noted = {4: {0: Answered(b"x" * 16, part), 1: Answered(b"y" * 16, silent)}}
     turns = everywhere(noted, HostMemory())[4]
     assert turns == noted[4]
-    assert torch.equal(turns[0].answer.routes, told) and turns[1].answer.routes is None  # type: ignore[arg-type]
+    assert torch.equal(turns[0].completion.routes, told) and turns[1].completion.routes is None  # type: ignore[arg-type]
 
 
 def test_contexts_that_differ_have_other_digests() -> None:

@@ -50,10 +50,10 @@ def rollouts_of(
 
 
 def alone(engine: Engine) -> list[Trajectory]:
-    def answer(ids: Sequence[int], seed: int) -> Any:
+    def completion(ids: Sequence[int], seed: int) -> Any:
         return engine.generate([Prompt(tuple(ids))], seeds=[seed], sampling=Sampling(1.0))[0]
 
-    return expected(PROMPTS, SEEDS, answer)
+    return expected(PROMPTS, SEEDS, completion)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.002])
@@ -233,7 +233,7 @@ class Wrong:
         (Trajectory.of((1,) * 2000), "has 2000 tokens: .* Leave out what stands behind"),
     ],
 )
-def test_what_can_not_be_learnt_from_is_refused_with_its_prompt(found: Any, told: str) -> None:
+def test_what_can_not_be_trained_from_is_refused_with_its_prompt(found: Any, told: str) -> None:
     with pytest.raises(EnvironmentFailed, match=f"{told}.* of prompt"):
         rollouts_of(scripted(), Wrong(found))
 
@@ -416,10 +416,10 @@ def test_more_rollouts_than_places_are_under_way_while_they_wait_for_tools() -> 
         async def run(self, task: Prompt, model: Model) -> list[Trajectory]:
             Slow.running += 1
             Slow.most = max(Slow.most, Slow.running)
-            answer = await model.generate(task.token_ids)
+            completion = await model.generate(task.token_ids)
             await asyncio.sleep(0.05)
             Slow.running -= 1
-            return [Trajectory.of(task.token_ids, answer)]
+            return [Trajectory.of(task.token_ids, completion)]
 
     rollouts_of(scripted(slots=1), Slow())
     assert Slow.most > 2

@@ -16,7 +16,7 @@ import uvicorn
 from rftmega.core.errors import EngineError
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.rollout.servers.connection import CompletionRefused, Disconnected, ServerConnection
-from rftmega.rollout.servers.protocol.server_answers import answered
+from rftmega.rollout.servers.protocol.server_replies import answered
 from rftmega.rollout.servers.vllm import auth, completions_socket, protocol
 from rftmega.rollout.servers.vllm.completions_socket import CompletionsSocket
 
@@ -82,7 +82,7 @@ class Served:
 
         state = SimpleNamespace(engine_client=self.engine)
         application = SimpleNamespace(state=state)
-        await auth.Door(_lifespan)(scope | {"app": application}, counted, send)
+        await auth.Authentication(_lifespan)(scope | {"app": application}, counted, send)
 
 
 async def _lifespan(scope: Any, receive: Any, send: Any) -> None:
@@ -127,14 +127,14 @@ def test_each_request_gets_its_own_answer_and_many_travel_together(
     application, address = served
     prompts = [[number % 90 + 1, 5, 7] for number in range(300)]
 
-    async def work(connection: ServerConnection) -> list[protocol.ServerAnswer]:
+    async def work(connection: ServerConnection) -> list[protocol.ServerReply]:
         return await asyncio.gather(*(connection.ask(ids, SAMPLING) for ids in prompts))
 
-    answers = within(address, work)
-    for ids, answer in zip(prompts, answers, strict=True):
-        assert protocol.numbers("i", answer.token_ids).tolist() == ids
-        assert protocol.numbers("f", answer.logprobs).tolist() == [-float(token) for token in ids]
-        assert answer.spans == [("3", 0, 3)] and answer.reason == "stop"
+    replies = within(address, work)
+    for ids, reply in zip(prompts, replies, strict=True):
+        assert protocol.numbers("i", reply.token_ids).tolist() == ids
+        assert protocol.numbers("f", reply.logprobs).tolist() == [-float(token) for token in ids]
+        assert reply.spans == [("3", 0, 3)] and reply.reason == "stop"
     assert application.messages < 20, "the requests came one by one"
 
 
@@ -142,16 +142,16 @@ def test_routes_come_with_the_tokens_and_others_than_those_of_the_tokens_are_ref
     served: tuple[Served, str],
 ) -> None:
     _, address = served
-    answer = within(address, lambda connection: connection.ask([4, 9, 2], SAMPLING))
+    reply = within(address, lambda connection: connection.ask([4, 9, 2], SAMPLING))
     model = RoutedModel(layers=(1,), experts=16, active=2)
-    known = answered(answer, model, context=3).routes
+    known = answered(reply, model, context=3).routes
     assert known is not None and known.dtype == torch.uint8
     assert known[:, 0].tolist() == [[n, n + 1] for n in (4, 9, 2, 4, 9)]
-    assert answered(answer).routes is None, "nobody asked"
+    assert answered(reply).routes is None, "nobody asked"
     with pytest.raises(EngineError, match=r"routes of shape \(5, 2, 2\). Of 6 tokens"):
-        answered(answer, model, context=4)
+        answered(reply, model, context=4)
     with pytest.raises(EngineError, match="experts 2 to 10; there are 10"):
-        answered(answer, model._replace(experts=10), context=3)
+        answered(reply, model._replace(experts=10), context=3)
     silent = within(address, lambda connection: connection.ask([4], SAMPLING))
     with pytest.raises(EngineError, match="routes of shape"):
         answered(silent, model, context=1)
@@ -166,11 +166,11 @@ def test_large_answers_go_in_several_messages(
     monkeypatch.setattr(protocol, "packed", lambda said: sizes.append(len(said)) or real(said))
     _, address = served
 
-    async def work(connection: ServerConnection) -> list[protocol.ServerAnswer]:
+    async def work(connection: ServerConnection) -> list[protocol.ServerReply]:
         return await asyncio.gather(*(connection.ask([n, 5, 7], SAMPLING) for n in range(1, 41)))
 
-    answers = within(address, work)
-    assert [protocol.numbers("i", each.token_ids)[0] for each in answers] == list(range(1, 41))
+    replies = within(address, work)
+    assert [protocol.numbers("i", each.token_ids)[0] for each in replies] == list(range(1, 41))
     told = [size for size in sizes if size != 40]
     assert max(told) <= 3 and sum(told) >= 40
 
@@ -217,8 +217,8 @@ def test_what_is_unanswered_when_the_connection_goes_ends_in_the_server(
         await connection.close()
         with pytest.raises(Disconnected):
             await waiting
-        answer = await connection.ask([4], SAMPLING)  # over a new one
-        assert protocol.numbers("i", answer.token_ids).tolist() == [4]
+        reply = await connection.ask([4], SAMPLING)  # over a new one
+        assert protocol.numbers("i", reply.token_ids).tolist() == [4]
         while FOREVER not in application.engine.ended:
             await asyncio.sleep(0.01)
 
@@ -262,6 +262,6 @@ def test_something_else_than_a_message_of_ours_is_no_request() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    with pytest.raises(protocol.WireError):
+    with pytest.raises(protocol.ProtocolError):
         asyncio.run(CompletionsSocket(Engine(), receive, send).serve())
     assert [message["type"] for message in sent] == ["websocket.accept"]

@@ -12,20 +12,20 @@ from PIL import Image
 
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError, EngineFault
-from rftmega.core.media_positions import PlacedPicture
+from rftmega.core.media_positions import PlacedImage
 from rftmega.core.types import Sampling
 from rftmega.data.media.files import digest_of
-from rftmega.data.media.image_processor import PictureProcessor
+from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.rollout.requests import Request
 from rftmega.rollout.servers import server as server_module
 from rftmega.rollout.servers import server_options
 from rftmega.rollout.servers.protocol.generated import of_vllm
-from rftmega.rollout.servers.protocol.server_answers import answered
+from rftmega.rollout.servers.protocol.server_replies import answered
 from rftmega.rollout.servers.server_client import Connections
 from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime.parallel.process_group import World
-from tests.fleets import set_servers
+from tests.server_groups import set_servers
 from tests.tiny_vision import save_tiny_vision
 
 
@@ -100,10 +100,10 @@ class Adaptable(Scripted):
         self.told.append(path.partition("?")[0])
         super().post(path, body)
 
-    def land_adapters(self, version: int, parcel: bytes) -> None:
+    def land_adapters(self, version: int, payload: bytes) -> None:
         if self.fails:
             raise EngineError("not as it was sent")
-        self.taken.append((version, parcel))
+        self.taken.append((version, payload))
 
     def said(self) -> list[str]:
         told, self.told = self.told, []
@@ -121,18 +121,18 @@ def test_a_frozen_model_goes_to_servers_without_it_and_adapters_to_all() -> None
         adapter_rank=8,
     )  # fmt: skip
     set_servers(engine, first, second)
-    for member in engine.fleet.members:
+    for member in engine.server_group.members:
         member.health.came()
-    engine.parcel = b"0"
+    engine.payload = b"0"
     push(engine, 0)
     assert first.said() == second.said() == WHOLE
-    engine.parcel = b"1"
+    engine.payload = b"1"
     assert not engine.lacks_weights()
     engine.begin()
     engine.finish(1)
     assert first.said() == second.said() == ["pause"]
-    engine.fleet.members[1].health.came()  # it was started again
-    engine.parcel = b"2"
+    engine.server_group.members[1].health.came()  # it was started again
+    engine.payload = b"2"
     assert engine.lacks_weights()
     push(engine, 2)
     assert first.said() == ["pause"] and second.said() == WHOLE
@@ -141,7 +141,7 @@ def test_a_frozen_model_goes_to_servers_without_it_and_adapters_to_all() -> None
     second.fails = True
     engine.begin()
     engine.finish(3)
-    assert [str(each.state) for each in engine.fleet.members] == ["healthy", "stale"]
+    assert [str(each.state) for each in engine.server_group.members] == ["healthy", "stale"]
     first.fails = True
     engine.begin()
     with pytest.raises(EngineFault, match="No server has the adapters of push 4"):
@@ -253,21 +253,21 @@ class OtherProcessor(Scripted):
         return {kind: f"torch.float32 [40, 1176] {token}" for kind, token in tokens.items()}
 
 
-def test_a_server_that_makes_other_numbers_of_a_picture_is_refused(tmp_path: Path) -> None:
-    processor = PictureProcessor(save_tiny_vision(tmp_path, "qwen2_vl"))
+def test_a_server_that_makes_other_numbers_of_a_image_is_refused(tmp_path: Path) -> None:
+    processor = ImageProcessor(save_tiny_vision(tmp_path, "qwen2_vl"))
     with pytest.raises(EngineError, match="the image processors of the two differ"):
         engine_of()._check_samples(OtherProcessor(), processor)  # type: ignore[arg-type]
 
 
 class Expanding(Scripted):
-    """A server that makes so many tokens of every picture."""
+    """A server that makes so many tokens of every image."""
 
     def __init__(self, tokens: int):
         super().__init__()
         self.tokens = tokens
         self.asked: list[dict[str, Any]] = []
 
-    async def answer(self, client: Any, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def reply(self, client: Any, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         self.asked.append(body)
         first, placeholder, *rest = body["token_ids"]
         choice = {
@@ -281,10 +281,10 @@ class Expanding(Scripted):
 
 
 def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     Image.new("RGB", (40, 40)).save(path)
-    picture = PlacedPicture(str(path), digest_of(path.read_bytes()), (1, 4, 4), 1, 4)
-    request = Request([7, 5, 5, 5, 5, 8], seed=0, pictures=(picture,))
+    image = PlacedImage(str(path), digest_of(path.read_bytes()), (1, 4, 4), 1, 4)
+    request = Request([7, 5, 5, 5, 5, 8], seed=0, images=(image,))
 
     def asked(server: Expanding) -> list[int]:
         engine = engine_of(server)
@@ -296,8 +296,8 @@ def test_an_answer_to_a_prompt_that_was_expanded_otherwise_is_refused(tmp_path: 
     assert asked(right) == [4]
     (body,) = right.asked
     assert body["token_ids"] == [7, 5, 8]
-    assert [part["uuid"] for part in body["content_parts"]] == [picture.digest]
-    with pytest.raises(EngineError, match="vLLM made 7 tokens of a prompt with 1 picture"):
+    assert [part["uuid"] for part in body["content_parts"]] == [image.digest]
+    with pytest.raises(EngineError, match="vLLM made 7 tokens of a prompt with 1 image"):
         asked(Expanding(5))
 
 

@@ -15,7 +15,7 @@ from rftmega.run.planning.data_plane import on_each_host, tokens_of
 from rftmega.trainer.experience import ExperienceMaker, collect
 from tests.rollouts import rollout_of
 
-PROMPT, ANSWER, SIBLINGS = 3, 5, 2
+PROMPT, COMPLETION, SIBLINGS = 3, 5, 2
 
 
 class Models:
@@ -44,11 +44,11 @@ def bytes_of(samples: Any, experience: Any) -> int:
 @pytest.mark.parametrize("experts", [None, 60, 384])
 def test_routes_take_a_byte_an_expert_or_two(experts: int | None) -> None:
     config = RunConfig(rollout=RolloutConfig(router_replay="engine"))
-    mixture = experts and Experts(experts, 8, 16, frozenset(range(1, 48)), normalised=True)
-    more = on_each_host(config, mixture or None)["rollout"] - on_each_host(config)["rollout"]
+    moe = experts and Experts(experts, 8, 16, frozenset(range(1, 48)), normalised=True)
+    more = on_each_host(config, moe or None)["rollout"] - on_each_host(config)["rollout"]
     size = {None: 0, 60: 1, 384: 2}[experts]
     assert more == tokens_of(config) * 47 * 8 * size
-    assert on_each_host(RunConfig(), mixture or None) == on_each_host(RunConfig())
+    assert on_each_host(RunConfig(), moe or None) == on_each_host(RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -64,30 +64,30 @@ def test_a_rollout_takes_as_many_bytes_as_is_said(algorithm: AlgorithmConfig) ->
     config = RunConfig(
         algorithm=algorithm,
         rollout=RolloutConfig(
-            samples_per_prompt=SIBLINGS, max_prompt_tokens=PROMPT, max_response_tokens=ANSWER
+            samples_per_prompt=SIBLINGS, max_prompt_tokens=PROMPT, max_response_tokens=COMPLETION
         ),
         trainer=TrainerConfig(prompts_per_step=4),
     )
     prompts = [Prompt((1,) * PROMPT) for _ in range(8)]
-    completion = Completion((2,) * ANSWER, (-1.0,) * ANSWER, "length", 0)
+    completion = Completion((2,) * COMPLETION, (-1.0,) * COMPLETION, "length", 0)
     rollouts = [rollout_of(prompt, completion) for prompt in prompts]
     samples = collect(prompts, rollouts, lambda *_: [{"reward": 1.0}] * 8, samples_per_prompt=2)
     models: Any = Models()
     critic = models if algorithm.advantage.needs_critic else None
     experience = ExperienceMaker(models, algorithm, critic=critic).make(samples)
     planned = on_each_host(config)
-    answers = 13 * 8 * (PROMPT + ANSWER)
-    numbers = planned["rollout"] - answers
-    share = (PROMPT + ANSWER - 1) / (PROMPT + ANSWER)
-    assert bytes_of(samples, experience) == answers + numbers * share
+    completions = 13 * 8 * (PROMPT + COMPLETION)
+    numbers = planned["rollout"] - completions
+    share = (PROMPT + COMPLETION - 1) / (PROMPT + COMPLETION)
+    assert bytes_of(samples, experience) == completions + numbers * share
 
 
-def test_a_replay_holds_what_it_keeps_and_what_is_learnt_from() -> None:
+def test_a_replay_holds_what_it_keeps_and_what_is_trained_from() -> None:
     algorithm = AlgorithmConfig(replay=ReplayConfig(max_age=2, max_rows=20))
     config = RunConfig(
         algorithm=algorithm,
         rollout=RolloutConfig(
-            samples_per_prompt=SIBLINGS, max_prompt_tokens=PROMPT, max_response_tokens=ANSWER
+            samples_per_prompt=SIBLINGS, max_prompt_tokens=PROMPT, max_response_tokens=COMPLETION
         ),
         trainer=TrainerConfig(prompts_per_step=8),
     )

@@ -118,13 +118,13 @@ def test_the_host_keeps_no_frozen_weights_of_a_model_with_adapters_a_second_time
     models = models_of(config)
     found = on_host(models, config, 64, stages)
     assert "reference" not in found, "it is the policy without its adapters"
-    learnt = sum(
+    trained = sum(
         sum(states(model, 64, 1).values())
         - states(model, 64, 1)["gradients"]
         - frozen_bytes(model, 1)
         for model in models.values()
     )
-    assert found["checkpoint"] == learnt < GB
+    assert found["checkpoint"] == trained < GB
 
 
 def test_what_fits_has_no_reasons_and_less_memory_has_one_a_phase() -> None:

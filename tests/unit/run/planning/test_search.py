@@ -66,7 +66,7 @@ def test_what_is_proposed_fits_and_both_orders_agree_whether_anything_does(
                 assert fits(changed(own, one.proposal.changes), where)
 
 
-def test_a_mixture_of_experts_with_default_options_is_told_a_layout_that_fits() -> None:
+def test_a_moe_of_experts_with_default_options_is_told_a_layout_that_fits() -> None:
     """64 devices of 80 GB: it needs another engine and another layout at once."""
     config, where = run_of("qwen3-30b-a3b"), machine(64)
     assert not fits(config, where)

@@ -24,7 +24,7 @@ from rftmega.tools import plan
 GB = 1e9
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "examples/planning/qwen2.5-0.5b"
-PROMPTS, SAMPLES, ASKED, ANSWER = 48, 8, 256, 1024
+PROMPTS, SAMPLES, ASKED, COMPLETION = 48, 8, 256, 1024
 SPEEDS = Speeds(989e12, 3350 * GB, 450 * GB, 50 * GB, 50 * GB, 8)
 
 
@@ -39,7 +39,7 @@ def config_of(*, ranks: int = 2, most: int = 2) -> RunConfig:
             tensor=ranks,
             samples_per_prompt=SAMPLES,
             max_prompt_tokens=ASKED,
-            max_response_tokens=ANSWER,
+            max_response_tokens=COMPLETION,
         ),
         trainer=TrainerConfig(prompts_per_step=PROMPTS, max_staleness=most, offload=False),
     )
@@ -114,19 +114,19 @@ def test_what_a_bound_gives_is_the_longest_of_update_work_and_the_longest_answer
     policy = models[POLICY]
     weights = engine.weight_bytes(policy, 1)
     of_token = engine.cache_bytes(policy.model, 1)
-    answers = PROMPTS * SAMPLES
-    mean = ANSWER // 4
+    completions = PROMPTS * SAMPLES
+    mean = COMPLETION // 4
     for most in (1, 2, 4):
-        together = min(answers * (most + 1), 1000)
+        together = min(completions * (most + 1), 1000)
         step = (weights + together * (ASKED + mean / 2) * of_token) / rate
         working = 0.0
         for _ in range(mean):
-            working += step * answers / together
-        expected = max(working, ANSWER * step / (most + 1))
+            working += step * completions / together
+        expected = max(working, COMPLETION * step / (most + 1))
         assert split.steps[f"staleness {most}"] == pytest.approx(expected, rel=1e-9)
-        assert bytes_under_way(config, most) == most * answers * (ASKED + ANSWER) * 13
-    alone = (weights + answers * (ASKED + mean / 2) * of_token) / rate
-    assert split.rollout == pytest.approx(ANSWER * alone, rel=1e-9)
+        assert bytes_under_way(config, most) == most * completions * (ASKED + COMPLETION) * 13
+    alone = (weights + completions * (ASKED + mean / 2) * of_token) / rate
+    assert split.rollout == pytest.approx(COMPLETION * alone, rel=1e-9)
 
 
 def test_the_configs_own_schedule_is_what_is_recommended_for() -> None:

@@ -74,7 +74,7 @@ def test_what_a_layer_and_what_is_around_keep_is_what_autograd_keeps_within_a_fa
 def planned(tmp_path: Path) -> tuple[PlannedModel, RunConfig]:
     config = RunConfig(
         model=ModelConfig(path=str(save_tiny_vision(tmp_path, "qwen3_vl"))),
-        rollout=RolloutConfig(max_prompt_tokens=60, max_response_tokens=40, max_pictures=2),
+        rollout=RolloutConfig(max_prompt_tokens=60, max_response_tokens=40, max_images=2),
         trainer=TrainerConfig(max_tokens_per_micro_batch=250),
     )
     return models_of(config)[POLICY], config
@@ -114,7 +114,7 @@ def test_patches_are_bounded_by_prompts_and_by_the_option(
     assert tower.patches_of(policy, config, load) == 2 * 60 * 4
     config.trainer.max_patches_per_micro_batch = 300
     assert tower.patches_of(policy, config, load) == 300
-    config.rollout.max_pictures = 0
+    config.rollout.max_images = 0
     assert tower.patches_of(policy, config, load) == 0
 
 
@@ -158,8 +158,10 @@ def test_of_sound_a_waveform_s_whole_window_is_kept(tmp_path: Path) -> None:
     own = described.tower
     assert isinstance(own, AudioTower)
     model: Any = Qwen2AudioForConditionalGeneration(AutoConfig.for_model(**fields))
-    ear, out = model.model.audio_tower, model.model.multi_modal_projector
-    weights = {p.untyped_storage()._cdata for part in (ear, out) for p in part.parameters()}
+    audio_processor, out = model.model.audio_tower, model.model.multi_modal_projector
+    weights = {
+        p.untyped_storage()._cdata for part in (audio_processor, out) for p in part.parameters()
+    }
     kept: dict[int, Any] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,9 +171,9 @@ def test_of_sound_a_waveform_s_whole_window_is_kept(tmp_path: Path) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out(ear(torch.randn(4, own.channels, 100)).last_hidden_state)
+        out(audio_processor(torch.randn(4, own.channels, 100)).last_hidden_state)
     measured = sum(storage.nbytes() for storage in kept.values())
     position = own.depth * tower.block_bytes(own, 4) + tower.outside_bytes(own, 256, 4)
     assert 0.67 < measured / (4 * own.positions * position) < 1.5
-    config = RunConfig(rollout=RolloutConfig(max_pictures=3, max_prompt_tokens=9))
+    config = RunConfig(rollout=RolloutConfig(max_images=3, max_prompt_tokens=9))
     assert tower.patches_of_prompt(described, config) == 3 * 50

@@ -47,7 +47,7 @@ class Models:
 
 
 def samples() -> Samples[Ragged]:
-    rows = Rows.of_answers(
+    rows = Rows.of_completions(
         torch.zeros(len(LENGTHS), WIDTH + 1, dtype=torch.int64),
         torch.tensor(PROMPTS),
         torch.tensor(LENGTHS),
@@ -72,7 +72,7 @@ def made(
     return ExperienceMaker(models, chosen, critic=critic, shape=shape).make(samples()).padded()
 
 
-def answers() -> Iterator[tuple[int, list[int]]]:
+def completions() -> Iterator[tuple[int, list[int]]]:
     """Each row, and the columns of its answer's tokens."""
     for b, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         yield b, list(range(prompt - 1, length - 1))
@@ -115,7 +115,7 @@ def gae_by_hand(rewards: list[float], values: list[float]) -> list[float]:
 
 def assert_tokens(found: Tensor, wanted: dict[int, list[float]]) -> None:
     """`wanted`: of each row, the answer's tokens; everything else is 0."""
-    for b, columns in answers():
+    for b, columns in completions():
         assert found[b, columns].tolist() == pytest.approx(wanted[b], abs=1e-5)
         others = [t for t in range(WIDTH) if t not in columns]
         assert found[b, others].tolist() == [0.0] * len(others)
@@ -125,11 +125,11 @@ def assert_tokens(found: Tensor, wanted: dict[int, list[float]]) -> None:
 def test_gae_takes_the_critics_values_and_the_kl_off_each_tokens_reward(estimator: str) -> None:
     found = made(advantage="gae", kl=KLConfig(placement="reward", estimator=estimator, coef=COEF))
     wanted = {}
-    for b, columns in answers():
+    for b, columns in completions():
         values = [float(numbers(2)[b, t]) for t in columns]
         wanted[b] = gae_by_hand(rewards_of(b, columns, estimator), values)
     assert_tokens(found.advantage, wanted)
-    for b, columns in answers():
+    for b, columns in completions():
         values = [float(numbers(2)[b, t]) for t in columns]
         returns = [advantage + value for advantage, value in zip(wanted[b], values, strict=True)]
         assert found.returns[b, columns].tolist() == pytest.approx(returns, abs=1e-5), (
@@ -144,7 +144,7 @@ def test_returns_discount_rewards_that_the_kl_was_taken_off(estimator: str) -> N
         advantage="reinforce", kl=KLConfig(placement="reward", estimator=estimator, coef=COEF)
     )
     wanted = {}
-    for b, columns in answers():
+    for b, columns in completions():
         rewards = rewards_of(b, columns, estimator)
         wanted[b] = [
             sum(GAMMA ** (k - t) * rewards[k] for k in range(t, len(rewards)))
@@ -158,7 +158,7 @@ def test_a_kl_in_the_loss_is_not_in_the_reward_as_well(advantage: str) -> None:
     found = made(advantage=advantage, kl=KLConfig(coef=COEF))
     assert torch.equal(found.reference_logp, of_rows(-numbers(1).abs())), "the loss needs it"
     wanted = {}
-    for b, columns in answers():
+    for b, columns in completions():
         rewards = rewards_of(b, columns, None)
         if advantage == "gae":
             wanted[b] = gae_by_hand(rewards, [float(numbers(2)[b, t]) for t in columns])
@@ -193,7 +193,7 @@ def test_the_overlong_penalty_counts_answers_without_their_prompts() -> None:
     """Answers of 4, 3, 1 and 5 tokens; from 3 on it falls in a line to -2 at 5."""
     found = made(advantage="reinforce", shape=Shaping(longest=5, buffer=2, factor=2.0))
     by_length = {4: -1.0, 3: 0.0, 1: 0.0, 5: -2.0}
-    for b, columns in answers():
+    for b, columns in completions():
         last = float(samples().reward[b]) + by_length[len(columns)]
         assert float(found.advantage[b, columns[-1]]) == pytest.approx(last)
 
@@ -202,10 +202,12 @@ def test_truncated_answers_that_are_left_out_are_not_whitened_with_the_others() 
     found = made(advantage="reinforce", whiten=True, drop_truncated=True)
     assert found.mask.any(-1).tolist() == [True, False, True, True]
     plain = made(advantage="reinforce").advantage
-    kept = [float(plain[b, t]) for b, columns in answers() for t in columns if b != 1]
+    kept = [float(plain[b, t]) for b, columns in completions() for t in columns if b != 1]
     mean = sum(kept) / len(kept)
     deviation = (sum((x - mean) ** 2 for x in kept) / len(kept)) ** 0.5
-    whitened = [float(found.advantage[b, t]) for b, columns in answers() for t in columns if b != 1]
+    whitened = [
+        float(found.advantage[b, t]) for b, columns in completions() for t in columns if b != 1
+    ]
     assert whitened == pytest.approx([(x - mean) / deviation for x in kept], abs=1e-4)
     assert found.advantage[1].tolist() == [0.0] * WIDTH
 

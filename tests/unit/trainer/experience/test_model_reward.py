@@ -25,7 +25,7 @@ class Judge:
 
 
 def samples() -> Samples[Ragged]:
-    rows = Rows.of_answers(
+    rows = Rows.of_completions(
         torch.zeros(2, 4, dtype=torch.int64), torch.tensor([1, 1]), torch.tensor([4, 3])
     )
     nothing = torch.zeros(2)

@@ -16,14 +16,14 @@ from rftmega.trainer.experience import ReplayBuffer, collect
 from tests.rollouts import rollout_of
 
 
-def experience_of(*answers: tuple[int, int], version: int = 0) -> Experience[Ragged]:
+def experience_of(*completions: tuple[int, int], version: int = 0) -> Experience[Ragged]:
     """Rows of (token, length of the answer) after a prompt of two."""
-    longest = max(length for _, length in answers)
-    tokens = torch.zeros(len(answers), 2 + longest, dtype=torch.int64)
-    for row, (token, length) in enumerate(answers):
+    longest = max(length for _, length in completions)
+    tokens = torch.zeros(len(completions), 2 + longest, dtype=torch.int64)
+    for row, (token, length) in enumerate(completions):
         tokens[row, : 2 + length] = token
-    lengths = torch.tensor([2 + length for _, length in answers])
-    rows = Rows.of_answers(tokens, torch.full((len(answers),), 2), lengths)
+    lengths = torch.tensor([2 + length for _, length in completions])
+    rows = Rows.of_completions(tokens, torch.full((len(completions),), 2), lengths)
     logp = torch.where(rows.mask, -tokens[:, 1:].float(), 0.0)
     versions = torch.where(rows.mask, version, -1)
     return Experience(
@@ -132,11 +132,11 @@ def test_lightrfts_dataloader_takes_the_buffer() -> None:
 
 def test_each_token_knows_its_policy_also_where_an_answer_went_on_after_a_push() -> None:
     prompts = [Prompt((5, 6)), Prompt((7,))]
-    answers = [
+    completions = [
         Completion((1, 2, 3), (-0.1, -0.2, -0.3), "stop", 4, versions=(3, 4, 4)),
         Completion((8,), (-0.5,), "length", 4),
     ]
-    rollouts = [rollout_of(asked, said) for asked, said in zip(prompts, answers, strict=True)]
+    rollouts = [rollout_of(asked, said) for asked, said in zip(prompts, completions, strict=True)]
     samples = collect(
         prompts, rollouts, lambda asked, given: [{"reward": 0.0}] * len(given), samples_per_prompt=1
     )

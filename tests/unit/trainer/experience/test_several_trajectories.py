@@ -40,7 +40,7 @@ from rftmega.trainer.replay_mixer import ReplayMixer
 
 Tree = list[list[list[tuple[int, float]]]]
 """Of each rollout, of each trajectory, of each answer: (tokens, reward of the turn)."""
-LEARNT = 0.3  # how far the policy has moved, in log-probability
+TRAINED = 0.3  # how far the policy has moved, in log-probability
 
 
 class Scores:
@@ -57,11 +57,11 @@ class Scores:
         return Ragged.of([0.1 * torch.arange(len(row)).float() for row in rows.mask])
 
 
-def trajectory_of(answers: Sequence[tuple[int, float]]) -> Trajectory:
+def trajectory_of(completions: Sequence[tuple[int, float]]) -> Trajectory:
     """A prompt of two tokens, and answers with a tool's token between them."""
     segments: list[Any] = [(1, 2)]
     turns, length = [], 2
-    for place, (tokens, reward) in enumerate(answers):
+    for place, (tokens, reward) in enumerate(completions):
         if place:
             segments.append((3,))
             length += 1
@@ -118,11 +118,11 @@ def of_tokens(tree: Tree, of_turn: Any) -> list[list[float]]:
     return [
         [
             of_turn(r, t, a, token)
-            for a, (tokens, _) in enumerate(answers)
+            for a, (tokens, _) in enumerate(completions)
             for token in range(tokens)
         ]
         for r, trajectories in enumerate(tree)
-        for t, answers in enumerate(trajectories)
+        for t, completions in enumerate(trajectories)
     ]
 
 
@@ -242,10 +242,10 @@ def test_a_rollout_weighs_once_however_its_rows_are_spread_over_micro_batches(
     for rows in torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed)):
         part = experience.select(rows[None]).padded()
         assert part.old_logp is not None
-        loss = loss_fn(TokenStats(part.old_logp + LEARNT, None), part)
+        loss = loss_fn(TokenStats(part.old_logp + TRAINED, None), part)
         total += float((loss.value * loss.weight).sum())
         count += int(loss.count)
-    surrogate = -float(torch.tensor(LEARNT).exp())
+    surrogate = -float(torch.tensor(TRAINED).exp())
     rollouts = [
         [
             surrogate * value
@@ -270,8 +270,8 @@ def test_metrics_are_means_over_rollouts_and_the_first_answers_are_rollouts_too(
     tree: Tree = [[[(1, 0.0)], [(2, 0.0)], [(3, 0.0)]], [[(2, 0.0)]], [[(4, 0.0)]], [[(1, 0.0)]]]
     samples = samples_of(tree, [1.0, 0.0, 1.0, 0.0], size=2)
     sampler = DynamicSampler(0, train_samples=1)
-    learnt, seen = sampler(lambda prompts, wanted: samples, [Prompt((1, 2))] * 2, PromptQueue())
-    assert learnt.rollouts.sizes.tolist() == [3, 1]
+    trained, seen = sampler(lambda prompts, wanted: samples, [Prompt((1, 2))] * 2, PromptQueue())
+    assert trained.rollouts.sizes.tolist() == [3, 1]
     assert seen["reward"] == 0.5
     assert seen["response_length"] == (6 + 2 + 4 + 1) / 4
     assert seen["environment_turns"] == 2.0

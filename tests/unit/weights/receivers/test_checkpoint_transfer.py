@@ -42,7 +42,7 @@ def test_a_worker_of_8_bits_quantises_what_a_push_brings(
     lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[CPU] = []
-    monkeypatch.setattr(CPU, "prepare_eight_bits", lambda self: prepared.append(self))
+    monkeypatch.setattr(CPU, "prepare_fp8", lambda self: prepared.append(self))
     weight = torch.randn(160, 130)
     asked: list[Box] = []
 

@@ -35,7 +35,7 @@ def test_every_other_bit_of_the_elements_is_noticed() -> None:
             opened(bytes(spoilt), 7)
 
 
-def test_what_is_another_pushs_or_no_parcel_is_refused() -> None:
+def test_what_is_another_pushs_or_no_payload_is_refused() -> None:
     message = packed(7, PAIRS, SAID, SUMS)
     with pytest.raises(EngineError, match="push 7 came in the place of push 8's"):
         opened(message, 8)

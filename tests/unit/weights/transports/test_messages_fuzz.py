@@ -17,13 +17,13 @@ from rftmega.weights.transports.transfer_plan import (
     unpacked_needs,
     unpacked_plan,
 )
-from tests.unit.rollout.servers.test_unreadable_answers import spoilt
+from tests.unit.rollout.servers.test_unreadable_replies import spoilt
 
 SHAPES = {"a.weight": (4, 6), "b": (3,)}
 NEEDS = {"a.weight": [((0, 4), (0, 3)), ((0, 2), (3, 6))], "b": [((1, 3),)]}
 
 
-def test_of_2000_mutated_parcels_each_is_the_one_that_was_sent_or_an_error() -> None:
+def test_of_2000_mutated_payloads_each_is_the_one_that_was_sent_or_an_error() -> None:
     pairs = {"a.lora_A.weight": torch.arange(6.0).view(2, 3)}
     sums = {name: sum_of(tensor) for name, tensor in pairs.items()}
     plain = packed(7, pairs, {"r": 2}, sums)

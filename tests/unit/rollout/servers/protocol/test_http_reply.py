@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from rftmega.core.errors import EngineError, EngineFault
-from rftmega.rollout.servers.fleet import Fleet
 from rftmega.rollout.servers.protocol import http_reply
-from rftmega.rollout.servers.protocol.completion_checks import AnswerLimits
-from rftmega.rollout.servers.protocol.server_answers import answered
+from rftmega.rollout.servers.protocol.completion_checks import CompletionLimits
+from rftmega.rollout.servers.protocol.server_replies import answered
 from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.rollout.servers.server_group import ServerGroup
 from rftmega.rollout.servers.sglang_client import SGLangClient
 from rftmega.rollout.servers.stock_client import StockClient
 from rftmega.rollout.servers.vllm import protocol
@@ -154,7 +154,7 @@ def test_a_completion_that_is_none_is_a_fault(what: str, address: str) -> None:
             asyncio.run(asked(client))
 
 
-async def asked(client: ServerClient) -> protocol.ServerAnswer:
+async def asked(client: ServerClient) -> protocol.ServerReply:
     connections = client.connections()
     try:
         return await client.ask(connections, [5, 6], SAMPLING, 20.0)
@@ -168,10 +168,10 @@ def test_a_right_completion_is_read_and_each_mutated_one_is_read_or_a_fault(
 ) -> None:
     client = clients(address)[place]
     Handler.reply = (200, {}, json.dumps(right).encode())
-    answer = asyncio.run(asked(client))
-    assert list(protocol.numbers("i", answer.token_ids)) == [4, 1] and answer.spans == [("3", 0, 2)]
+    reply = asyncio.run(asked(client))
+    assert list(protocol.numbers("i", reply.token_ids)) == [4, 1] and reply.spans == [("3", 0, 2)]
     random_of = random.Random(7)
-    limits = AnswerLimits(4, 100, frozenset({1}), other_stops=False)
+    limits = CompletionLimits(4, 100, frozenset({1}), other_stops=False)
 
     async def answer_of(client: Any, connections: Any, body: Any, seconds: float) -> Any:
         return spoilt
@@ -179,7 +179,7 @@ def test_a_right_completion_is_read_and_each_mutated_one_is_read_or_a_fault(
     refused = 0
     for _ in range(2000):
         spoilt = mutated(right, random_of)
-        client.answer = lambda connections, body, seconds: answer_of(
+        client.generate = lambda connections, body, seconds: answer_of(
             client, connections, body, seconds
         )  # type: ignore[method-assign]
         try:
@@ -214,50 +214,52 @@ def mutated(value: Any, random_of: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("what", replies())
-def test_a_fleet_goes_on_without_a_server_whose_replies_are_broken(
+def test_a_servers_goes_on_without_a_server_whose_replies_are_broken(
     what: str, address: str, tmp_path: Path
 ) -> None:
     Handler.reply = replies()[what]
-    roster = tmp_path / "roster"
-    roster.write_text(f"{address}\nhttp://[::1\n")
-    fleet = fleet_of(roster)
-    assert fleet.renew() == []
-    assert [str(each.state) for each in fleet.members] == ["dead"]
+    server_list = tmp_path / "server_list"
+    server_list.write_text(f"{address}\nhttp://[::1\n")
+    server_group = server_group_of(server_list)
+    assert server_group.renew() == []
+    assert [str(each.state) for each in server_group.members] == ["dead"]
 
 
-def fleet_of(roster: Path) -> Fleet:
+def server_group_of(server_list: Path) -> ServerGroup:
     def none_of_ours(number: int) -> Any:
         raise AssertionError(number)
 
     def check(server: ServerClient) -> None:
         server.refuse_other_version()
 
-    return Fleet(none_of_ours, client=lambda at: ServerClient(at, {}), roster=roster, check=check)
+    return ServerGroup(
+        none_of_ours, client=lambda at: ServerClient(at, {}), server_list=server_list, check=check
+    )
 
 
-def test_nobody_leaves_by_a_roster_that_is_half_written(tmp_path: Path) -> None:
-    roster = tmp_path / "roster"
-    roster.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n")
-    fleet = fleet_of(roster)
-    fleet.renew()
+def test_nobody_leaves_by_a_server_list_that_is_half_written(tmp_path: Path) -> None:
+    server_list = tmp_path / "server_list"
+    server_list.write_text("http://127.0.0.1:1\nhttp://127.0.0.1:2\n")
+    server_group = server_group_of(server_list)
+    server_group.renew()
     for half in ("http://127.0.0.1:1\nhttp://127.0.", "\0", "http://127.0.0.1:2/\nhttp:"):
-        roster.write_text(half)
-        fleet.renew()
-        assert len(fleet.members) == 2
-    roster.write_text("http://127.0.0.1:2/\n")
-    fleet.renew()
-    assert [each.server.address for each in fleet.members] == ["http://127.0.0.1:2"]
+        server_list.write_text(half)
+        server_group.renew()
+        assert len(server_group.members) == 2
+    server_list.write_text("http://127.0.0.1:2/\n")
+    server_group.renew()
+    assert [each.server.address for each in server_group.members] == ["http://127.0.0.1:2"]
 
 
 def test_one_server_under_two_names_is_taken_in_once(address: str, tmp_path: Path) -> None:
     from vllm import __version__
 
     Handler.reply = (200, {}, json.dumps({"identity": "one", "version": __version__}).encode())
-    roster = tmp_path / "roster"
-    roster.write_text(f"{address}\n{address.replace('127.0.0.1', 'localhost')}\n")
-    fleet = fleet_of(roster)
-    fleet.renew()
-    assert sorted(str(each.state) for each in fleet.members) == ["dead", "stale"]
+    server_list = tmp_path / "server_list"
+    server_list.write_text(f"{address}\n{address.replace('127.0.0.1', 'localhost')}\n")
+    server_group = server_group_of(server_list)
+    server_group.renew()
+    assert sorted(str(each.state) for each in server_group.members) == ["dead", "stale"]
 
 
 def test_a_reply_that_never_ends_and_one_that_is_too_large_are_left(

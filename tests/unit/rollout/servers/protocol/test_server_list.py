@@ -1,4 +1,4 @@
-"""A roster that people and programs edit while it is read."""
+"""A server list that people and programs edit while it is read."""
 
 import errno
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rftmega.config.addresses import address_of
-from rftmega.rollout.servers.protocol.server_list import read_roster
+from rftmega.rollout.servers.protocol.server_list import read_server_list
 
 ONE = "http://127.0.0.1:1"
 
@@ -37,9 +37,9 @@ ONE = "http://127.0.0.1:1"
 def test_what_is_no_address_is_left_out_and_said(
     content: bytes, addresses: list[str], wrong: int, tmp_path: Path
 ) -> None:
-    file = tmp_path / "roster"
+    file = tmp_path / "server_list"
     file.write_bytes(content)
-    look = read_roster(file)
+    look = read_server_list(file)
     assert list(look.addresses) == addresses and len(look.problems) == wrong
     assert all(f"{file}:" in problem for problem in look.problems)
     assert all("user" not in problem.partition(" is left")[0] for problem in look.problems)
@@ -51,17 +51,17 @@ def test_a_password_in_an_address_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_a_roster_that_can_not_be_read_is_said(
+def test_a_server_list_that_can_not_be_read_is_said(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Path) -> Any:
         raise OSError(number, "of the file server")
 
     monkeypatch.setattr(Path, "read_bytes", broken)
-    look = read_roster(tmp_path / "roster")
+    look = read_server_list(tmp_path / "server_list")
     assert look.addresses == () and "of the file server" in look.problems[0]
 
 
-def test_a_folder_is_no_roster_and_none_is_empty(tmp_path: Path) -> None:
-    assert "can't be read" in read_roster(tmp_path).problems[0]
-    assert read_roster(tmp_path / "none") == ((), ())
+def test_a_folder_is_no_server_list_and_none_is_empty(tmp_path: Path) -> None:
+    assert "can't be read" in read_server_list(tmp_path).problems[0]
+    assert read_server_list(tmp_path / "none") == ((), ())

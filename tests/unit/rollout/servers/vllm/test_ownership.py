@@ -14,7 +14,7 @@ import uvicorn
 
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError
-from rftmega.rollout.servers import fleet as fleet_module
+from rftmega.rollout.servers import server_group as server_group_module
 from rftmega.rollout.servers.protocol.claims import ServerTaken
 from rftmega.rollout.servers.protocol.weight_version import named, number_of
 from rftmega.rollout.servers.server_client import ServerClient
@@ -123,7 +123,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
     monkeypatch.setenv(auth.KEY, KEY)
     monkeypatch.delenv(auth.PARENT, raising=False)
-    monkeypatch.setattr(fleet_module, "KEEP_SECONDS", 0.1)
+    monkeypatch.setattr(server_group_module, "KEEP_SECONDS", 0.1)
     said = f'{{"status": "done", "world_size": 1, "version": "{__version__}"}}'.encode()
 
     async def inside(scope: Any, receive: Any, send: Any) -> None:
@@ -135,7 +135,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = uvicorn.Config(auth.Door(inside), port=port, log_level="error", lifespan="off")
+    config = uvicorn.Config(
+        auth.Authentication(inside), port=port, log_level="error", lifespan="off"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -159,7 +161,7 @@ def test_two_runs_do_not_share_a_server(tmp_path: Path, served: str) -> None:
     first = engine(tmp_path, served)
     with pytest.raises(ServerTaken, match=f"belongs to another run, that of {tmp_path} on "):
         engine(tmp_path, served)
-    (member,) = first.fleet.members
+    (member,) = first.server_group.members
     identity = member.identity
     member.server.post("pause")
     for other in ("", "another"):
@@ -169,16 +171,18 @@ def test_two_runs_do_not_share_a_server(tmp_path: Path, served: str) -> None:
                 stranger.post(path.removeprefix("/"))
     first.close()
     second = engine(tmp_path, served)
-    assert second.fleet.members[0].identity != identity, "it holds the weights of another run"
+    assert second.server_group.members[0].identity != identity, (
+        "it holds the weights of another run"
+    )
     second.close()
 
 
 def test_a_run_that_starts_again_has_its_servers_at_once(tmp_path: Path, served: str) -> None:
     save_scripted(tmp_path)
     first = engine(tmp_path, served, run="ab")
-    first.fleet._closed.set()  # it is killed, and releases nothing
+    first.server_group._closed.set()  # it is killed, and releases nothing
     again = engine(tmp_path, served, run="ab")
-    assert [str(each.state) for each in again.fleet.members] == ["stale"]
+    assert [str(each.state) for each in again.server_group.members] == ["stale"]
     again.close()
 
 
@@ -191,13 +195,13 @@ def test_a_run_whose_owner_is_gone_takes_its_server_over(
     time.sleep(1.5)
     with pytest.raises(ServerTaken):  # it is kept while it lives
         engine(tmp_path, served)
-    first.fleet._closed.set()  # it is killed, and releases nothing
+    first.server_group._closed.set()  # it is killed, and releases nothing
     begin = time.monotonic()
     second = engine(tmp_path, served)
     assert time.monotonic() - begin < 30
-    (member,) = first.fleet.members
+    (member,) = first.server_group.members
     member.health.landed()
-    first.fleet._keep_one(member)
+    first.server_group._keep_one(member)
     assert str(member.state) == "dead", "the first run goes on with a server that it lost"
     second.close()
 

@@ -1,0 +1,104 @@
+"""A decoder of Megatron's that hears: transformers' encoder of sound on its first stage."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.tower import AudioTower
+from rftmega.model_providers.tower_model import TowerModel
+
+
+class AudioEncoder(nn.Module):
+    """AudioEncoder turns frames of waveforms into features of the decoder's width, with transformers' own
+    modules.
+    """
+
+    def __init__(self, model: ModelDescription, dtype: torch.dtype):
+        """Builds it; its weights hold nothing yet."""
+        from transformers.initialization import no_init_weights
+        from transformers.models.qwen2_audio import modeling_qwen2_audio as source
+        from transformers.models.qwen2_audio.configuration_qwen2_audio import (
+            Qwen2AudioEncoderConfig,
+        )
+
+        super().__init__()
+        assert isinstance(model.tower, AudioTower)
+        config = Qwen2AudioEncoderConfig(**model.tower.fields)
+        both: Any = SimpleNamespace(
+            audio_config=config, text_config=SimpleNamespace(hidden_size=model.hidden)
+        )
+        with no_init_weights():  # a large tower's would take minutes, and a checkpoint has them
+            self.audio_tower = source.Qwen2AudioEncoder._from_config(config, dtype=dtype)
+        self.multi_modal_projector = source.Qwen2AudioMultiModalProjector(both).to(dtype)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "AudioEncoder":
+        """Sets whether it learns, but for its table of sinusoids, which never does."""
+        super().requires_grad_(requires_grad)
+        self.audio_tower.embed_positions.requires_grad_(False)
+        return self
+
+    def gradient_checkpointing_enable(self, settings: dict[str, Any]) -> None:
+        self.audio_tower.gradient_checkpointing_enable(settings)
+
+    def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
+        """Returns features [I, P / 2, H] of `frames` [I, M, 2 P], of which `lengths` [I] hold sound:
+        what is behind them is attended to by nothing that is used.
+        """
+        positions = frames.shape[-1] // 2
+        heard = torch.arange(positions, device=frames.device) < (lengths[:, None] - 1) // 2 + 1
+        mask = torch.zeros(heard.shape, dtype=frames.dtype, device=frames.device)
+        mask = mask.masked_fill(~heard, float("-inf"))[:, None, None]
+        mask = mask.expand(-1, -1, positions, -1)
+        encoded = self.audio_tower(frames, attention_mask=mask).last_hidden_state
+        features: Tensor = self.multi_modal_projector(encoded)
+        return features
+
+
+class AudioLanguageModel(TowerModel):
+    """AudioLanguageModel is one pipeline chunk; the first has `audio`."""
+
+    place = "audio"
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Any,
+        features: Tensor | None = None,
+        frames: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Any:
+        """Runs the chunk over packed tokens [1, N].
+
+        The first chunk gets `frames` and `lengths` (see AudioEncoder; None where the micro-batch has no
+        waveform), and `features` [N]: which row of the tower's output stands in the token's place,
+        from 1; 0 for words.
+        """
+        if not self.pre_process:
+            return super().forward(
+                input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params
+            )
+        embedded = self.embedding(input_ids=input_ids, position_ids=None)  # [N, 1, H]
+        if frames is not None:
+            assert features is not None
+            assert lengths is not None
+            with torch.no_grad() if self.frozen else nullcontext():
+                heard = self.audio(frames.to(self.config.params_dtype), lengths)
+            rows = heard.flatten(0, 1)[(features - 1).clamp(min=0), None]
+            here = (features > 0)[:, None, None]
+            embedded = torch.where(here, rows.to(embedded.dtype), embedded)
+        elif not self.frozen and torch.is_grad_enabled():
+            embedded = embedded + self._nothing().to(embedded.dtype)
+        return super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input=self._scattered(embedded),
+            packed_seq_params=packed_seq_params,
+        )

@@ -1,0 +1,143 @@
+"""Requests with images and videos, as vLLM takes them."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from rftmega.core.errors import EngineError
+from rftmega.core.media_positions import Frames, PlacedImage, images_of, unexpanded
+from rftmega.data.media.files import read_image
+from rftmega.data.media.image_processor import ImageProcessor
+from rftmega.data.media.videos import read_video
+from rftmega.rollout.requests import Request
+
+SAMPLE = (70, 110)  # width and height of the image that is compared at the start
+DEPTH = 3  # frames of the video that is
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """Returns vLLM's prompt: one placeholder an image or video, since its processor expands it, and
+    these under their digests, so that one of a group is processed once.
+
+    Raises EngineError for one that is there as patches alone.
+    """
+    if not request.images:
+        return {"prompt_token_ids": list(request.token_ids)}
+    media: dict[str, list[Any]] = {}
+    digests: dict[str, list[str]] = {}
+    for image in images_of(request.images):
+        kind = "image" if image.frames is None else "video"
+        media.setdefault(kind, []).append(decoded_source(image))
+        digests.setdefault(kind, []).append(image.digest)
+    return {
+        "prompt_token_ids": unexpanded(request.token_ids, request.images),
+        "multi_modal_data": media,
+        "multi_modal_uuids": digests,
+    }
+
+
+def decoded_source(image: PlacedImage) -> Any:
+    """Returns what `decoded` does. Raises EngineError for an image that is there as patches alone."""
+    if isinstance(image.source, torch.Tensor):
+        raise EngineError(
+            "vLLM reads images, and a prompt has one as patches. Give the file, or its bytes."
+        )
+    return decoded(image.source, image.frames, image.digest)
+
+
+@lru_cache(maxsize=16)  # siblings are asked side by side
+def decoded(source: str | bytes, frames: Frames | None, digest: str) -> Any:
+    """Returns an image, or a video as vLLM takes it: frames that are chosen already, and when they
+    are shown.
+    """
+    if frames is None:
+        return read_image(source, digest)
+    return read_video(str(source), frames, digest), metadata_of(frames)
+
+
+def metadata_of(frames: Frames) -> dict[str, Any]:
+    return {
+        "total_num_frames": frames.total,
+        "fps": frames.rate,
+        "duration": frames.total / frames.rate,
+        "frames_indices": list(frames.chosen),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def check_expanded(request: Request, token_ids: Any) -> None:
+    """Raises EngineError where vLLM answered another prompt than was asked: its processor makes
+    other features of an image.
+    """
+    if request.images and list(token_ids) != list(request.token_ids):
+        raise EngineError(
+            f"vLLM made {len(token_ids)} tokens of a prompt with {len(request.images)} image(s), the trainer "
+            f"{len(request.token_ids)}. preprocessor_config.json of the model's folder may be read differently."
+        )
+
+
+def placeholders(processor: ImageProcessor, *, videos: bool) -> dict[str, int]:
+    """Returns the kinds of media that are compared, and the token that stands for each."""
+    found = {"image": processor.placeholder}
+    return found | {"video": processor.video_placeholder} if videos else found
+
+
+def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
+    """Returns checksums of what vLLM makes of a sample of each kind, under the token that stands for
+    it.
+    """
+    image, film = _samples()
+    frames = Frames(tuple(range(DEPTH)), DEPTH, 2.0, 1.0, (0,), 1)
+    contents = {"image": image, "video": (film, metadata_of(frames))}
+    fields = {"image": "pixel_values", "video": "pixel_values_videos"}
+    made = {kind: _made(renderer, token, kind, contents[kind]) for kind, token in tokens.items()}
+    return {kind: _sum(each[fields[kind]].data) for kind, each in made.items()}
+
+
+def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
+    """Raises EngineError where vLLM makes other patches of the samples than the trainer.
+
+    Image processors of other back-ends scale images differently, which nobody would notice.
+    """
+    image, film = _samples()
+    ours = {"image": _sum(processor.patches_of(image))}
+    if "video" in theirs:
+        ours["video"] = _sum(processor.video_patches_of(film))
+    if theirs != ours:
+        raise EngineError(
+            "vLLM makes other numbers of an image than the trainer: the image processors of the two differ. Is another "
+            "version of torchvision or transformers installed than requirements/ has, or does the model's folder say "
+            "do_sample_frames?"
+        )
+
+
+def _samples() -> tuple[Any, np.ndarray]:
+    """Returns an image, and frames of a video."""
+    from PIL import Image
+
+    width, height = SAMPLE
+    values = torch.arange(DEPTH * width * height * 3).mul(7).remainder(251).to(torch.uint8)
+    film = values.view(DEPTH, height, width, 3).numpy()
+    return Image.fromarray(film[0]), film
+
+
+def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
+    """Returns what vLLM makes of an image or video."""
+    from vllm.multimodal.processing import ProcessorInputs, TimingContext
+
+    own = renderer.mm_processor
+    items = own.info.parse_mm_data({kind: [content]})
+    inputs = ProcessorInputs(prompt=[placeholder], mm_data_items=items)
+    (made,) = own.apply(inputs, TimingContext(enabled=False))["mm_kwargs"][kind]
+    return made
+
+
+def _sum(patches: torch.Tensor) -> str:
+    """Returns the dtype, the shape and SHA-256 of patches."""
+    content = patches.contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{patches.dtype} {list(patches.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -1,0 +1,69 @@
+"""Reads what servers answer."""
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from rftmega.core import expert_routes
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.expert_routes import RoutedModel
+from rftmega.rollout.requests.partial_completion import PartialCompletion
+from rftmega.rollout.servers.protocol import weight_version
+from rftmega.rollout.servers.protocol.completion_checks import (
+    ANY_COMPLETION,
+    CompletionLimits,
+    WrongReply,
+    checked,
+    versions_of,
+)
+from rftmega.rollout.servers.vllm import protocol
+
+
+class StaleReply(EngineFault):
+    """StaleReply is a server's that says that it has other weights than it was given."""
+
+
+def answered(
+    reply: protocol.ServerReply,
+    routed: RoutedModel | None = None,
+    context: int = 0,
+    *,
+    limits: CompletionLimits = ANY_COMPLETION,
+    run: str = "",
+) -> PartialCompletion:
+    """Returns what a server has answered; with `routed` its routes, behind a context of so many
+    tokens. `run`: whose pushes its weights are of.
+
+    Raises StaleReply for tokens of no push of the run, WrongReply for what is no answer to such a
+    request, and for routes that are not those of the tokens.
+    """
+    ids, logprobs = checked(reply, limits)
+    numbers = []
+    for told, start, _ in reply.spans:
+        number = weight_version.number_of(told, run)
+        if number is None:
+            raise StaleReply(
+                f"A server answered under weights {told[:80]!r} from token {start} on, which this run has not brought."
+            )
+        numbers.append(number)
+    versions = versions_of(reply.spans, numbers, len(ids))
+    routes = None
+    if routed is not None and ids:
+        routes = _routes_of(reply, routed, context + len(ids) - 1)
+    return PartialCompletion(ids, logprobs, versions, reply.reason, routes)
+
+
+def _routes_of(reply: protocol.ServerReply, routed: RoutedModel, fed: int) -> Tensor:
+    """Returns the routes of so many tokens. Raises WrongReply where there are none, or others."""
+    size = math.prod(reply.shape)
+    kind = np.dtype(np.uint8 if len(reply.routes) == size else np.int16)
+    if min(reply.shape, default=0) < 0 or len(reply.routes) != size * kind.itemsize:
+        raise WrongReply(
+            f"A server gave {len(reply.routes)} bytes of routes of shape {reply.shape[:8]}."
+        )
+    told = np.frombuffer(reply.routes, kind).reshape(reply.shape) if reply.shape else None
+    try:
+        return expert_routes.of_vllm(told, routed, fed)
+    except EngineError as error:
+        raise WrongReply(str(error)) from error

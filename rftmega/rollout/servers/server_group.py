@@ -1,0 +1,381 @@
+"""ServerGroup keeps the servers of a run: which there are, which answer, and which have the newest weights."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rftmega.config.addresses import address_of
+from rftmega.core.errors import EngineError, EngineFault
+from rftmega.core.types import Metrics
+from rftmega.rollout.servers import server_client
+from rftmega.rollout.servers.health import ServerHealth, ServerState
+from rftmega.rollout.servers.protocol.claims import ServerTaken
+from rftmega.rollout.servers.protocol.server_list import ServerListLook, read_server_list
+from rftmega.rollout.servers.server_client import ServerClient
+from rftmega.runtime.parallel.watchdog import mark
+
+LOOK_SECONDS = 0.5  # between two looks whether a server has come
+KEEP_SECONDS = 5.0  # between two claims on a server elsewhere, which stays this run's by them
+log = logging.getLogger(__name__)
+
+
+class ServerGroupMember:
+    """ServerGroupMember is a server, and what is known of it."""
+
+    def __init__(self, number: int, server: ServerClient):
+        """`number`: its place in the fleet, which it keeps over restarts."""
+        self.number, self.server = number, server
+        self.health = ServerHealth()
+        self.paused = False  # a push began that has not ended
+        self.identity = ""  # of its process, where it tells
+        self.refusal: ServerTaken | None = None  # of another run that is under way
+        self.taken = 0.0  # when another run was first seen to have it; 0: none has
+
+    @property
+    def name(self) -> str:
+        """Returns what no other start of any server is called."""
+        return f"server-{self.number}-start-{self.health.starts}"
+
+    @property
+    def state(self) -> ServerState:
+        return self.health.state
+
+    def note_taken(self, error: ServerTaken) -> None:
+        """Notes that another run has it; for good where that was heard of since it was first seen to."""
+        now = time.monotonic()
+        self.taken = self.taken or now
+        if error.heard < now - self.taken:
+            self.refusal = error
+        self.health.absent()
+
+
+class ServerGroup:
+    """ServerGroup starts, finds, probes and restarts servers."""
+
+    def __init__(
+        self,
+        start: Callable[[int], ServerClient],
+        *,
+        own: int = 0,
+        client: Callable[[str], ServerClient] | None = None,
+        addresses: Sequence[str] = (),
+        server_list: str | Path = "",
+        check: Callable[[ServerClient], None] = lambda server: None,
+        keep: Callable[[ServerClient], None] = lambda server: None,
+    ):
+        """`start`: starts the server of a number in this process's care, `own` of them. `client`:
+        speaks to one elsewhere; `addresses`: of those that are always there; `server list`: a file with
+        further ones, one a line, which is read before each push. `check` raises EngineError for a
+        server that does not fit the run. `keep` tells one elsewhere that it is still the run's; raises
+        ServerTaken where it is not.
+        """
+        self._start, self._client, self._check, self._keep = start, client, check, keep
+        self._addresses = [address_of(address) for address in addresses]
+        self._server_list = Path(server_list) if server_list else None
+        self._problems: tuple[str, ...] = ()  # of the server list when it was last read
+        self._taking_in = threading.Lock()
+        self._closed = threading.Event()
+        self._keeping: threading.Thread | None = None
+        self._numbers = 0  # that were given
+        self._looking = threading.Lock()  # one thread at a time looks what has become of servers
+        self.pushing = False  # nobody comes or goes meanwhile
+        self.members: list[ServerGroupMember] = [self._member(start(n)) for n in range(own)]
+
+    def _member(self, server: ServerClient) -> ServerGroupMember:
+        self._numbers += 1
+        return ServerGroupMember(self._numbers - 1, server)
+
+    def wait(self) -> None:
+        """Waits for the servers that this process started, and for the first one elsewhere.
+
+        Raises what one of the former raises, and EngineError where nobody elsewhere comes in
+        START_SECONDS.
+        """
+        for member in self.members:
+            member.server.wait()
+            self._check(member.server)
+            member.health.came()
+        if self._client is not None:
+            self._keeping = threading.Thread(target=self._keep_all, name="claims", daemon=True)
+            self._keeping.start()
+        self.wait_for_one_elsewhere()
+
+    def wait_for_one_elsewhere(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Waits, where servers are elsewhere, until one can be given weights; `stop` breaks it off.
+
+        Raises EngineError where none comes in START_SECONDS, and ServerTaken where all are other runs',
+        which were heard of meanwhile.
+        """
+        if self._client is None:
+            return
+        asked = [
+            *self._addresses,
+            *([f"those of {self._server_list}"] if self._server_list else []),
+        ]
+        begin = time.monotonic()
+        self.renew()
+        if not self.reachable:
+            log.info("waiting for a server: %s", ", ".join(asked))
+        while not self.reachable and not stop():
+            refusals = [each.refusal for each in self.members if each.refusal is not None]
+            if refusals and len(refusals) == len(self.members):
+                raise refusals[0]
+            if time.monotonic() - begin > server_client.START_SECONDS:
+                raise EngineError(
+                    f"No server could be used within {server_client.START_SECONDS:g} s: {', '.join(asked)}. Look whether "
+                    "they run, with the same key and the right version; one that answers and does not fit is named above."
+                )
+            mark()
+            time.sleep(LOOK_SECONDS)
+            self.renew()
+
+    @property
+    def servers(self) -> list[ServerClient]:
+        return [member.server for member in self.members]
+
+    @property
+    def healthy(self) -> list[ServerClient]:
+        """Returns the servers that answer under the newest weights."""
+        return [each.server for each in self.members if each.state is ServerState.HEALTHY]
+
+    @property
+    def reachable(self) -> list[ServerGroupMember]:
+        """Returns the members that can be given weights."""
+        there = (ServerState.HEALTHY, ServerState.STALE)
+        return [each for each in self.members if each.state in there]
+
+    @property
+    def late(self) -> list[ServerGroupMember]:
+        """Returns the servers elsewhere that answer, and have not got the last push."""
+        stale = [each for each in self.members if each.state is ServerState.STALE]
+        return [each for each in stale if not each.server.own]
+
+    def of(self, server: ServerClient) -> ServerGroupMember | None:
+        """Returns a server's member; None where it has left."""
+        return next((each for each in self.members if each.server is server), None)
+
+    def named(self, name: str) -> ServerGroupMember:
+        """Raises EngineFault where it has left, or was started again since."""
+        found = next((each for each in self.members if each.name == name), None)
+        if found is None:
+            raise EngineFault(f"{name} has left.")
+        return found
+
+    def note_fault(self, server: ServerClient, fault: EngineError) -> None:
+        """Notes that a server failed: it is asked nothing more, until it answers a probe."""
+        if (member := self.of(server)) is not None and member.health.failed():
+            log.warning("server %d is asked nothing more: %s", member.number, fault)
+
+    def note_miss(self, member: ServerGroupMember, error: EngineError) -> None:
+        """Notes that a server has not got a push: it is asked nothing until it gets a whole one."""
+        log.warning("server %d has no weights: %s", member.number, error)
+        if isinstance(error, EngineFault):
+            member.health.failed()
+        member.health.missed()
+
+    def note_completion(self, server: ServerClient, tokens: int) -> None:
+        """Notes a completion, with which nothing was wrong."""
+        if (member := self.of(server)) is not None:
+            member.health.answered(tokens)
+
+    def renew(self) -> list[EngineError]:
+        """Ends own servers that died or hang and starts others in their places, follows the server list,
+        and looks whether servers elsewhere that were dead have come back.
+
+        Returns why servers did not come up; those are dead.
+        """
+        with self._looking:
+            self._follow_server_list()
+            each_at_once(self._look_at, self.members)
+            dead = [
+                each for each in self.members if each.state is ServerState.DEAD and each.server.own
+            ]
+            for member in dead:
+                member.health.restarting()
+                member.server.close()
+                member.server = self._start(member.number)
+            return [error for error in each_at_once(self._came_up, dead) if error is not None]
+
+    def look_elsewhere(self) -> None:
+        """Follows the server list, and takes in servers elsewhere that have come; leaves alone those that
+        answer, and all of them while weights are brought (`pushing`).
+        """
+        if self._client is None:
+            return
+        with self._looking:
+            if self.pushing:
+                return
+            self._follow_server_list()
+            away = (ServerState.RESTARTING, ServerState.DEAD, ServerState.STALE)
+            each_at_once(self._look_at, [each for each in self.members if each.state in away])
+
+    def probe(self, member: ServerGroupMember) -> None:
+        """Finds out whether a server works, and notes it."""
+        try:
+            member.server.probe(paused=member.paused)  # by a push that broke off
+        except EngineError as error:
+            log.warning("server %d answered no probe: %s", member.number, error)
+            member.health.probed(False)
+        else:
+            if not member.server.own and self._identity(member.server) != member.identity:
+                member.health.missed()  # it was started again since, with random weights
+            member.health.probed(True)
+
+    def measures(self) -> Metrics:
+        """Returns how many servers are in which state, and what each did."""
+        states = Counter(each.state for each in self.members)
+        seen = {f"servers_{state}": float(states[state]) for state in ServerState}
+        seen["server_faults"] = float(sum(each.health.faults for each in self.members))
+        seen["server_starts"] = float(sum(each.health.starts for each in self.members))
+        for each in self.members:
+            seen[f"server_{each.number}_requests"] = float(each.health.requests)
+            seen[f"server_{each.number}_tokens"] = float(each.health.tokens)
+        return seen
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._keeping is not None:
+            self._keeping.join()
+        for member in self.members:
+            member.server.close()
+
+    def _keep_all(self) -> None:
+        """Keeps the servers elsewhere for this run, until the fleet is closed."""
+        while not self._closed.wait(KEEP_SECONDS):
+            away = (ServerState.DEAD, ServerState.RESTARTING)
+            there = [each for each in self.members if not each.server.own]
+            each_at_once(self._keep_one, [each for each in there if each.state not in away])
+
+    def _keep_one(self, member: ServerGroupMember) -> None:
+        try:
+            self._keep(member.server)
+        except ServerTaken as error:
+            log.warning("server %d is lost: %s", member.number, error)
+            member.health.absent()
+        except EngineError as error:  # requests and probes tell
+            log.debug("server %d was not kept: %s", member.number, error)
+
+    def _look_at(self, member: ServerGroupMember) -> None:
+        """Finds out what has become of a server."""
+        server, health = member.server, member.health
+        if server.own:
+            if not server.alive:
+                health.died()
+            elif member.state is ServerState.SUSPECT:
+                self.probe(member)
+                if member.state is ServerState.SUSPECT:  # a hung one is started again at once
+                    health.died()
+            return
+        if member.state is ServerState.SUSPECT:
+            self.probe(member)
+        elif member.state is ServerState.HEALTHY and self._identity(server) != member.identity:
+            self._came_back(member)  # it was started again since, with random weights
+        elif member.state in (ServerState.RESTARTING, ServerState.DEAD, ServerState.STALE):
+            self._came_back(member)
+
+    def _came_back(self, member: ServerGroupMember) -> None:
+        """Takes in a server elsewhere, if it answers."""
+        if member.state is ServerState.DEAD and not member.health.probe_is_due:
+            return
+        stale, member.refusal = member.state is ServerState.STALE, None
+        try:
+            if not member.server.there():
+                member.health.absent()
+                return
+            if stale and member.server.identity() == member.identity:
+                return  # it waits for the next push
+            self._check(member.server)
+            self._identify(member)
+        except ServerTaken as error:
+            log.warning("server %d is not taken in: %s", member.number, error)
+            member.note_taken(error)
+            return
+        except EngineError as error:  # it does not fit: another key, another version of vLLM
+            log.warning("server %d is not taken in: %s", member.number, error)
+            member.health.absent()
+            return
+        member.paused = member.server.updating = False
+        member.health.came()
+        log.info("server %d at %s has come", member.number, member.server.address)
+
+    def _identify(self, member: ServerGroupMember) -> None:
+        """Notes which process it is. Raises EngineError where another member is that one."""
+        identity = member.server.identity()
+        with self._taking_in:
+            for other in self.members:
+                if identity and other is not member and other.identity == identity:
+                    raise EngineError(
+                        f"{member.server.address} is the server at {other.server.address}. Name it once."
+                    )
+            member.identity, member.taken = identity, 0.0
+
+    def _identity(self, server: ServerClient) -> str:
+        with suppress(EngineError):
+            return server.identity()
+        return ""
+
+    def _came_up(self, member: ServerGroupMember) -> EngineError | None:
+        try:
+            member.server.wait()
+            self._check(member.server)
+        except EngineError as error:
+            member.health.died()
+            return error
+        member.paused = member.server.updating = False
+        member.health.came()
+        return None
+
+    def _follow_server_list(self) -> None:
+        """Takes in servers whose addresses are new, and lets those go whose addresses are gone."""
+        if self._client is None:
+            return
+        look = (
+            ServerListLook() if self._server_list is None else read_server_list(self._server_list)
+        )
+        for problem in look.problems:
+            if problem not in self._problems:
+                log.warning("%s", problem)
+        self._problems = look.problems
+        wanted = [*self._addresses, *look.addresses]
+        for member in [each for each in self.members if not each.server.own]:
+            # nobody leaves by a file that is half written, or can't be read
+            if member.server.address not in wanted and not look.problems:
+                self.members.remove(member)
+                log.info("server %d at %s has left", member.number, member.server.address)
+                member.server.close()
+        known = {each.server.address for each in self.members}
+        for address in dict.fromkeys(wanted):
+            if address not in known:
+                self.members.append(self._member(self._client(address)))
+
+
+def each_at_once(
+    work: Callable[[ServerGroupMember], Any], members: Sequence[ServerGroupMember]
+) -> list[Any]:
+    """Returns what `work` gives for each member; all are worked on at once."""
+    with ThreadPoolExecutor(max(1, len(members))) as pool:
+        return list(pool.map(work, members))
+
+
+def post_to_each(
+    members: Sequence[ServerGroupMember],
+    path: str,
+    body: Mapping[str, Any] | None,
+    failed: Callable[[ServerClient, EngineError], None],
+) -> None:
+    """Asks all of them at once. Who does not answer is told to `failed`, and raised as EngineFault."""
+
+    def post(member: ServerGroupMember) -> None:
+        try:
+            member.server.post(path, None if body is None else dict(body))
+        except EngineFault as fault:
+            failed(member.server, fault)
+            raise
+
+    each_at_once(post, members)

@@ -1,0 +1,61 @@
+"""TrainedGroups are what a step of an asynchronous run has taken: recorded by one run, and taken in
+the same order by another.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rftmega.core.interfaces import TakenGroups
+
+
+@dataclass(frozen=True)
+class TrainedGroups:
+    """TrainedGroups holds numbers of groups, in the order in which a step took them."""
+
+    # a list for each time that the step waited: more than one where groups were left out
+    taken: list[list[int]]
+    # of each of these groups the policy versions that drew its tokens, ascending
+    versions: list[list[list[int]]]
+    dropped: list[int]
+
+    @staticmethod
+    def of(taken: Sequence[TakenGroups], dropped: Sequence[int]) -> "TrainedGroups":
+        """Returns what a step's waits gave."""
+        return TrainedGroups(
+            [[group.number for group in each.groups] for each in taken],
+            [_versions(each) for each in taken],
+            list(dropped),
+        )
+
+    def differing(self, other: "TrainedGroups") -> int:
+        """Counts the groups of `other` whose tokens are of other versions here."""
+        ours = _by_number(self)
+        return sum(ours.get(number) != own for number, own in _by_number(other).items())
+
+
+def read_order(path: str | Path) -> dict[int, TrainedGroups]:
+    """Reads what `callbacks.trained_order` wrote, by the number of the step, as metrics.jsonl
+    counts. Validation has looked at it.
+    """
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
+    return {
+        line["step"]: TrainedGroups(line["taken"], line["versions"], line["dropped"])
+        for line in lines
+    }
+
+
+def _versions(taken: TakenGroups) -> list[list[int]]:
+    found, begin = [], 0
+    for group in taken.groups:
+        own = taken.rollouts[begin : begin + len(group.seeds)]
+        begin += len(group.seeds)
+        found.append(sorted({version for each in own if each for version in each.versions}))
+    return found
+
+
+def _by_number(trained: TrainedGroups) -> dict[int, list[int]]:
+    numbers = [number for each in trained.taken for number in each]
+    versions = [own for each in trained.versions for own in each]
+    return dict(zip(numbers, versions, strict=True))
