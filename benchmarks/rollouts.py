@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.timing import compare
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
-from rftmega.environments import SingleTurnEnvironment
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.engine_pool import EnginePool
 from rftmega.rollout.pool.pending_requests import PendingRequests, Stop, Tasks

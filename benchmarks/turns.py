@@ -20,7 +20,8 @@ from rftmega.config.options.environments import Tools
 from rftmega.core.sampling_seeds import turn_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
-from rftmega.environments import ToolsEnvironment, specs_of
+from rftmega.environments.create import specs_of
+from rftmega.environments.tool_environment import ToolsEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.engine_pool import EnginePool
 from rftmega.rollout.pool.pending_requests import PendingRequests, Tasks

@@ -1,4 +1,4 @@
-"""Hugging Face config -> TransformerConfig -> GPTModel: one file a family.
+"""Builds GPTModels from Hugging Face configs, with one module per architecture (model_type).
 
 `description` imports no Megatron.
 """

@@ -1,4 +1,6 @@
-"""A decoder of Megatron's that hears: transformers' encoder of sound on its first stage."""
+"""Audio-language models: a Megatron decoder with transformers' audio encoder on its first pipeline
+stage.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,12 +15,12 @@ from rftmega.model_providers.tower_model import TowerModel
 
 
 class AudioEncoder(nn.Module):
-    """AudioEncoder turns frames of waveforms into features of the decoder's width, with transformers' own
-    modules.
+    """AudioEncoder encodes waveform frames to features of the decoder's hidden size, with
+    transformers' modules.
     """
 
     def __init__(self, model: ModelDescription, dtype: torch.dtype):
-        """Builds it; its weights hold nothing yet."""
+        """Builds the encoder with uninitialised weights."""
         from transformers.initialization import no_init_weights
         from transformers.models.qwen2_audio import modeling_qwen2_audio as source
         from transformers.models.qwen2_audio.configuration_qwen2_audio import (
@@ -31,12 +33,12 @@ class AudioEncoder(nn.Module):
         both: Any = SimpleNamespace(
             audio_config=config, text_config=SimpleNamespace(hidden_size=model.hidden)
         )
-        with no_init_weights():  # a large tower's would take minutes, and a checkpoint has them
+        with no_init_weights():  # initialising takes minutes; a checkpoint has the weights
             self.audio_tower = source.Qwen2AudioEncoder._from_config(config, dtype=dtype)
         self.multi_modal_projector = source.Qwen2AudioMultiModalProjector(both).to(dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> "AudioEncoder":
-        """Sets whether it learns, but for its table of sinusoids, which never does."""
+        """Sets whether the encoder is trained; its sinusoidal position embeddings stay frozen."""
         super().requires_grad_(requires_grad)
         self.audio_tower.embed_positions.requires_grad_(False)
         return self
@@ -45,8 +47,9 @@ class AudioEncoder(nn.Module):
         self.audio_tower.gradient_checkpointing_enable(settings)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        """Returns features [I, P / 2, H] of `frames` [I, M, 2 P], of which `lengths` [I] hold sound:
-        what is behind them is attended to by nothing that is used.
+        """Returns features [I, P / 2, H] of `frames` [I, M, 2 P], of which `lengths` [I] are valid.
+
+        Padding behind them is masked out of attention.
         """
         positions = frames.shape[-1] // 2
         heard = torch.arange(positions, device=frames.device) < (lengths[:, None] - 1) // 2 + 1
@@ -59,7 +62,7 @@ class AudioEncoder(nn.Module):
 
 
 class AudioLanguageModel(TowerModel):
-    """AudioLanguageModel is one pipeline chunk; the first has `audio`."""
+    """AudioLanguageModel is one pipeline model chunk; the first chunk has the encoder `audio`."""
 
     place = "audio"
 
@@ -76,9 +79,9 @@ class AudioLanguageModel(TowerModel):
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
 
-        The first chunk gets `frames` and `lengths` (see AudioEncoder; None where the micro-batch has no
-        waveform), and `features` [N]: which row of the tower's output stands in the token's place,
-        from 1; 0 for words.
+        The first chunk takes `frames` and `lengths` (see AudioEncoder; None if the micro-batch has
+        no waveform) and `features` [N]: the 1-based index of the encoder output that replaces the
+        token's embedding, 0 for text tokens.
         """
         if not self.pre_process:
             return super().forward(

@@ -38,7 +38,9 @@ def transformer_config(
     dropout: float = 0.0,
     fp8: str = "none",
 ) -> TransformerConfig:
-    """Returns Megatron's config for this model and layout; parameters in `dtype`."""
+    """Returns Megatron's TransformerConfig for this model and parallel layout; parameters are in
+    `dtype`.
+    """
     interleaved = parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if model.latent else TransformerConfig
     config = kind(
@@ -66,17 +68,16 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
-        # With two stages, both neighbours are the same process, and a batched exchange pairs the
-        # wrong messages: silently.
+        # With two stages, both neighbours are the same process, and batched P2P silently pairs the
+        # wrong messages.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # The seam: a loss gives sums and counts, and gradients are divided once, by the global
-        # count.
+        # Losses return sums and counts; gradients are divided once, by the global token count.
         calculate_per_token_loss=True,
-        # Packed micro-batches differ in length; the stages tell each other the shape.
+        # Packed micro-batches differ in length, so the stages exchange shapes.
         variable_seq_lengths=True,
         **_RECOMPUTE[parallel.recompute],
         **_FP8[fp8],
@@ -86,7 +87,7 @@ def transformer_config(
         **fused_kernels(installed(), model, parallel, dtype),
     )
     if (yarn := model.rope.yarn) and not model.latent:
-        # No fields of the class: GPTModel and its attention look for attributes of these names.
+        # Not fields of the class: GPTModel and its attention read attributes of these names.
         vars(config).update(
             yarn_rotary_scaling_factor=model.rope.factor,
             yarn_original_max_position_embeddings=yarn.original_positions,
@@ -110,8 +111,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-# Transformer Engine would keep its weights of 8 bits beside the others, where nobody takes them off
-# the device
+# Transformer Engine would keep its FP8 weights beside the others, where nothing offloads them.
 _BLOCKS = {"fp8": "e4m3", "disable_parameter_transpose_cache": True}
 _FP8: dict[str, dict[str, Any]] = {
     "none": {},
@@ -128,7 +128,9 @@ def _windows(model: ModelDescription, window: int) -> dict[str, Any]:
 
 
 def _latent(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
-    """Sets all fields of latent attention, since Megatron's defaults stretch positions by 40."""
+    """Returns all config fields of multi-head latent attention; Megatron's defaults scale RoPE by
+    40.
+    """
     yarn = rope.yarn
     return {
         "q_lora_rank": latent.query_rank,
@@ -153,7 +155,7 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
         "moe_router_topk": experts.active,
         "moe_ffn_hidden_size": experts.ffn,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(model.layers)],
-        # The softmax of the best few is the softmax of all, normalised.
+        # A softmax over the top k equals a normalised softmax over all experts.
         "moe_router_pre_softmax": not experts.sigmoid and not experts.normalised,
         "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
         "moe_router_dtype": "fp32" if experts.sigmoid else None,  # as transformers computes each
@@ -161,11 +163,10 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
         "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
         "moe_router_group_topk": experts.active_groups if experts.groups > 1 else None,
         "moe_router_enable_expert_bias": experts.sigmoid,
-        "moe_router_bias_update_rate": 0.0,  # it is a weight like any other here
+        "moe_router_bias_update_rate": 0.0,  # the expert bias is a regular weight here
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         "moe_shared_expert_gate": experts.shared_gate,
-        # RL scores and learns with the router as it is; a balancing loss would be another
-        # objective.
+        # No load-balancing loss: it would change the RL objective.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "expert_model_parallel_size": parallel.expert,
@@ -174,8 +175,8 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
 
 
 def _not_about_probabilities(record: logging.LogRecord) -> bool:
-    """DeepEP's dispatcher says at every use that it makes bfloat16 probabilities float32, which
-    loses nothing.
+    """Returns whether a record is not DeepEP's repeated message that it casts bfloat16
+    probabilities to float32, which is lossless.
     """
     return "float32 probs" not in record.getMessage()
 
@@ -191,16 +192,17 @@ def build_chunk(
     freeze_vision: bool = False,
     adapters: bool = False,
 ) -> GPTModel:
-    """Builds the layers of this pipeline stage, or of its `chunk` where the schedule is
-    interleaved, randomly initialised.
+    """Builds this pipeline stage's layers, or its model chunk `chunk` under interleaved scheduling,
+    randomly initialised.
 
-    `head=False` leaves the output head out: a value model has its own. `freeze_vision`: the tower
-    has no gradient. `adapters`: linear layers can have some.
+    `head=False` omits the LM head, as value models have their own. `freeze_vision`: the tower is
+    frozen. `adapters`: linear layers can have LoRA adapters.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:
-        # Transformer Engine's layers have a kernel of their own. Megatron's refuse to be built
-        # without apex's: here that is the output layer alone, which then does without.
+        # Transformer Engine's layers have their own kernel. Megatron's output layer refuses to be
+        # built without apex's, so it is built as if apex were there; the option is turned off
+        # below.
         vars(layers)["_grad_accum_fusion_available"] = True
     if config.moe_token_dispatcher_type == "flex":
         logging.getLogger(token_dispatcher.__name__).addFilter(_not_about_probabilities)

@@ -1,6 +1,4 @@
-"""Describes a model, in one vocabulary for every family and for both generations of transformers (4
-and 5).
-"""
+"""Model descriptions: one set of fields for all architectures and for transformers 4 and 5."""
 
 import importlib
 import pkgutil
@@ -16,28 +14,28 @@ from rftmega.model_providers.hf_config import HFConfig
 from rftmega.model_providers.rope import Rope, read_rope
 from rftmega.model_providers.tower import AudioTower, VisionTower
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # as layer_types says it
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in a model's sparse layers."""
+    """Experts describes the experts of a model's MoE layers."""
 
     number: int
-    active: int  # experts a token goes to
-    ffn: int  # of one expert
-    layers: frozenset[int]  # which layers have experts; the others are dense
-    normalised: bool  # the active experts' weights add up to 1
-    shared_ffn: int = 0  # of the expert that every token goes to
-    shared_gate: bool = False  # it is weighted by a sigmoid of its own
-    # scores are sigmoids and carry a bias for the choice, instead of one softmax
+    active: int  # experts per token
+    ffn: int  # FFN size of one expert
+    layers: frozenset[int]  # the MoE layers; the others are dense
+    normalised: bool  # the active experts' weights sum to 1
+    shared_ffn: int = 0  # FFN size of the shared expert
+    shared_gate: bool = False  # a sigmoid gate weights the shared expert
+    # scores are sigmoids with a selection bias, instead of one softmax
     sigmoid: bool = False
-    groups: int = 1  # experts are chosen within the best `active_groups` of these
+    groups: int = 1  # experts are selected within the best `active_groups` of these
     active_groups: int = 1
-    scale: float = 1.0  # of the active experts' weights
+    scale: float = 1.0  # scaling factor of the active experts' weights
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError for numbers that can't be together."""
+        """Raises CheckpointError for inconsistent expert or group counts."""
         if self.active > self.number:
             raise CheckpointError(
                 f"num_experts_per_tok={self.active} is more than the {self.number} experts."
@@ -51,20 +49,20 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a narrow vector a
-    token.
+    """LatentAttention describes multi-head latent attention (arXiv:2405.04434): keys and values are
+    decompressed from a low-rank vector per token.
     """
 
-    query_rank: int | None  # None: queries come straight from the hidden state
+    query_rank: int | None  # None: queries are computed from the hidden state
     key_value_rank: int
-    plain_dim: int  # of a head's queries and keys, without position
-    rope_dim: int  # with position; shared by the heads' keys
+    plain_dim: int  # per head, of queries and keys without RoPE
+    rope_dim: int  # with RoPE; shared by the heads' keys
     value_dim: int
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A decoder. Sizes are the whole model's, before any sharding."""
+    """ModelDescription describes a decoder; sizes are of the whole model, before any sharding."""
 
     family: str
     layers: int
@@ -81,18 +79,20 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     init_std: float
-    full_width_qk_norm: bool = False  # of q and k over all heads at once, not of each
-    post_norm: bool = False  # norms are behind attention and MLP, not in front of them
-    window: int | None = None  # tokens that a token sees, itself included, in the layers `windowed`
+    full_width_qk_norm: bool = False  # q and k norms span all heads, instead of each
+    post_norm: bool = False  # norms follow attention and MLP, instead of preceding them
+    window: int | None = (
+        None  # tokens attended to, the token itself included, in the layers `windowed`
+    )
     windowed: frozenset[int] = frozenset()
     latent: LatentAttention | None = None
     experts: Experts | None = None
-    tower: VisionTower | AudioTower | None = None  # on the first stage
-    padding: int | None = None  # the token whose row of the embedding learns nothing
+    tower: VisionTower | AudioTower | None = None  # on the first pipeline stage
+    padding: int | None = None  # the token whose embedding row is not trained
 
     @property
     def parameters(self) -> int:
-        """Returns the weights of the whole model; tied embeddings count once."""
+        """Returns the number of parameters of the whole model; tied embeddings count once."""
         normed = self.heads + self.groups if self.full_width_qk_norm else 2
         of_heads = normed * self.head_dim if self.qk_norm and not self.latent else 0
         norms = 2 * self.hidden + of_heads
@@ -123,8 +123,10 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Raises CheckpointError, naming the field, for a family or a setting that Megatron-Core 0.16
-    can't represent here.
+    """Describes the model of a Hugging Face config.
+
+    Raises CheckpointError, naming the field, for an architecture or a setting that Megatron-Core
+    0.16 can't represent here.
     """
     family = hf_config.get("model_type")
     if family not in FAMILIES:
@@ -147,17 +149,16 @@ def decoder(
     head_dim: int | None = None,
     partial_rope: bool = False,
 ) -> ModelDescription:
-    """Describes what the families have in common: Llama's shape. A family changes the rest with
-    dataclasses.replace.
+    """Describes the Llama architecture, which the others change with dataclasses.replace.
 
-    `head_dim` is that of a family whose heads follow from other fields. `partial_rope`: its
-    attention can leave the end of a head as it is. Raises CheckpointError for heads that can't be.
+    `head_dim`: set if it follows from other fields. `partial_rope`: RoPE may cover only a part of
+    each head. Raises CheckpointError for inconsistent head sizes.
     """
     config.only("hidden_act", "silu", why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
     config.get(FIELD)
-    block_scales(config)  # or another way of quantising, which is refused
+    block_scales(config)  # refuses other quantisation methods
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads", heads)
     if head_dim is None:
@@ -198,7 +199,7 @@ def decoder(
 
 
 def _padding(config: HFConfig) -> int | None:
-    """Returns the token that transformers builds the embedding's `padding_idx` from; a negative one
+    """Returns the token id of the embedding's `padding_idx`, or None; a negative pad_token_id
     counts from the end.
     """
     token = config.get("pad_token_id")
@@ -222,11 +223,11 @@ def _head_dim(config: HFConfig) -> int:
 def with_windows(
     model: ModelDescription, config: HFConfig, *, used: bool, listed: Callable[[int], bool]
 ) -> ModelDescription:
-    """Adds the sliding window: in the layers that `layer_types` lists, or else in those that
-    `listed` names.
+    """Adds sliding-window attention to the layers in `layer_types`, or by default to those that
+    `listed` accepts.
 
-    Raises CheckpointError where `layer_types` is of another model, or lists windows where there are
-    none.
+    Raises CheckpointError if `layer_types` does not match the model, or lists sliding windows
+    without a window size.
     """
     window = config.get("sliding_window")
     if not used:
@@ -252,9 +253,10 @@ def with_windows(
 
 
 def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Adds a sliding window of all layers, where config.json has one.
+    """Adds sliding-window attention to all layers if config.json has a window.
 
-    transformers' Mistral does not look at `layer_types`.
+    transformers' Mistral ignores `layer_types`. Raises CheckpointError if it lists layers without
+    the window.
     """
     found = with_windows(model, config, used=True, listed=lambda layer: True)
     if len(found.windowed) != (model.layers if config.get("sliding_window") else 0):
@@ -266,15 +268,18 @@ def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
 
 
 def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Qwen's: off unless `use_sliding_window` says so, and then from `max_window_layers` on."""
+    """Adds Qwen's sliding window: off unless `use_sliding_window` is set, then in the layers from
+    `max_window_layers` on.
+    """
     used, first = config["use_sliding_window"], config["max_window_layers"]
     return with_windows(model, config, used=used, listed=lambda layer: layer >= first)
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
-    """Returns why this model can't be split like that, each with the nearest that can.
+    """Returns the reasons why a parallel layout does not fit the model, each with the nearest valid
+    value.
 
-    Empty when it can.
+    Empty if it fits.
     """
     found = heads_violations(model, parallel.tensor, "parallel.tensor")
     if latent := model.latent:
@@ -338,11 +343,10 @@ def _no_divisor(option: str, value: int, of: str, size: int) -> str:
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
-    """Returns [stage][chunk] -> the layers it holds.
+    """Returns the layers of each pipeline stage and model chunk: [stage][chunk] -> range.
 
-    Raises ValueError, with the nearest that works, where they can't be split so.
-
-    Chunks run in the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
+    Raises ValueError, with the nearest valid value, if the layers can't be split so. Chunks run in
+    the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
@@ -383,7 +387,7 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
 
 
 def heads_violations(model: ModelDescription, processes: int, option: str) -> list[str]:
-    """Returns why `processes` can't share the attention heads; empty when they can."""
+    """Returns the reasons why `processes` can't share the attention heads; empty if they can."""
     found = []
     if model.heads % processes:
         found.append(_no_divisor(option, processes, "number of attention heads,", model.heads))

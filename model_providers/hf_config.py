@@ -1,4 +1,4 @@
-"""config.json, read so that no field of it can be overlooked."""
+"""Reads config.json such that no field is silently ignored."""
 
 import json
 import os
@@ -12,8 +12,7 @@ from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.models.known_fields import without_effect, without_strange_sections
 
-# Fields that change no number of the model: bookkeeping, generation, heads of other tasks, losses
-# that we do not use.
+# Fields without effect on the model: bookkeeping, generation, heads of other tasks, unused losses.
 NEUTRAL = frozenset(
     {
         *(
@@ -60,14 +59,15 @@ NEUTRAL = frozenset(
 
 
 class HFConfig(Mapping[str, Any]):
-    """The fields of a config.json, completed by the family's defaults; knows which were asked for.
+    """HFConfig maps config.json's fields, completed by the architecture's defaults, and records
+    which were read.
 
-    Null counts as not there.
+    Null counts as absent.
     """
 
     def __init__(self, fields: Mapping[str, Any]):
-        """Raises CheckpointError for fields that are missing, null where they must not be, or of
-        another kind.
+        """Raises CheckpointError for fields that are missing, null where not allowed, or of another
+        type.
         """
         fields = flattened(fields)
         self._fields = {
@@ -99,11 +99,11 @@ class HFConfig(Mapping[str, Any]):
         return len(self._fields)
 
     def said(self, name: str) -> bool:
-        """Returns whether config.json names the field, be it as null."""
+        """Returns whether config.json contains the field, even as null."""
         return name in self._named
 
     def only(self, name: str, *values: Any, why: str) -> None:
-        """Raises CheckpointError where the field is there and is none of `values`."""
+        """Raises CheckpointError if the field is present with a value other than `values`."""
         if (value := self.get(name, values[0])) not in values:
             fits = " and ".join(json.dumps(fit) for fit in values)
             raise CheckpointError(
@@ -111,7 +111,7 @@ class HFConfig(Mapping[str, Any]):
             )
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError for fields that nobody asked for and that might change the model."""
+        """Raises CheckpointError for fields that were never read and might change the model."""
         family = self._fields.get("model_type", "")
         unread = sorted(
             name for name in self._given - self._read - NEUTRAL if not drops(name, family=family)
@@ -129,10 +129,10 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Reads config.json of a Hugging Face folder, without what has no effect in the sections of its
-    towers (`known_fields`).
+    """Reads config.json of a Hugging Face folder, without ineffective fields in its tower sections
+    (`known_fields`).
 
-    Raises CheckpointError where it is missing or no strict JSON object.
+    Raises CheckpointError if it is missing or not a strict JSON object.
     """
     path = Path(folder) / "config.json"
     if not os.path.lexists(path):

@@ -1,6 +1,4 @@
-"""Detects CUDA's optional packages on this machine, and the fused kernels of Megatron's that they
-make possible.
-"""
+"""Detects the installed optional CUDA packages, and the fused kernels of Megatron that they enable."""
 
 import functools
 import importlib
@@ -17,21 +15,18 @@ from rftmega.runtime import device
 
 @dataclass(frozen=True)
 class Installed:
-    """Installed tells what was found beside torch.
-
-    On a CPU nothing counts, whatever is installed.
-    """
+    """Installed lists the optional packages found beside torch; on a CPU none count."""
 
     transformer_engine: tuple[int, ...] | None = None  # its version
-    permutation: bool = False  # Transformer Engine's kernels that sort tokens by expert
+    permutation: bool = False  # Transformer Engine's kernels that permute tokens by expert
     weight_gradients: bool = False  # apex's fused_weight_gradient_mlp_cuda
-    triton: bool = False  # what torch.compile needs
+    triton: bool = False  # for torch.compile
     deep_ep: bool = False
-    why_not: str = ""  # why Transformer Engine is not used; empty where it is, and on a CPU
+    why_not: str = ""  # why Transformer Engine is not used; empty if it is, and on a CPU
 
     @property
     def told(self) -> str:
-        """Returns Transformer Engine's part of a run's first lines; empty on a CPU."""
+        """Returns the text about Transformer Engine in a run's first log lines; empty on a CPU."""
         if self.transformer_engine is not None:
             return f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
         return f"without Transformer Engine: {self.why_not}" if self.why_not else ""
@@ -39,9 +34,9 @@ class Installed:
 
 @functools.cache
 def installed() -> Installed:
-    """Detects what this machine has.
+    """Detects the optional packages of this machine.
 
-    A package counts only where it can be imported: a broken installation is none.
+    A package counts only if it can be imported.
     """
     if device.current().type != "cuda":
         return Installed()
@@ -64,8 +59,8 @@ def uses_transformer_engine() -> bool:
 
 
 def _imported(name: str) -> tuple[Any, str]:
-    """Imports a module, or says why it can't be imported: a library of another build may raise
-    anything.
+    """Returns a module and an empty text, or None and the error of its import, which may be of any
+    type.
     """
     try:
         return importlib.import_module(name), ""
@@ -85,27 +80,27 @@ def version_of(text: str) -> tuple[int, ...]:
 def fused_kernels(
     found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns the fields of Megatron's config that a machine with `found` sets.
-
-    Without any, those of a CPU.
+    """Returns the fields of Megatron's config for the packages in `found`; without any, those of a
+    CPU.
     """
     engine = found.transformer_engine or ()
     fields = {
-        # One kernel turns queries and one keys; Megatron's other way asks the device for the rows'
-        # lengths, twice each. The fused one forgets YaRN's factor on packed rows, that of latent
-        # attention is experimental in Megatron-Core 0.16, and an image's positions are no count.
+        # The fused kernel rotates queries and keys with one launch each; the unfused path fetches
+        # the rows' lengths from the device, twice each. The fused one drops YaRN's factor on packed
+        # rows, that of latent attention is experimental in Megatron-Core 0.16, and image positions
+        # are not consecutive.
         "apply_rope_fusion": engine >= (1, 12)
         and not model.latent
         and not model.rope.yarn
         and not model.rope.sections,
         "bias_activation_fusion": found.triton,
-        # Weights' gradients are added to the fp32 sums by the kernel that computes them.
+        # The kernel that computes weight gradients adds them to the fp32 sums.
         "gradient_accumulation_fusion": bool(engine) or found.weight_gradients,
-        # Of the local norm and attention, which are not used.
+        # For the local norm and attention, which are not used.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,
-        # The default refuses variable lengths, of dense models as well.
+        # The default dispatcher refuses variable lengths, even for dense models.
         "moe_token_dispatcher_type": "alltoall",
     }
     if model.experts:
@@ -113,7 +108,7 @@ def fused_kernels(
             "moe_grouped_gemm": bool(engine),
             "moe_permute_fusion": bool(engine) and found.permutation,
         }
-        # Its kernels carry bfloat16 alone.
+        # DeepEP's kernels support bfloat16 only.
         if found.deep_ep and parallel.expert > 1 and dtype == torch.bfloat16:
             fields |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
     return fields

@@ -1,8 +1,8 @@
-"""Lets modules of transformers learn as they score: without dropout, layers left out, or noise in
-routers, whatever config.json says.
+"""Trains transformers modules exactly as they score: no dropout, layer drop or router noise,
+whatever config.json sets.
 
-All of these ask a module whether it is in training mode, so none ever is. Recomputation asks the
-same, of layers alone: they say so while they are called, and not while they compute.
+All of these depend on a module's training flag, so it stays off. Gradient checkpointing depends on
+the flag of layers alone: it is set while a layer is called, and cleared while it computes.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def allow_recomputation(model: Any) -> None:
-    """Makes the layers of a model compute again in a backward pass, once `learn` says so."""
+    """Prepares a model's layers for gradient checkpointing, which `learn` turns on and off."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -24,7 +24,7 @@ def allow_recomputation(model: Any) -> None:
 
 
 def learn(model: nn.Module, learning: bool) -> None:
-    """Switches a model between learning and scoring, which differ in recomputation alone."""
+    """Switches a model between training and scoring, which differ in gradient checkpointing alone."""
     model.eval()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

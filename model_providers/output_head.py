@@ -1,8 +1,8 @@
-"""Finds out, before there are weights, how a decoder of transformers makes its logits.
+"""Determines how a transformers decoder computes its logits, before its weights are loaded.
 
-Log-probs are made without logits here, from a linear layer with or without a bias and a factor on
-either side of it. The model's own forward pass says whether that is all: it is run between a stand-in
-of the decoder and one of the output head.
+Log-probs are computed here without logits, from a linear layer with an optional bias and a scale
+factor on either side. The model's own forward pass, run with stand-ins for the decoder and the LM
+head, shows whether that is all.
 """
 
 import functools
@@ -18,11 +18,11 @@ from rftmega.core.errors import CheckpointError
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
 
-LARGEST, SMALLEST = 1e4, 1e-2  # of the logits that are tried, on both sides of 0
+LARGEST, SMALLEST = 1e4, 1e-2  # magnitudes of the probe logits, of both signs
 
 
 class OutputHead(NamedTuple):
-    """OutputHead says how logits are made: after * linear(before * hidden)."""
+    """OutputHead describes how logits are computed: after * linear(before * hidden)."""
 
     linear: nn.Linear
     before: float = 1.0
@@ -30,10 +30,10 @@ class OutputHead(NamedTuple):
 
 
 def output_head(model: "PreTrainedModel") -> OutputHead:
-    """Returns the output head of a model, which may be on the meta device.
+    """Returns the LM head of a model, which may be on the meta device.
 
-    Raises CheckpointError, with the class of the model, where it makes its logits in another way,
-    such as capping them, or leaving some of them out.
+    Raises CheckpointError, naming the model's class, if it computes its logits in another way, such
+    as capping them or leaving some out.
     """
     kind, linear = type(model).__name__, model.get_output_embeddings()
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
@@ -54,7 +54,7 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
     try:
         with torch.no_grad(), _in_place_of(decoder, given), _in_place_of(linear, noted):
             logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
-    except Exception as error:  # whatever its code does with weights that are not there yet
+    except Exception as error:  # model code may raise anything if weights are missing
         raise _refused(
             kind, f"its forward pass does more than call decoder and output head: {error}"
         ) from error
@@ -76,8 +76,8 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
 
 
 def names_of_head(model: "PreTrainedModel") -> list[str]:
-    """Returns the names of the tensors that a folder may have of a model's output head: of its weight,
-    which may be the embedding as well, and of its bias.
+    """Returns the names of the LM-head tensors that a folder may have: the weight, which may be the
+    embedding's, and the bias.
     """
     head = model.get_output_embeddings()
     (name,) = [name for name, module in model.named_modules() if module is head]
@@ -92,13 +92,13 @@ def _refused(kind: str, reason: str) -> CheckpointError:
 
 
 def _spread(number: int) -> Tensor:
-    """Returns logits of both signs, from small ones to some that any bound would change."""
+    """Returns probe logits of both signs, from small to so large that any bound would change them."""
     half = torch.logspace(0, 1, (number + 1) // 2, base=LARGEST / SMALLEST) * SMALLEST
     return torch.cat([-half.flip(0), half])[:number]
 
 
 def _factor(found: Tensor, given: Tensor) -> float | None:
-    """Returns what all of `given` is multiplied by in `found`; None where that is not all."""
+    """Returns the nonzero scalar factor from `given` to `found`, or None if there is none."""
     if found.shape != given.shape:
         return None
     factor = float(found[0, 0, 0] / given[0, 0, 0])
@@ -108,12 +108,12 @@ def _factor(found: Tensor, given: Tensor) -> float | None:
 
 @functools.cache
 def _given_output() -> type[Any]:
-    """Return the class of a decoder's output in which all but the hidden states is None."""
+    """Returns the class of a decoder output whose fields other than the hidden states are None."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class GivenOutput(MoeModelOutputWithPast):
         def __getattr__(self, name: str) -> None:
-            """Is asked for what one decoder or another gives besides, such as its cache."""
+            """Returns None for other outputs of a decoder, such as its cache."""
             if name.startswith("_"):
                 raise AttributeError(name)
 
@@ -122,7 +122,7 @@ def _given_output() -> type[Any]:
 
 @contextmanager
 def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Has a module answer as `forward` does within a `with` block."""
+    """Replaces a module's forward by `forward` within a `with` block."""
     vars(module)["forward"] = forward
     try:
         yield

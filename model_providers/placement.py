@@ -1,5 +1,5 @@
-"""Computes which shard of which tensor a process holds, from the layout alone: nothing is built, no
-process is asked.
+"""Computes which tensor shards a process holds from the parallel layout alone, without building a
+model or communicating.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,9 @@ from rftmega.model_providers.description import ModelDescription, stage_layers
 
 
 class Holding(NamedTuple):
-    """Shard `rank` of `ranks` of a Megatron tensor; layer and expert are the whole model's numbers."""
+    """Holding is shard `rank` of `ranks` of a Megatron tensor; layer and expert are numbered over
+    the whole model.
+    """
 
     rule: Rule
     layer: int | None
@@ -30,10 +32,10 @@ def holdings(
     expert_rank: int,
     expert_tensor_rank: int,
 ) -> Iterator[Holding]:
-    """Yields everything that one process holds, with the modules of Megatron itself (not
-    Transformer Engine's).
+    """Yields every shard that a process holds, for Megatron's own modules (not Transformer
+    Engine's).
 
-    Raises WeightMismatch, on use of a rule, and ValueError where the layout does not fit the model.
+    Raises WeightMismatch, on use of a rule, and ValueError if the layout does not fit the model.
     """
     layers = {layer for chunk in stage_layers(model.layers, parallel)[stage] for layer in chunk}
     experts = model.experts.number if model.experts else 0

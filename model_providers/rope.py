@@ -1,5 +1,5 @@
-"""Rotary position embeddings (arXiv:2104.09864) and the ways of stretching them that Megatron-Core
-0.16 knows.
+"""Rotary position embeddings (arXiv:2104.09864) and the scaling types that Megatron-Core 0.16
+supports.
 """
 
 import json
@@ -15,7 +15,9 @@ from rftmega.model_providers.hf_config import HFConfig
 
 @dataclass(frozen=True)
 class Yarn:
-    """Yarn says how YaRN (arXiv:2309.00071) blends interpolated and plain frequencies."""
+    """Yarn holds the parameters of YaRN (arXiv:2309.00071), which blends interpolated and original
+    frequencies.
+    """
 
     original_positions: int
     beta_fast: float
@@ -27,27 +29,28 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """`kind` is default, linear, llama3 or yarn; `factor` is how much longer texts may be."""
+    """Rope holds a model's RoPE settings: `kind` is default, linear, llama3 or yarn, `factor` the
+    context-extension factor.
+    """
 
     base: float
     kind: str = "default"
     factor: float = 1.0
     yarn: Yarn | None = None
-    # frequencies that turn with time, height and width of an image's features (Qwen2-VL,
-    # arXiv:2409.12191); empty: positions are one number
+    # frequency counts of time, height and width of image positions (M-RoPE, Qwen2-VL,
+    # arXiv:2409.12191); empty: one-dimensional positions
     sections: tuple[int, ...] = ()
-    interleaved: bool = False  # the three take turns, instead of one after the other
-    fraction: float = 1.0  # of a head, from its beginning, that is rotated
+    interleaved: bool = False  # the three alternate, instead of one after the other
+    fraction: float = 1.0  # leading part of each head that is rotated
 
 
 def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
-    """Reads `rope_parameters`, as transformers 5 writes, or `rope_theta` and `rope_scaling` (with
-    `type` or `rope_type`), as 4 wrote.
+    """Reads the RoPE settings: `rope_parameters` of transformers 5, or `rope_theta` and
+    `rope_scaling` (with `type` or `rope_type`) of transformers 4.
 
-    `partial`: transformers' attention of this family can rotate a part of each head.
-
-    Raises CheckpointError, naming the field, for what Megatron can't represent, and for what
-    transformers refuses.
+    `partial`: transformers' attention of this architecture can rotate a part of each head. Raises
+    CheckpointError, naming the field, for settings that Megatron can't represent or transformers
+    refuses.
     """
     fields = _fields(config)
     kind = fields.pop("rope_type")
@@ -95,7 +98,7 @@ def _fields(config: HFConfig) -> dict[str, Any]:
     if theta is None and not config.said("rope_theta"):
         theta = default_rope_theta(config)
     newer = config.get("rope_parameters") or {}
-    fields = dict(config.get("rope_scaling") or newer)  # in this order, where there are both
+    fields = dict(config.get("rope_scaling") or newer)  # rope_scaling takes precedence
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters differ between layer types, which is not supported.")
     older = fields.pop("type", "default")
@@ -103,7 +106,9 @@ def _fields(config: HFConfig) -> dict[str, Any]:
 
 
 def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """Takes the shares of time, height and width out of `fields`, and whether they take turns."""
+    """Pops the M-RoPE sections (time, height, width) and whether they are interleaved from
+    `fields`.
+    """
     sections = fields.pop("mrope_section", None)
     interleaved = fields.pop("mrope_interleaved", False)
     fits = isinstance(sections, list) and len(sections) == 3
@@ -115,8 +120,8 @@ def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
 
 
 def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> float:
-    """Takes the part of a head that is rotated out of `fields`; `kind` is None in a family that
-    rotates all of it.
+    """Pops the rotated fraction of a head from `fields`; `kind` is None if the architecture rotates
+    whole heads.
     """
     found = fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if kind is None and found != 1.0:
@@ -135,9 +140,9 @@ def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> flo
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Takes a positive number out of `fields`.
+    """Pops a positive number from `fields`.
 
-    Raises CheckpointError where it is missing, null or something else.
+    Raises CheckpointError if it is missing, null or not a positive number.
     """
     value = fields.pop(name, None)
     if not is_number(value, 0) or value == 0:
@@ -148,7 +153,7 @@ def _number(fields: dict[str, Any], name: str) -> float:
 
 
 def _optional(fields: dict[str, Any], name: str, default: float) -> float:
-    """Takes a number out of `fields`; absent, null and 0 are the default, as in transformers."""
+    """Pops a number from `fields`; absent, null and 0 mean the default, as in transformers."""
     if not fields.get(name):
         fields.pop(name, None)
         return default
@@ -156,10 +161,9 @@ def _optional(fields: dict[str, Any], name: str, default: float) -> float:
 
 
 def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
-    """Returns (factor, the rest).
+    """Returns the YaRN factor and the other YaRN settings.
 
-    A factor that is null follows from the positions, one that is absent is refused, as by
-    transformers.
+    A null factor is derived from the positions; an absent one is refused, as by transformers.
     """
     original = fields.pop("original_max_position_embeddings")
     if not is_whole(original, 1):

@@ -1,5 +1,5 @@
-"""Chooses the modules of a layer: Transformer Engine's where it imports, otherwise Megatron's own
-with our attention.
+"""Selects the modules of a layer: Transformer Engine's if it can be imported, otherwise Megatron's
+with this project's attention.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,12 @@ from rftmega.models.layers.post_norm import with_norm_behind
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Returns the spec of the layers of this pipeline stage, or of its `chunk` where the schedule
-    is interleaved.
+    """Returns the layer specs of this pipeline stage, or of its model chunk `chunk` under
+    interleaved scheduling.
     """
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
-    # Megatron-Core 0.16.1, where it failed to import Transformer Engine, asks for this name
-    # nevertheless, and for its classes.
+    # Without Transformer Engine, Megatron-Core 0.16.1 still asks for this name and for its classes.
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_latent_attention.HAVE_TE = False
     block = get_gpt_decoder_block_spec(
@@ -44,16 +43,16 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
 
 
 def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
-    """Lets the block be built of layers of this class."""
+    """Replaces the layer class of a block."""
     for layer in block.layer_specs:
         layer.module = kind
 
 
 def allow_adapters(block: TransformerBlockSubmodules) -> None:
-    """Lets the linear layers of attention, of MLPs and of experts have adapters.
+    """Makes the linear layers of attention, MLPs and experts adaptable (LoRA).
 
-    An adapter reads what the layer's weight is multiplied with. Transformer Engine's layers that
-    normalise it themselves keep that inside, so the norms are modules of their own.
+    An adapter reads the input of the layer's matmul. Transformer Engine's fused norm and linear
+    layers hide that input, so the norms become separate modules.
     """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         parts = layer.submodules
@@ -78,19 +77,22 @@ def _adapt(mlp: MLPSubmodules, adapted: Callable[[type], type]) -> None:
 
 
 def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
-    """Moves the norms of attention and MLP behind them; with `adapters` behind these, too."""
+    """Moves the norms of attention and MLP behind their output projections.
+
+    `adapters`: `allow_adapters` has already separated the norms.
+    """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
         attention.linear_proj = with_norm_behind(attention.linear_proj)
         mlp.linear_fc2 = with_norm_behind(mlp.linear_fc2)
-        if uses_transformer_engine() and not adapters:  # whose layers hold the norm before them
+        if uses_transformer_engine() and not adapters:  # its fused layers contain the norm
             attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
 
 
 def norm_all_heads(block: TransformerBlockSubmodules) -> None:
-    """Normalises queries and keys over all heads at once."""
+    """Replaces the q and k norms by norms over all heads."""
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm

@@ -1,4 +1,6 @@
-"""VisionTower and AudioTower describe the half of a model that turns images or waveforms into features."""
+"""Vision and audio towers: descriptions of the encoders that turn images or waveforms into
+features.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,36 +13,38 @@ TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vis
 
 @dataclass(frozen=True)
 class VisionTower:
-    """Sizes of a vision tower; `fields` is vision_config, completed."""
+    """VisionTower holds the sizes of a vision tower; `fields` is the completed vision_config."""
 
     depth: int
     width: int
     ffn: int
     heads: int
-    gated: bool  # its MLPs
+    gated: bool  # its MLPs are gated
     patch_size: int
     temporal_patch_size: int
-    merge: int  # patches along each side that become one feature
+    merge: int  # patches along each side that are merged into one feature
     channels: int
-    image_token: int  # stands for one feature
-    window: int  # pixels along each side that a layer attends to; 0: all
-    full_layers: int  # that attend to all of an image
+    image_token: int  # placeholder of one feature
+    window: int  # pixels along each side of an attention window; 0: full attention
+    full_layers: int  # layers with full attention
     deepstack: int  # decoder layers that get features of their own
     parameters: int
     fields: Mapping[str, Any]
 
     @property
     def patch_width(self) -> int:
-        """Returns the numbers of a patch."""
+        """Returns the number of values in a patch."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
 
 def read_tower(
     config: HFConfig, *, width: str, ffn: int | None, gated: bool, parameters: int
 ) -> VisionTower:
-    """Reads vision_config; `width` names its field, `ffn` is None where it has one of its own."""
+    """Reads vision_config; `width` names the field of the tower's width, and `ffn=None` reads
+    intermediate_size.
+    """
     fields = config["vision_config"]
-    for name in TOKENS:  # nothing here looks for them
+    for name in TOKENS:  # unused here
         config.get(name)
     full = fields.get("fullatt_block_indexes")
     return VisionTower(
@@ -64,19 +68,19 @@ def read_tower(
 
 @dataclass(frozen=True)
 class AudioTower:
-    """Sizes of a tower that hears; `fields` is audio_config, completed."""
+    """AudioTower holds the sizes of an audio encoder; `fields` is the completed audio_config."""
 
     depth: int
     width: int
     ffn: int
     heads: int
-    channels: int  # of its frames: bands of the spectrum
-    positions: int  # of its layers, whatever part of them a waveform fills
-    audio_token: int  # stands for one feature: two positions
+    channels: int  # mel bands of a frame
+    positions: int  # sequence length of its layers, however long a waveform is
+    audio_token: int  # placeholder of one feature, which covers two positions
     parameters: int
     fields: Mapping[str, Any]
     deepstack: int = 0  # decoder layers that get features of their own
-    gated: bool = False  # its MLPs
+    gated: bool = False  # its MLPs are gated
 
 
 def read_audio_tower(config: HFConfig, *, parameters: int) -> AudioTower:

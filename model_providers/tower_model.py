@@ -1,9 +1,9 @@
-"""A decoder of Megatron's with a tower of transformers' on its first stage.
+"""TowerModel: a Megatron decoder with a transformers tower on its first pipeline stage.
 
-The tower is replicated over tensor- and context-parallel processes. What reaches its output on the
-way back is complete on every tensor-parallel process, so nothing is reduced over them; under context
-parallelism it is of this process's tokens, and Megatron's data-parallel reduction, which includes
-the context-parallel processes, adds up the shares.
+The tower is replicated over tensor- and context-parallel processes. The gradient of its output is
+complete on every tensor-parallel process, so nothing is reduced over them; under context
+parallelism it covers this process's tokens, and Megatron's data-parallel reduction, which includes
+the context-parallel processes, sums the shares.
 """
 
 from typing import Any, ClassVar
@@ -17,12 +17,12 @@ from rftmega.model_providers.learning_mode import allow_recomputation, learn
 
 
 class TowerModel(GPTModel):
-    """TowerModel is one pipeline chunk; the first has the tower, under the name `place`."""
+    """TowerModel is one pipeline model chunk; the first has the tower, as attribute `place`."""
 
     place: ClassVar[str]
 
     def __init__(self, *args: Any, tower: nn.Module | None, frozen: bool, **named: Any):
-        """`frozen`: the tower has no gradient."""
+        """Builds the chunk; a `frozen` tower is not trained."""
         super().__init__(*args, scatter_embedding_sequence_parallel=False, **named)
         self.frozen = frozen
         if tower is not None:
@@ -31,22 +31,25 @@ class TowerModel(GPTModel):
                 allow_recomputation(tower)
 
     def train(self, mode: bool = True) -> "TowerModel":
-        """Switches between learning, which may drop, and scoring; the tower never drops."""
+        """Switches between training and scoring; the tower never applies dropout."""
         super().train(mode)
         if isinstance(tower := getattr(self, self.place, None), nn.Module):
             learn(tower, mode)
         return self
 
     def _scattered(self, hidden: Tensor) -> Tensor:
-        """Returns this process's part under sequence parallelism."""
+        """Returns this process's part of the sequence under sequence parallelism, otherwise all of
+        it.
+        """
         if not self.config.sequence_parallel:
             return hidden
         scattered: Tensor = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
         return scattered
 
     def _nothing(self) -> Tensor:
-        """Returns 0, made of all of the tower's parameters: a data-parallel reduction that overlaps
-        the backward pass waits until each of them has a gradient.
+        """Returns 0, computed from all of the tower's parameters so that each gets a gradient.
+
+        A data-parallel reduction that overlaps the backward pass waits until each has one.
         """
         tower: nn.Module = getattr(self, self.place)
         firsts = [parameter.flatten()[:1] for parameter in tower.parameters()]

@@ -1,4 +1,4 @@
-"""The head of a value model."""
+"""The value head of critics and reward models."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """Hidden states -> one number a token; the whole head on every tensor-parallel process of the
-    last stage.
+    """ValueHead maps hidden states to one value per token; every tensor-parallel process of the
+    last stage has all of it.
     """
 
     def __init__(self, config: Any, *, bias: bool):
@@ -21,8 +21,8 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [N or its part, 1, H] to [N] float32."""
+        """Maps hidden states [N or this process's part, 1, H] to values [N] in float32."""
         if self.sequence_parallel:
-            # Every process goes on alike, so each keeps its own part of the gradient.
+            # All processes compute the same from here, so each keeps its own part of the gradient.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return torch.nn.functional.linear(hidden[:, 0], self.weight, self.bias)[:, 0].float()

@@ -1,4 +1,6 @@
-"""A decoder of Megatron's that sees: transformers' vision tower on its first stage."""
+"""Vision-language models: a Megatron decoder with transformers' vision tower on its first pipeline
+stage.
+"""
 
 import importlib
 from contextlib import nullcontext
@@ -12,7 +14,7 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.tower_model import TowerModel
 
-# family -> module of transformers, its class of the tower, and that of its configuration
+# model_type -> transformers' module, tower class and config class
 TOWERS = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"),
     "qwen2_5_vl": (
@@ -26,7 +28,7 @@ TOWERS = {
 
 
 def build_tower(model: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """Builds the tower of transformers, whose weights hold nothing yet."""
+    """Builds transformers' vision tower with uninitialised weights."""
     from transformers.initialization import no_init_weights
 
     assert isinstance(model.tower, VisionTower)
@@ -34,18 +36,19 @@ def build_tower(model: ModelDescription, dtype: torch.dtype) -> nn.Module:
     home = f"transformers.models.{module}"
     config = getattr(importlib.import_module(f"{home}.configuration_{module}"), config_kind)
     tower = getattr(importlib.import_module(f"{home}.modeling_{module}"), kind)
-    with no_init_weights():  # a large tower's would take minutes, and a checkpoint has them
+    with no_init_weights():  # initialising takes minutes; a checkpoint has the weights
         built: nn.Module = tower._from_config(config(**model.tower.fields), dtype=dtype)
     return built
 
 
 class DeepstackLayer(TransformerLayer):
-    """DeepstackLayer adds the tower's features of its own number to what it gives (Qwen3-VL).
+    """DeepstackLayer adds the tower features of its layer number to its output (DeepStack,
+    Qwen3-VL).
 
-    They come as `context` [layers fed, n, 1, H], for which a decoder without cross-attention has no
-    other use. An argument, unlike what a hook remembers, is an input of Megatron's checkpointed
-    forward: it is there when a layer is computed again, of the right micro-batch, and has a
-    gradient.
+    They are passed as `context` [layers fed, n, 1, H], which a decoder without cross-attention does
+    not use otherwise. Unlike state kept by a hook, an argument is an input of Megatron's
+    checkpointed forward: it is there when a layer is recomputed, belongs to the right micro-batch,
+    and gets a gradient.
     """
 
     def forward(self, *args: Any, context: Any = None, **named: Any) -> Any:
@@ -56,7 +59,7 @@ class DeepstackLayer(TransformerLayer):
 
 
 class VisionLanguageModel(TowerModel):
-    """VisionLanguageModel is one pipeline chunk; the first has `visual`."""
+    """VisionLanguageModel is one pipeline model chunk; the first chunk has the tower `visual`."""
 
     place = "visual"
 
@@ -73,9 +76,9 @@ class VisionLanguageModel(TowerModel):
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
 
-        The first chunk gets `pixels` [P, C], the images' patches, and `grids` [I, 3] (or None,
-        where the micro-batch has no image), and `features` [N]: which row of the tower's output
-        stands in the token's place, from 1; 0 for words.
+        The first chunk takes `pixels` [P, C], the images' patches, `grids` [I, 3] (both None if the
+        micro-batch has no image), and `features` [N]: the 1-based index of the tower output that
+        replaces the token's embedding, 0 for text tokens.
         """
         if not self.pre_process:
             return super().forward(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
-from rftmega.environments import SingleTurnEnvironment
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.engines import Engine, ScriptedEngine
 from rftmega.rollout.pool.engine_pool import EnginePool
 from rftmega.rollout.requests import Requests

@@ -229,7 +229,7 @@ def folder_with_code(folder: Path, sprung: Path) -> Path:
 def test_a_tokenizers_own_code_runs_only_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rftmega.data import Tokenizer
+    from rftmega.data.tokenizer import Tokenizer
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     sprung = tmp_path / "sprung"

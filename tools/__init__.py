@@ -1,1 +1,1 @@
-"""Programs of the command line; `rftmega` runs them as well."""
+"""Command-line programs; `rftmega` runs them as subcommands."""

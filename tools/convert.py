@@ -1,15 +1,14 @@
 """Converts between Hugging Face folders and Megatron's distributed checkpoints, without a GPU and
 one tensor at a time.
 
-    convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout reads OUT; the one named here reads it without waste
+    convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout can read OUT; the one named here reads it fastest
     convert.py to-hf CHECKPOINT OUT                         Megatron's, or a run's own (or checkpoints/: the latest)
-    convert.py merge HF_DIR ADAPTER OUT                     a PEFT folder into the weights of its model
-    convert.py extract HF_DIR TRAINED OUT --rank 16         the adapters nearest to what two models differ by
+    convert.py merge HF_DIR ADAPTER OUT                     merges a PEFT folder into its model's weights
+    convert.py extract HF_DIR TRAINED OUT --rank 16         extracts the nearest adapters to the difference of two models
     convert.py checksums HF_DIR                             for model.verify; to-hf writes them, too
-    convert.py verify A B [--logits]                        either kind each; every tensor byte by byte
+    convert.py verify A B [--logits]                        compares two folders of either kind, tensor by tensor
 
-A conversion that was broken off goes on where it was when it is called again with the same
-arguments.
+An interrupted conversion resumes when it is called again with the same arguments.
 """
 
 import argparse
@@ -162,7 +161,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def of_adapters(chosen: argparse.Namespace) -> int:
-    """Merges or extracts adapters, and says what of them was lost."""
+    """Merges or extracts adapters, and prints the share that was lost."""
     from rftmega.run.conversion import adapters
     from rftmega.run.conversion.progress_bar import progress_bar
 

@@ -4,10 +4,11 @@
     export_messages.py runs/demo --step 20 --output step20.jsonl  # of one step
     jq -c 'select(.reward >= 1 and .exact)' runs/demo/messages.jsonl > given_answers.jsonl
 
-Each line is a trajectory: "messages", "tools" where the run had some, "reward", "reward_parts", "step",
-"group", "index" and "rollout". "weights" has a number for each message, 1 for what the policy said
-in this trajectory. "exact": the chat template makes the trajectory's tokens of these messages.
-trainer.trajectories says how often a run writes the files that are read here (docs/monitoring.md).
+Each line is a trajectory: "messages", "tools" if the run had any, "reward", "reward_parts", "step",
+"group", "index" and "rollout". "weights" has a number for each message, 1 for those that the policy
+generated in this trajectory. "exact": the chat template reproduces the trajectory's tokens from
+these messages. trainer.trajectories sets how often a run writes the files that are read here
+(docs/monitoring.md).
 """
 
 import argparse
@@ -70,7 +71,7 @@ def export(chosen: argparse.Namespace) -> int:
 def chosen_files(run: Path, step: int | None) -> list[Path]:
     """Returns the files of a run's trajectories, or the one of a step.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     if run.is_file():
         raise DataError(f"{run} is a file. Give the run's output folder; --step N takes one step.")
@@ -88,7 +89,7 @@ def chosen_files(run: Path, step: int | None) -> list[Path]:
 
 
 def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
-    """Returns the folder of the run's tokenizer. Raises DataError where none is there."""
+    """Returns the folder of the run's tokenizer. Raises DataError if there is none."""
     tried = [given] if given else [run / "policy", *([Path(chat.model)] if chat.model else [])]
     for folder in tried:
         if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
@@ -100,28 +101,28 @@ def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
 
 
 def exporter_of(chat: RunChat, folder: Path) -> Any:
-    """Builds what reads the run's rows (MessageExporter).
+    """Builds the MessageExporter of the run's rows.
 
-    Raises CheckpointError and DataError for a folder whose tokenizer or template can't be taken.
+    Raises CheckpointError or DataError if the folder's tokenizer or template can't be used.
     """
-    from rftmega.data import Chat, Tokenizer
     from rftmega.data.chat.exported import MessageExporter
     from rftmega.data.chat.renderer import ConversationRenderer
+    from rftmega.data.tokenizer import Chat, Tokenizer
 
     settings = Chat(**chat.chat) if chat.chat else Chat()
     tokenizer = Tokenizer(folder, chat=settings, control_tokens="control")
     try:
         tokenizer.template.source()
-    except ValueError:  # it has none, and the run's prompts were plain text
+    except ValueError:  # no chat template: the run's prompts were plain text
         return MessageExporter(tokenizer, None)
     renderer = ConversationRenderer.of(tokenizer, chat.renderer, tool_parser=chat.tool_parser)
     return MessageExporter(tokenizer, renderer, settings.tools)
 
 
 def write(target: Path, lines: Iterator[dict[str, Any]]) -> tuple[int, int]:
-    """Writes a JSON object a line; the file gets its name when it is complete.
+    """Writes one JSON object per line; the file gets its name when it is complete.
 
-    Returns how many there are, and how many of them are exact. Raises OSError.
+    Returns the number of lines, and how many of them are exact. Raises OSError.
     """
     draft = target.with_name(f".{target.name}.draft")
     count = exact = 0

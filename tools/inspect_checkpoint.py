@@ -1,5 +1,5 @@
-"""Lists what is in a Hugging Face folder, one of Megatron's distributed checkpoints or a run's own:
-model, layout, tensors, checksums.
+"""Lists the contents of a Hugging Face folder, of a Megatron distributed checkpoint or of a run's
+own checkpoint: model, layout, tensors, checksums.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""Starts a run: on a Slurm cluster, by one readable file, or on this machine. The config is checked
-before anything is written.
+"""Starts a run on a Slurm cluster, through one readable sbatch file, or on this machine. The config
+is checked before anything is written.
 
     launch.py slurm CONFIG [option=value ...] --nodes N --gpus-per-node G [--time 24:00:00 --partition P --account A] [--submit]
     launch.py slurm CONFIG [option=value ...] --nodes N --processes-per-node P     # nodes without GPUs
     launch.py slurm CONFIG strategy=separate rollout.transport=network ... --server-nodes M [--servers-per-node K]
     launch.py local CONFIG [option=value ...] --processes N
 
-The file is trainer.output/slurm/run.sbatch; logs go beside it, JOB.log of the job and
-JOB-rank-R.log of each rank. srun starts one process a GPU, and they meet at the first node. Before
-the time limit, and at `scancel --signal=USR1 JOB`, ranks save and the job goes back into the queue;
-after a failure it does, too. What the program reads of the environment is written down; what looks
-like a secret is not: sbatch passes it on from the shell that calls it. Paths mean the same on all
-nodes. See docs/cluster.md.
+The file is trainer.output/slurm/run.sbatch, with the logs beside it: JOB.log of the job and
+JOB-rank-R.log of each rank. srun starts one process per GPU, and they meet at the first node.
+Before the time limit, and at `scancel --signal=USR1 JOB`, ranks save and the job is requeued, as it
+is after a failure. The file contains the environment variables that the program reads, except those
+that look like secrets: sbatch passes them on from the shell that calls it. Paths must be the same
+on all nodes. See docs/cluster.md.
 """
 
 import argparse
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
 ABOVE = Path(__file__).resolve().parents[1]
 SCRIPT = ABOVE / "train_rl.py"
-ROOT = ABOVE if SCRIPT.exists() else ABOVE.parent  # a checkout, or what the package is installed in
+ROOT = (
+    ABOVE if SCRIPT.exists() else ABOVE.parent
+)  # a checkout, or the package's installation folder
 TRAIN = [str(SCRIPT)] if SCRIPT.exists() else ["-m", "rftmega", "train"]
 TEMPLATE = Path(__file__).with_name("run.sbatch")
 WAIT = 60  # seconds
-READ = (  # beginnings of the names that the program and its libraries read
+READ = (  # prefixes of the variables that the program and its libraries read
     *(
         "CUDA_",
         "FI_",
@@ -55,7 +57,7 @@ READ = (  # beginnings of the names that the program and its libraries read
     ),
     *("TRANSFORMERS_", "TRITON_", "UCX_", "VLLM_", "WANDB_"),
 )
-HOST = ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "VIRTUAL_ENV")  # which mean nothing in a container
+HOST = ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "VIRTUAL_ENV")  # meaningless in a container
 SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES",)
 SECRET = re.compile("TOKEN(?!IZERS_)|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 SECRET_IN_URL = re.compile(rf"://[^/\s@]+@|[?&][^=&]*({SECRET.pattern})[^=&]*=", re.IGNORECASE)
@@ -70,7 +72,7 @@ def main(given: list[str] | None = None) -> int:
         "command", choices=("slurm", "local"), help="launch.py slurm --help lists its options"
     )
     command = parser.parse_args(given[:1]).command
-    chosen = arguments(command).parse_intermixed_args(given[1:])  # which knows no commands
+    chosen = arguments(command).parse_intermixed_args(given[1:])  # does not support subcommands
     return exit_code_of(slurm, chosen, given) if command == "slurm" else exit_code_of(local, chosen)
 
 
@@ -167,14 +169,16 @@ def local(chosen: argparse.Namespace) -> int:
 
 
 def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
-    """Checks, writes, and where it is asked submits. The exit code."""
+    """Checks the run, writes the sbatch file, and submits it with --submit. Returns the
+    exit code.
+    """
     from rftmega import config as configuration
     from rftmega.run import preflight
     from rftmega.run.hub import fetched
     from rftmega.runtime import device
     from rftmega.runtime.parallel.private import keep_private
 
-    keep_private()  # the file has this shell's environment
+    keep_private()  # the file contains this shell's environment
     if chosen.processes_per_node is None:
         chosen.processes_per_node = chosen.gpus_per_node
     servers = server_step.overrides(chosen, "of the job", "of its first node")
@@ -228,7 +232,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Lists what is wrong with the nodes and with what is to be written, each with what to change."""
+    """Lists what is wrong with the nodes and the contents of the file, each with a remedy."""
     from rftmega.runtime.parallel.layout import nodes_of_engine
 
     found = []
@@ -291,7 +295,7 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Returns the seconds of Slurm's time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+    """Converts a Slurm time to seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises ConfigError.
     """
@@ -317,8 +321,8 @@ def script(
     saved: int,
     command: list[str],
 ) -> str:
-    """The text of the file, with logs in `folder`; `latest` is what a checkpoint changes when it is
-    whole, `saved` the exit code of a run that was asked to stop.
+    """Returns the text of the sbatch file, with logs in `folder`; `latest` is the file that a
+    complete checkpoint updates, `saved` the exit code of a run that was asked to stop.
     """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
@@ -350,7 +354,7 @@ def script(
 
 
 def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
-    """Options of sbatch."""
+    """Returns the sbatch options."""
     limits = {"time": chosen.time, "partition": chosen.partition, "account": chosen.account}
     alone = ["--exclusive", "--mem=0"]
     return [
@@ -370,7 +374,7 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
-    """Returns the options of srun that each step gets, and those of the trainer alone."""
+    """Returns the srun options of all steps, and those of the trainer alone."""
     mounts = chosen.mounts or ",".join(
         f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())])
     )
@@ -395,8 +399,8 @@ def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]
 def captured(
     environment: Mapping[str, str], more: tuple[str, ...] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that the program and its libraries read, and the names of those that
-    may be secrets; both by name.
+    """Returns the environment variables that the program and its libraries read, and the names of
+    those that may be secrets; both sorted by name.
     """
     read = {
         name: value

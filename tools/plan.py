@@ -1,42 +1,41 @@
-"""Says before a launch what a run takes: bytes of every process in every phase, what does not fit,
+"""Predicts a run before its launch: memory of every process in every phase, what does not fit, and
 the nearest layout that does.
 
     plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80
     plan.py examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 --json
 
-CONFIG is the file that train_rl.py gets; of the folder model.path it needs a config.json only. No
-GPU, no weights, no data and no process are needed. GB are 10^9 bytes.
+CONFIG is the config file of train_rl.py; the folder model.path needs only a config.json. No GPU,
+weights, data or processes are needed. GB are 10^9 bytes.
 
 Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient),
-update (training), push (weights into the engines); and data (rollouts on their way from the engines
-to the micro-batches). Rows are as long as the config allows, routing to
-experts is even: the worst case of memory but for a skewed router. Kinds:
+update (training), push (weight sync to the engines); and data (rollouts move from the engines to
+the micro-batches). Rows have the maximum length, and routing to experts is balanced: the worst case
+of memory except for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
-  activations    kept for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
-  gathered       of FSDP2: whole layers for the time that they compute, and buffers of what comes and goes
-  tower          the same of a vision tower, on the first stage, if prompts are of images alone
+  activations    stored for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
+  gathered       of FSDP2: whole layers while they compute, and communication buffers
+  tower          activations of a vision tower, on the first stage, if prompts consist of images alone
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
-  reserved       --reserved-gb: CUDA's context, NCCL, what the allocator can't use
-Host copies of a process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (what a save
-writes from), offload, sharded (parallel.cpu_offload). All processes of a host have in common:
-rollout (tokens of a step and what is known of them), at_work (while advantages are made of it),
-replay.
+  reserved       --reserved-gb: CUDA's context, NCCL, allocator fragmentation
+Host copies per process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (the buffer
+of a save), offload, sharded (parallel.cpu_offload). Shared by all processes of a host: rollout (a
+step's tokens and their data), at_work (while advantages are computed), replay.
 
-Seconds are a roofline, a bound from below: work over speed, with answers of full length and all
+Seconds are a roofline, a lower bound: work over speed, with completions of maximum length and all
 devices in step.
 
-At the end it recommends a backend: the quickest layout of each that fits is looked for,
-unless --no-search is given.
+At the end it recommends a backend, by searching the quickest layout of each that fits, unless
+--no-search is given.
 
-With --splits, of a run with strategy=separate, it says instead how many of the devices to give to
-the trainer, and how many to servers: parallel.* and rollout.tensor stay, the data-parallel size and
-rollout.servers differ. A step takes rollout + update where it is synchronous, the longer of both
-one ahead. With trainer.max_staleness=k it takes the longest of update, the servers' work at a step's
-answers with those of k + 1 steps in flight, and the longest answer over k + 1.
+With --splits, for a run with strategy=separate, it compares instead how to divide the devices
+between the trainer and servers: parallel.* and rollout.tensor stay, the data-parallel size and
+rollout.servers vary. A synchronous step takes rollout + update, a one-step off-policy step the
+longer of both. With trainer.max_staleness=k it takes the longest of: update; the servers' time for
+a step's completions with those of k + 1 steps in flight; the longest completion over k + 1.
 
-The exit code is 0 where all fits, 1 where it does not, 2 where nothing could be planned.
+The exit code is 0 if everything fits, 1 if not, 2 if nothing could be planned.
 """
 
 import argparse
@@ -120,7 +119,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_of(chosen: argparse.Namespace) -> "Machine":
-    """Returns the machine that `add_machine`'s options describe. Raises ConfigError for none."""
+    """Returns the machine that `add_machine`'s options describe. Raises ConfigError if they are
+    invalid.
+    """
     from rftmega.run.planning.fit import Machine
     from rftmega.run.planning.memory import Budget
     from rftmega.run.planning.times import Speeds
@@ -206,7 +207,7 @@ def show(chosen: argparse.Namespace) -> int:
 def figures(
     models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
 ) -> dict[str, Any]:
-    """All numbers of a plan."""
+    """Returns all numbers of a plan."""
     from rftmega.run.planning.data_plane import on_each_host
     from rftmega.run.planning.fit import stages_of
     from rftmega.run.planning.memory import cache_of, load_of, on_device, on_host
@@ -259,7 +260,7 @@ def figures(
 
 
 def layout(config: RunConfig, world: int) -> str:
-    """Names the layout of the trainer's processes."""
+    """Returns the name of the trainer's layout."""
     from rftmega.runtime.parallel.layout import layout_name
 
     parallel = config.parallel
@@ -270,7 +271,7 @@ def layout(config: RunConfig, world: int) -> str:
 
 
 def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
-    """Names the backend to take, why, and the best layout of each."""
+    """Returns lines that recommend a backend, with the reason and the best layout of each."""
     name, why = recommendation.backend, recommendation.why
     said = ["", *textwrap.wrap(f"Recommended: backend={name}: {why}" if name else why, WIDTH)]
     for backend, best in recommendation.best.items():
@@ -283,7 +284,7 @@ def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """The plan as text of at most 100 columns."""
+    """Returns the plan as text of at most 100 columns."""
     stages, memory, engine = found["stages"], found["memory"], found["engine"]
     phases = list(stages[0])
     switches = [f"recompute {found['recompute']}"]
@@ -349,7 +350,7 @@ def verdict(
     proposal: "Proposal | None",
     rejected: list[tuple[Mapping[str, Any], "Misfit"]],
 ) -> list[str]:
-    """Describes what does not fit, what would, and what was looked at besides: the nearest to
+    """Returns lines about what does not fit, the proposal, and the rejected layouts, the nearest to
     fitting first.
     """
     if not reasons:

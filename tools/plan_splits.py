@@ -1,4 +1,4 @@
-"""Shows how a plan's devices can be split between trainer and servers (plan.py --splits)."""
+"""Compares splits of a plan's devices between trainer and servers (plan.py --splits)."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 WIDTH = 100  # columns
-SHOWN = 4  # reasons why splits fail
+SHOWN = 4  # number of reasons shown why splits fail
 
 
 def show_splits(
@@ -28,9 +28,9 @@ def show_splits(
     mean_length: float,
     as_json: bool,
 ) -> int:
-    """Writes the splits of all devices, and the quickest.
+    """Prints the splits of all devices, and the quickest. Returns the exit code.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if no split is possible.
     """
     from rftmega.run.planning.splits import best_of, bounds_of, bytes_under_way, chosen_schedule
     from rftmega.run.planning.splits import splits_of as found_splits
@@ -86,7 +86,9 @@ def _none(config: RunConfig, devices: int, reasons: Sequence[str]) -> str:
 
 
 def _table(config: RunConfig, splits: Sequence["DeviceSplit"], best: "DeviceSplit") -> list[str]:
-    """Returns a line a split: seconds a step at least. A star marks the recommended one."""
+    """Returns a line per split with lower bounds of the step time. A star marks the recommended
+    one.
+    """
     names = [name.replace("synchronous", "sync").replace("staleness ", "k=") for name in best.steps]
     heads = ["rollout", "update", *(name.removeprefix("one ") for name in names)]
     said = [_row("", "seconds at least of", "servers", heads)]
@@ -124,7 +126,7 @@ def _advice(config: RunConfig, best: Mapping[str, "DeviceSplit"], schedule: str)
 
 
 def _price(config: RunConfig, machine: "Machine", mean_length: float) -> list[str]:
-    """Says what a bound costs, and what was assumed."""
+    """Returns lines about the cost of a staleness bound and the assumptions made."""
     from rftmega.run.planning.splits import bounds_of, bytes_under_way
 
     batch, most = config.trainer.prompts_per_step, bounds_of(config)[-1]

@@ -1,11 +1,11 @@
-"""Plans the push of a model's weights from a trainer's layout into engines, without either: bytes a
-rank and what bounds it.
+"""Plans the push of a model's weights from a trainer's layout into engines, without running either:
+bytes per rank and the limiting link.
 
     plan_sync.py HF_DIR --trainer-ranks 64 --tp 4 --pp 2 --engine-ranks 32 --engine-tp 8
     [--separate]
 
-HF_DIR needs a config.json only. Seconds are a bound: the busiest rank's bytes over the bandwidth
-given for its link.
+HF_DIR needs only a config.json. Seconds are a lower bound: the busiest rank's bytes over the
+bandwidth given for its link.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def show(chosen: argparse.Namespace) -> int:
         raise ConfigError.listing("This can't be planned", problems)
     begin = time.perf_counter()
     plan = Balance()
-    # busiest direction of a rank
+    # link -> direction of a rank -> bytes
     links: dict[str, dict[int, int]] = {"NVLink": defaultdict(int), "NIC": defaultdict(int)}
     messages = 0
     total = len(table(hf_config)) * model.layers

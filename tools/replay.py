@@ -1,12 +1,12 @@
-"""Shows why a run stopped with code 77: what engine and trainer said of the same tokens, and which
-of the two is wrong.
+"""Shows why a run stopped with exit code 77: the log-probs of engine and trainer for the same
+tokens, and which of the two is wrong.
 
     replay.py runs/demo/gap/step_000012                        # cause, weights, the tokens that differ most
-    replay.py runs/demo/gap/step_000012 --model runs/v12/hf    # and what transformers says of them, in float32
+    replay.py runs/demo/gap/step_000012 --model runs/v12/hf    # and transformers' log-probs of them, in float32
 
-The folder is the one that the run named (docs/push.md). --model must hold the weights that the
-answers came from: of step 0 those of model.path (taken where it is still there), of a later step
-those that a checkpoint of that step exports.
+The folder is the one that the run named (docs/push.md). --model must hold the weights that
+generated the completions: for step 0 those of model.path (the default if it still exists), for a
+later step those that a checkpoint of that step exports.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def replay(chosen: argparse.Namespace) -> int:
 
 
 def summary(bundle: GapBundle) -> list[str]:
-    """The gap, its cause, and the weights' slices."""
+    """Returns lines about the log-prob mismatch, its cause, and the weights' slices."""
     evidence, limits = bundle.evidence, bundle.limits
     cause = cause_of(evidence, limits)
     whole = evidence.whole
@@ -98,7 +98,7 @@ def shown(checksum: int | None) -> str:
 
 
 def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
-    """A line for each of the tokens that differ most."""
+    """Returns a line for each of the tokens that differ most."""
     evidence, rows = bundle.evidence, bundle.rows
     places = evidence.mask.nonzero()
     gap = gaps_of(evidence.behaviour_logp, evidence.old_logp, evidence.mask)
@@ -114,13 +114,15 @@ def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
 
 
 def model_of_the_start(bundle: GapBundle) -> Path | None:
-    """The folder that the run began with, where the answers came from it and it is there."""
+    """Returns the folder that the run started from, if it generated the completions and still
+    exists.
+    """
     folder = Path(resolved(bundle.config, "model.path"))
     return folder if bundle.step == 0 and (folder / "config.json").is_file() else None
 
 
 def loaded(folder: Path) -> Any:
-    """The model in float32. Raises CheckpointError where transformers can't read it."""
+    """Loads the model in float32. Raises CheckpointError if transformers can't read it."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -133,8 +135,8 @@ def loaded(folder: Path) -> Any:
 
 @torch.no_grad()
 def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
-    """Tells how far engine and trainer are from transformers, and how nearly tied the experts of
-    the worst tokens are.
+    """Returns lines with the difference of engine and trainer from transformers, and the router
+    margins of the worst tokens.
     """
     evidence, rows = bundle.evidence, bundle.rows
     found = torch.zeros_like(evidence.old_logp)
@@ -172,8 +174,8 @@ def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
 
 
 def margins_of(router_logits: Any, chosen: int, tokens: int) -> Tensor:
-    """[tokens]: the smallest margin between the last chosen expert and the next, over layers and
-    earlier tokens.
+    """Returns [tokens]: the smallest margin between the last chosen expert and the next, over
+    layers and earlier tokens.
     """
     smallest = torch.full((tokens,), torch.inf)
     for logits in router_logits:

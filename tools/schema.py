@@ -1,14 +1,14 @@
-"""Writes the JSON schema of config files, by which an editor completes options, shows what they mean
-and underlines typos.
+"""Writes the JSON schema of config files, with which an editor completes options, shows their
+descriptions and underlines typos.
 
     schema.py > rftmega.schema.json
     schema.py my.yaml > my.schema.json      # with the options of the plugins that my.yaml names
 
-A config file says where its schema is in its first line, from its own folder:
+A config file names its schema in its first line, relative to its own folder:
 
     # yaml-language-server: $schema=rftmega.schema.json
 
-VS Code reads that with the extension "YAML" of Red Hat, Neovim and others with yaml-language-server.
+VS Code reads that with Red Hat's extension "YAML", Neovim and others with yaml-language-server.
 """
 
 import argparse

@@ -4,13 +4,13 @@
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --port 8100 --servers 4
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --server-list /shared/servers.txt
 
-CONFIG is the file that train_rl.py gets. The trainer finds the servers by rollout.addresses (fixed
-ports: --port, and those behind it), or by rollout.server_list: a file on a file system of both, to which
-each server adds its address when it answers, and from which it takes it when it goes. So servers join
-and leave while a run goes on.
+CONFIG is the config file of train_rl.py. The trainer finds the servers by rollout.addresses (fixed
+ports: --port and the following ones), or by rollout.server_list: a file on a shared file system, to
+which each server adds its address when it is ready, and from which it removes it when it ends. So
+servers can join and leave during a run.
 
-A server that ends is started again here. SIGTERM or Ctrl-C ends all of them. Servers hold random
-weights until a push brings the run's.
+A server that ends is restarted. SIGTERM or Ctrl-C ends all of them. Servers hold random weights
+until the run's first push.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from rftmega.core.errors import ConfigError, EngineFault, exit_code_of
 if TYPE_CHECKING:
     from rftmega.rollout.servers.server import Server
 
-LOOK_SECONDS = 0.5  # between two looks whether a server has ended
+LOOK_SECONDS = 0.5  # between two checks of whether a server has ended
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +67,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def serve(chosen: argparse.Namespace) -> int:
-    """Runs the servers until it is asked to end."""
+    """Runs the servers until SIGTERM or SIGINT. Returns the exit code."""
     from rftmega.rollout.servers.vllm import auth
 
     try:
@@ -87,7 +87,9 @@ def serve(chosen: argparse.Namespace) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm asks a whole job to save
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # Slurm sends it to the whole job as a request to save
     Servers(config, chosen, key).run(ending)
     return 0
 
@@ -115,12 +117,12 @@ class Servers:
         self._server_list = Path(chosen.server_list) if chosen.server_list else None
 
     def run(self, ending: threading.Event) -> None:
-        """Starts them, starts those that end again, and ends all once `ending` is set.
+        """Starts the servers, restarts those that end, and ends all once `ending` is set.
 
-        Raises EngineError for what each start would end with.
+        Raises EngineError if a server could never start.
         """
         servers = [self._started(number) for number in range(self._chosen.servers)]
-        known = set[int]()  # servers that have come up
+        known = set[int]()  # servers that have become ready
         try:
             while not ending.wait(LOOK_SECONDS):
                 for number, server in enumerate(servers):
@@ -131,7 +133,7 @@ class Servers:
                     if not server.alive:
                         self._strike(server.address)
                         if number not in known:
-                            with suppress(EngineFault):  # which may not come again
+                            with suppress(EngineFault):  # which may not occur again
                                 server.wait()
                         known.discard(number)
                         log.warning(
@@ -164,18 +166,18 @@ class Servers:
         self._rewrite([], [address])
 
     def _rewrite(self, new: Sequence[str], gone: Sequence[str]) -> None:
-        """Changes the server list, which other hosts change too."""
+        """Updates the server list, which other hosts update too."""
         if self._server_list is None:
             return
         self._server_list.parent.mkdir(parents=True, exist_ok=True)
         with self._server_list.with_name(f"{self._server_list.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            odd = "surrogateescape"  # bytes that are no text stay as they are
+            odd = "surrogateescape"  # keeps bytes that are not UTF-8
             before = self._server_list.read_text(errors=odd) if self._server_list.exists() else ""
             kept = [line for line in before.splitlines() if line not in (*new, *gone)]
             draft = self._server_list.with_name(f"{self._server_list.name}.incomplete")
             draft.write_text("".join(f"{line}\n" for line in [*kept, *new]), errors=odd)
-            os.replace(draft, self._server_list)  # a reader sees all of it or none
+            os.replace(draft, self._server_list)  # atomic for readers
 
 
 if __name__ == "__main__":

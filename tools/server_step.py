@@ -1,4 +1,4 @@
-"""Writes the step of a Slurm job that runs vLLM's servers on nodes of their own."""
+"""Writes the step of a Slurm job that runs vLLM servers on separate nodes."""
 
 import argparse
 import shlex
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rftmega.config import RunConfig
 
 TEMPLATE = Path(__file__).with_name("servers.sbatch")
-SERVER_LIST, LISTEN = '"$RFTMEGA_SERVER_LIST"', '"$MASTER_ADDR"'  # variables of the script
+SERVER_LIST, LISTEN = '"$RFTMEGA_SERVER_LIST"', '"$MASTER_ADDR"'  # shell variables of the script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(chosen: argparse.Namespace, server_list: str, listen: str) -> list[str]:
-    """Returns the options by which a trainer finds the servers; none where there are no nodes of
-    theirs.
-    """
+    """Returns the options by which a trainer finds the servers; none without server nodes."""
     if not chosen.server_nodes:
         return []
     return [f"rollout.server_list={server_list}", f"rollout.listen={listen}"]
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Lists what is wrong with the nodes of servers, each with what to change."""
+    """Lists what is wrong with the server nodes, each with a remedy."""
     if not chosen.server_nodes:
         return []
     found = [
@@ -63,7 +61,7 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
 
 
 def placed(chosen: argparse.Namespace) -> list[str]:
-    """Returns the options of srun that keep the trainer on its own nodes."""
+    """Returns the srun options that keep the trainer on its own nodes."""
     if not chosen.server_nodes:
         return []
     per_node = chosen.processes_per_node
@@ -78,9 +76,9 @@ def placed(chosen: argparse.Namespace) -> list[str]:
 def values(
     chosen: argparse.Namespace, folder: Path, python: str, options: list[str]
 ) -> dict[str, str]:
-    """Returns what the script gets for SERVERS and END: nothing where there are no servers.
+    """Returns the script's values of SERVERS and END; empty without server nodes.
 
-    `options`: those of srun that both steps share.
+    `options`: srun options that both steps share.
     """
     if not chosen.server_nodes:
         return {"SERVERS": "", "END": ""}

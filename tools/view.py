@@ -1,13 +1,13 @@
 """Makes one HTML page of a run: curves of its metrics, a table of samples, and each response with
-its tokens coloured.
+coloured tokens.
 
     view.py runs/demo                                     # writes runs/demo/trajectories.html
     view.py runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
 
-Where an environment told turns, a response is shown turn by turn. Tokens are coloured by the gap
-between the engine's and the trainer's log-prob, by advantage or by entropy; hovering shows the
-values. The page needs no network and no server: it holds its data, so it can be sent to somebody.
-trainer.trajectories says how often a run writes the files that are read here.
+A multi-turn response is shown turn by turn. Tokens are coloured by the log-prob mismatch between
+engine and trainer, by advantage or by entropy; hovering shows the values. The page needs no network
+and no server: it contains its data, so it can be shared. trainer.trajectories sets how often a run
+writes the files that are read here.
 """
 
 import argparse
@@ -32,9 +32,9 @@ TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
           "truncated": bool, "tokens": dict}  # fmt: skip
 TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
-# of the table: tokens stand by themselves, images once, and messages are the prompt again
+# omitted from the table: tokens have their own elements, images are stored once, messages repeat the prompt
 LEFT_OUT = ("tokens", "images", "messages")
-# a smaller gap is rounding, and should not look like news
+# smaller values are rounding errors, and should not be highlighted
 SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}
 
 
@@ -76,7 +76,7 @@ def show(chosen: argparse.Namespace) -> int:
     left_out = next(found, None) is not None
     if not samples:
         raise DataError(f"{files[0]} holds no sample.")
-    samples.sort(key=lambda sample: sample["step"])  # stable: a step's own order stays
+    samples.sort(key=lambda sample: sample["step"])  # stable: keeps the order within a step
     first = chosen.sources[0]
     target = chosen.output or (first if first.is_dir() else first.parent) / "trajectories.html"
     text = page(samples, f"Trajectories of {first}", curves_of(first / "metrics.jsonl"))
@@ -95,7 +95,9 @@ def show(chosen: argparse.Namespace) -> int:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The trajectories of a run's folder, or the one file. Raises DataError where there is none."""
+    """Returns the trajectory files of a run's folder, or the one file. Raises DataError if there is
+    none.
+    """
     if source.is_file():
         return [source]
     if not source.is_dir():
@@ -113,9 +115,9 @@ def files_of(source: Path) -> list[Path]:
 
 
 def samples_of(path: Path) -> Iterator[dict[str, Any]]:
-    """One sample a line, gzipped or plain.
+    """Yields one sample per line of a file, gzipped or plain.
 
-    Raises DataError that names file and line of what can't be read.
+    Raises DataError that names file and line of an unreadable sample.
     """
     number = 0
     try:
@@ -134,7 +136,7 @@ def samples_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def checked(sample: Any) -> dict[str, Any]:
-    """`sample` as it is. Raises DataError for what the page could not show."""
+    """Returns `sample` unchanged. Raises DataError if the page could not show it."""
     if not isinstance(sample, dict):
         raise DataError(f"a JSON {type(sample).__name__}, not an object.")
     for key, kind in SAMPLE.items():
@@ -160,8 +162,8 @@ def checked(sample: Any) -> dict[str, Any]:
 
 
 def check_rollout(sample: dict[str, Any]) -> None:
-    """Raises DataError for turns, measures, messages or a place in a rollout that are none; older
-    files have none of them.
+    """Raises DataError for invalid turns, measures, messages or rollout numbers; older files have
+    none of them.
     """
     turns = sample.get("turns", [])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -189,7 +191,7 @@ def check_rollout(sample: dict[str, Any]) -> None:
 
 
 def whole(value: Any) -> bool:
-    """Returns whether a value is a whole number, and not negative."""
+    """Returns whether a value is a non-negative integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -205,8 +207,8 @@ def check_images(images: Any) -> None:
 
 
 def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> str:
-    """The whole page; `curves`: metric -> its steps and values. Tokens have an element each sample,
-    so that the browser parses what is looked at only.
+    """Returns the whole page; `curves`: metric -> its steps and values. The tokens of each sample
+    are in an element of their own, so that the browser parses only those that are viewed.
     """
     rows = []
     thumbnails: dict[str, str] = {}  # by digest
@@ -243,23 +245,23 @@ def block(name: str, value: Any) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that may stand in a script element: ASCII, and without a character that begins or ends
-    markup.
+    """Returns JSON that is safe in a script element: ASCII, and without the characters that start
+    or end markup.
     """
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
-    """Returns what the table shows of a response's tokens."""
+    """Returns a response's token statistics for the table."""
     gaps = [abs(gap) for gap in tokens["gap"] if gap is not None]
     mean = sum(gaps) / len(gaps) if gaps else None
     return {"length": len(tokens["id"]), "gap": mean, "gap_max": max(gaps, default=None)}
 
 
 def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
-    """Returns the value where the colours end: 99 % of tokens stay below, so that one odd token
-    does not bleach others.
+    """Returns the value at which the colours saturate: 99 % of tokens stay below, so that one
+    outlier does not bleach the others.
     """
     sizes = sorted(
         abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None

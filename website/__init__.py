@@ -1,1 +1,1 @@
-"""The site of docs/: `make site` writes build/site. Nothing of it is installed."""
+"""Builds the site of docs/: `make site` writes build/site. It is not installed with the package."""

@@ -1,6 +1,6 @@
-"""Draws formulas as SVG when the site is built, so that a page needs no script and no network.
+"""Renders formulas as SVG when the site is built, so that a page needs no script and no network.
 
-A formula is a fenced block of `math`, in the TeX that both GitHub and matplotlib's mathtext read.
+A formula is a fenced block of `math`, in the TeX subset of GitHub and matplotlib's mathtext.
 """
 
 import html
@@ -12,14 +12,14 @@ from matplotlib import rc_context
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
-SIZE = 19  # pixels of the letters
+SIZE = 19  # font size in pixels
 MARGIN = 2
 COMMANDS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C"}
 
 
 def block(source: str, *_: Any, **__: Any) -> str:
-    """Returns the HTML of a fenced block, as pymdownx.superfences asks for it, which takes a block that
-    raises for one of code. So an error is logged, and --strict ends the build.
+    """Returns the HTML of a fenced block, for pymdownx.superfences, which shows a block that raises
+    as code. So an error is also logged, and --strict fails the build.
     """
     try:
         return f'<div class="formula">{svg(" ".join(source.split()))}</div>'
@@ -30,9 +30,9 @@ def block(source: str, *_: Any, **__: Any) -> str:
 
 @cache
 def svg(formula: str) -> str:
-    """Returns the formula as one path, in the colour of the text around it.
+    """Returns the formula as one path, in the colour of the surrounding text.
 
-    Raises ValueError for what mathtext does not know.
+    Raises ValueError if mathtext can't parse it.
     """
     with rc_context({"mathtext.fontset": "stix"}):
         drawn = TextPath((0, 0), f"${formula}$", size=SIZE)
@@ -47,7 +47,7 @@ def svg(formula: str) -> str:
 
 
 def _outline(drawn: Path) -> str:
-    """Returns the path's commands. SVG's y points down."""
+    """Returns the path's SVG commands. SVG's y axis points down."""
     found = []
     for points, code in drawn.iter_segments(simplify=False):
         if code == Path.CLOSEPOLY:

@@ -1,4 +1,4 @@
-"""Tells mkdocs of pages that are made, lists, links and formulas when it builds the site."""
+"""Hooks of mkdocs for generated pages, lists, links and formulas."""
 
 import logging
 from pathlib import Path
@@ -13,11 +13,11 @@ from website.options_page import options_page
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {page: file for file, page in PAGES.items()}
-warn = logging.getLogger("mkdocs.hooks").warning  # which --strict makes an error
+warn = logging.getLogger("mkdocs.hooks").warning  # an error under --strict
 
 
 def on_config(config: Any) -> Any:
-    """Has formulas drawn."""
+    """Registers the renderer of formulas."""
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     fences["custom_fences"] = [{"name": "math", "class": "formula", "format": formulas.block}]
     return config
@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns a page's text with links and lists as Python-Markdown reads them."""
+    """Returns a page's text with links and lists converted for Python-Markdown."""
     uri = page.file.src_uri
     if uri == "options.md":
         return markdown

@@ -1,7 +1,8 @@
-"""Draws how ranks are arranged in a layout: python -m website.layouts_drawn writes docs/images/layout_*.svg.
+"""Draws how ranks are arranged in a layout: python -m website.layouts_drawn writes
+docs/images/layout_*.svg.
 
-Which rank is where says `rftmega.runtime.parallel.layout.place_of`, and which layers a stage has
-`rftmega.model_providers.description.stage_layers`: what a run uses.
+Positions of ranks come from `rftmega.runtime.parallel.layout.place_of`, and layers of a stage from
+`rftmega.model_providers.description.stage_layers`, as in a run.
 """
 
 from pathlib import Path
@@ -12,12 +13,14 @@ from rftmega.model_providers.description import stage_layers
 from rftmega.runtime.parallel.layout import layout_name, place_of
 
 FOLDER = Path(__file__).parents[1] / "docs/images"
-COLOURS = ("#cfe3ff", "#ffe3c2", "#d6f2d0", "#f3d3ee")  # of data-parallel copies
+COLOURS = ("#cfe3ff", "#ffe3c2", "#d6f2d0", "#f3d3ee")  # one per data-parallel replica
 WIDE, HIGH, GAP, TOP, LEFT = 118, 64, 10, 46, 86
 
 
 class PILImage(NamedTuple):
-    """PILImage is a layout on so many ranks, of a model of so many layers and experts."""
+    """PILImage is one diagram: a layout on a number of ranks, of a model with so many layers and
+    experts.
+    """
 
     world_size: int
     parallel: ParallelConfig
@@ -34,8 +37,8 @@ IMAGES = {
 
 
 def svg(image: PILImage) -> str:
-    """Returns a row of boxes a stage and a box a rank, in the colour of its copy of the model, with what
-    the rank holds.
+    """Returns an SVG with a row of boxes per stage and a box per rank, coloured by data-parallel
+    replica and labelled with the rank's share of the model.
     """
     parallel = image.parallel
     columns = image.world_size // parallel.pipeline
@@ -70,7 +73,7 @@ def svg(image: PILImage) -> str:
 
 
 def _holds(rank: int, image: PILImage) -> list[str]:
-    """Returns the lines of a rank's box."""
+    """Returns the text lines of a rank's box."""
     parallel = image.parallel
     place = place_of(rank, image.world_size, parallel)
     within = rank % (image.world_size // parallel.pipeline)
@@ -90,7 +93,7 @@ def _holds(rank: int, image: PILImage) -> list[str]:
 
 
 def _frame(x: float, y: float, ranks: int) -> str:
-    """Returns the frame around ranks that share matrices; nothing around one."""
+    """Returns the frame around a tensor-parallel group; "" for one rank."""
     if ranks == 1:
         return ""
     return (

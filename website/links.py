@@ -1,6 +1,6 @@
-"""Points links of Markdown at pages of the site.
+"""Rewrites Markdown links to pages of the site.
 
-On GitHub they lead from file to file of the checkout. What is no page of the site loses its link.
+On GitHub they point to files of the checkout. A link to a file that is not a page is removed.
 """
 
 import posixpath
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-PAGES = {  # files above docs/ that are pages, too
+PAGES = {  # files outside docs/ that are pages, too
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -24,7 +24,7 @@ LINK = re.compile(r"(?P<code>`[^`]*`)|(!?)\[((?:`[^`]*`|[^\[\]`])*)\]\(([^)\s]+)
 def of_the_site(text: str, source: str, root: Path, missing: Callable[[str], None]) -> str:
     """Returns the text of `source`, a file below `root`, with links of the site.
 
-    Calls `missing` with every link to a file that there is not. Code is left as it is.
+    Calls `missing` for every link to a file that does not exist. Code is left unchanged.
     """
 
     def link(found: re.Match[str]) -> str:
@@ -49,5 +49,5 @@ def of_the_site(text: str, source: str, root: Path, missing: Callable[[str], Non
 
 
 def page_of(file: str) -> str | None:
-    """Returns the page or image of the site that a file of the checkout is; None for others."""
+    """Returns the page or image of the site for a file of the checkout; None if there is none."""
     return file.removeprefix("docs/") if file.startswith("docs/") else PAGES.get(file)

@@ -1,21 +1,21 @@
-"""Gives Python-Markdown the lists that GitHub reads.
+"""Converts lists for Python-Markdown, so that they render as on GitHub.
 
-GitHub (CommonMark) takes what stands below the text of an item for a part of it, 2 or 3 characters
-in. Python-Markdown wants 4 for each level, and a blank line before a list.
+In GitHub's CommonMark, text indented by 2 or 3 characters below an item belongs to the item.
+Python-Markdown requires 4 for each level, and a blank line before a list.
 """
 
 import re
 
 ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?: +|$)")
 FENCE = re.compile(r"(`{3,}|~{3,})")
-LEVEL = 4  # characters of Python-Markdown
-CODE = 4  # characters that make a line code
+LEVEL = 4  # indentation that Python-Markdown requires per level
+CODE = 4  # indentation from which a line is code
 
 
 def for_python_markdown(text: str) -> str:
-    """Returns the text with each item's parts indented by 4 characters a level."""
+    """Returns the text with each item's contents indented by 4 characters per level."""
     found: list[str] = []
-    above: list[int] = []  # where the text of each open item begins
+    above: list[int] = []  # column at which the text of each open item begins
     fence = ""
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip(" "))
@@ -46,12 +46,12 @@ def for_python_markdown(text: str) -> str:
 
 
 def _block(text: str) -> bool:
-    """Says that a line ends a paragraph though no blank line stands between."""
+    """Returns whether a line ends a paragraph without a blank line in between."""
     return text.startswith(("#", "|", "```", "~~~", ">"))
 
 
 def _in_list(last: str, found: list[str]) -> bool:
-    """Says that the line before belongs to a list."""
+    """Returns whether the preceding line belongs to a list."""
     for line in reversed(found):
         if not line.strip():
             return False

@@ -1,4 +1,4 @@
-"""Writes the page of all options from the schema of config files."""
+"""Generates the page of all options from the schema of config files."""
 
 import html
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ TABLE = "\n| option | default | meaning |\n|---|---|---|"
 
 
 def options_page() -> str:
-    """Returns the page in Markdown: a chapter a section, a table a part."""
+    """Returns the page in Markdown: a chapter per section, a table per component."""
     schema = json_schema()["properties"]
     loose = {name: each for name, each in schema.items() if "properties" not in each}
     chapters = [HEAD, "## At the top", TABLE]
@@ -46,7 +46,7 @@ def options_page() -> str:
 
 
 def _section(schema: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Yields the options of a section, then the sections and parts within it."""
+    """Yields the options of a section, then the sections and components within it."""
     inner = schema["properties"]
     leaves = {n: each for n, each in inner.items() if not {"properties", "anyOf"} & each.keys()}
     if leaves:
@@ -58,7 +58,7 @@ def _section(schema: dict[str, Any], prefix: str) -> Iterator[str]:
         if "anyOf" in each:
             yield f"\n### {dotted}"
             yield from _union(each, dotted)
-        elif dotted in ("critic.parallel", "critic.optimizer"):  # said once, with the policy's
+        elif dotted in ("critic.parallel", "critic.optimizer"):  # described once, with the policy's
             yield f"\n### {dotted}\n\n{_text(each['description'])} [{name}](#{name})."
         elif "properties" in each:
             yield f"\n### {dotted}\n\n{_text(each.get('description', ''))}"
@@ -66,7 +66,7 @@ def _section(schema: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _union(schema: dict[str, Any], dotted: str) -> Iterator[str]:
-    """Yields a part: what it is, then each of its types with its own options."""
+    """Yields a component: its description, then each of its types with its own options."""
     yield f"\n{_text(schema['description'])} Default: `{schema['default']}`."
     (whole,) = (each for each in schema["anyOf"] if "allOf" in each)
     for case in whole["allOf"]:
@@ -80,7 +80,7 @@ def _union(schema: dict[str, Any], dotted: str) -> Iterator[str]:
 
 
 def _rows(dotted: str, schema: dict[str, Any], anchor: str) -> Iterator[str]:
-    """Yields the row of an option of a part; of a section within it, those of its options."""
+    """Yields the row of a component's option, or the rows of the options of a nested section."""
     if "properties" not in schema:
         yield _row(dotted, schema, anchor)
         return
@@ -111,7 +111,7 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def _text(text: str) -> str:
-    """Returns text that stays as it is in a cell of a table."""
+    """Returns the text escaped for a table cell."""
     return (
         html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
     )

@@ -1,3 +1,3 @@
-"""One module a family, named as config.json's `model_type`: its `describe` says what the family
-adds to a decoder.
+"""Supported architectures: one module per `model_type` of config.json, whose `describe` returns the
+ModelDescription.
 """

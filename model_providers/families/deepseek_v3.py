@@ -1,8 +1,7 @@
-"""DeepSeek-V3: latent attention, sigmoid scores with a bias for the choice, shared experts, dense
+"""DeepSeek-V3: latent attention, sigmoid router scores with a selection bias, shared experts, dense
 first layers.
 
-Its layers for predicting several tokens at once (`num_nextn_predict_layers`) are left out, as
-transformers does.
+Its multi-token prediction layers (`num_nextn_predict_layers`) are left out, as in transformers.
 """
 
 from dataclasses import replace
@@ -61,9 +60,9 @@ def describe(config: HFConfig) -> ModelDescription:
 
 
 def sigmoid_experts(config: HFConfig, layers: int) -> Experts:
-    """Describes experts chosen by sigmoid scores, in groups, behind the dense first layers.
+    """Describes experts selected by sigmoid scores, in groups, after the dense first layers.
 
-    Raises CheckpointError for what Megatron-Core 0.16 would choose or weigh otherwise.
+    Raises CheckpointError for settings that Megatron-Core 0.16 would select or weight differently.
     """
     config.only("norm_topk_prob", True, why="Megatron-Core 0.16 always normalises sigmoid scores")
     ffn, active, groups = (

@@ -1,8 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7: the first half of each head is rotated, and experts are chosen as in
+"""GLM-4.5, 4.6 and 4.7: RoPE on the first half of each head, and experts selected as in
 DeepSeek-V3.
 
-Its layers for predicting several tokens at once (`num_nextn_predict_layers`) are left out, as
-transformers does.
+Its multi-token prediction layers (`num_nextn_predict_layers`) are left out, as in transformers.
 """
 
 from dataclasses import replace

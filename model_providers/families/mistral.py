@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window, of 4096 tokens where config.json says nothing."""
+"""Mistral: Llama with a sliding window, by default of 4096 tokens."""
 
 from rftmega.model_providers.description import ModelDescription, decoder, everywhere
 from rftmega.model_providers.hf_config import HFConfig

@@ -1,4 +1,4 @@
-"""Mixtral: every layer has experts, of the width that config.json calls intermediate_size."""
+"""Mixtral: MoE in every layer; the FFN size of an expert is intermediate_size."""
 
 from dataclasses import replace
 
@@ -14,6 +14,6 @@ def describe(config: HFConfig) -> ModelDescription:
         active=config["num_experts_per_tok"],
         ffn=model.ffn,
         layers=frozenset(range(model.layers)),
-        normalised=True,  # transformers' Mixtral always does
+        normalised=True,  # as always in transformers' Mixtral
     )
     return everywhere(replace(model, experts=experts), config)

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and norms of q and k over all heads."""
+"""OLMo 2: norms after attention and MLP, and q and k norms over all heads."""
 
 from dataclasses import replace
 

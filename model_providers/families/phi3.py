@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama's layers, of which a part of each head may be rotated."""
+"""Phi-3 and Phi-4: Llama's layers, with optional partial RoPE."""
 
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import ModelDescription, decoder, everywhere
@@ -6,7 +6,7 @@ from rftmega.model_providers.hf_config import HFConfig
 
 
 def describe(config: HFConfig) -> ModelDescription:
-    config.get("original_max_position_embeddings")  # of longrope
+    config.get("original_max_position_embeddings")  # used by longrope only
     model = decoder(config, partial_rope=True)
     if model.rope.kind != "default":
         raise CheckpointError(

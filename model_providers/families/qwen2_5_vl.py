@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2 and a vision tower that attends within windows."""
+"""Qwen2.5-VL: Qwen2 with a vision tower that uses windowed attention."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen2-Audio: Qwen2 and Whisper's encoder."""
+"""Qwen2-Audio: Qwen2 with Whisper's audio encoder."""
 
 from dataclasses import replace
 

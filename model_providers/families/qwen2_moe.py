@@ -1,8 +1,7 @@
-"""Qwen2 with a mixture of experts: weights that need not add up to 1, and one gated expert for
-every token.
+"""Qwen2-MoE: expert weights that need not sum to 1, and one gated shared expert.
 
-Its sliding window, where it has one, is in every second layer up to `max_window_layers`, unlike
-that of the dense families.
+Its sliding window, if any, applies to every second layer up to `max_window_layers`, unlike in the
+dense models.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): RMSNorm over each head of q and k, head_dim of its own."""
+"""Qwen3 (dense): RMSNorm over each head of q and k, and an explicit head_dim."""
 
 from rftmega.model_providers.description import ModelDescription, decoder, qwen_windows
 from rftmega.model_providers.hf_config import HFConfig

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts: softmax over all experts, the best few taken, no shared expert."""
+"""Qwen3-MoE: top-k of a softmax over all experts, without a shared expert."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Qwen3-VL: Qwen3 and a vision tower that feeds the decoder's first layers as well."""
+"""Qwen3-VL: Qwen3 with a vision tower whose features also enter the first decoder layers
+(DeepStack).
+"""
 
 from dataclasses import replace
 

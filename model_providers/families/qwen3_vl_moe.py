@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts: the best few of a softmax over all, normalised."""
+"""Qwen3-VL-MoE: normalised top-k of a softmax over all experts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with a bias on q, k and v, and heads of their own width."""
+"""Seed-OSS: Llama with a bias on q, k and v, and an explicit head_dim."""
 
 from rftmega.model_providers.description import ModelDescription, decoder
 from rftmega.model_providers.hf_config import HFConfig

@@ -1,1 +1,3 @@
-"""Pure functions on tensors: advantages, losses, KL estimators, aggregation. No rank, no device."""
+"""Pure functions on tensors: advantages, losses, KL estimators and loss aggregation, independent of
+ranks and devices.
+"""

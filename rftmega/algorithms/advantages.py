@@ -1,6 +1,6 @@
-"""Rewards in, advantages out.
+"""Advantage estimators.
 
-Every estimator sees the whole batch, so a group never straddles processes.
+Every estimator sees the whole batch, so a group is never split over processes.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,11 @@ from rftmega.core.types import RowsOfRollouts
 def group_normalised(
     reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Returns how much better than its siblings each answer was (GRPO, arXiv:2402.03300, section
-    4.1.2)
+    """Returns group-normalised advantages (GRPO, arXiv:2402.03300, section 4.1.2)
 
     reward [B], group [B] int -> [B]: reward minus the group's mean, over its unbiased standard
-    deviation. A group that agrees, and a group of one, teaches nothing: exactly 0.
-    `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783).
+    deviation. A group of equal rewards, or of one completion, gets exactly 0. `scale_by_std=False`
+    is Dr. GRPO (arXiv:2503.20783).
     """
     centred, index, size = _centred(reward, group)
     if scale_by_std:
@@ -35,7 +34,7 @@ def group_normalised(
 
 
 def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
-    """Returns [B]: the reward minus the mean of the group's others, 0 where there are none.
+    """Returns [B]: the reward minus the mean of the group's other rewards, 0 if there are none.
 
     RLOO, arXiv:2402.14740, eq. 8.
     """
@@ -45,11 +44,11 @@ def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (reward minus its group's mean [B], number of each row's group [B], sizes of the
+    """Returns (reward minus its group's mean [B], group number of each row [B], sizes of the
     groups).
 
-    They are in float64: in float32 three rewards of 0.1 do not have the mean 0.1, and the residue
-    over eps is a signal.
+    They are in float64: in float32 the mean of three rewards of 0.1 is not 0.1, and the residue
+    over eps would be a signal.
     """
     exact = reward.double()
     _, index = group.unique(return_inverse=True)
@@ -63,8 +62,8 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def token_rewards(
     reward: Tensor, mask: Tensor, penalty: Tensor | None = None, turns: Tensor | None = None
 ) -> Tensor:
-    """Puts the answer's reward [B] at its last token, beside `turns` [B, T] where turns ended, minus
-    `penalty` [B, T] at every token.
+    """Returns token-level rewards: the completion's reward [B] at its last token, plus `turns` [B,
+    T] at the ends of turns, minus `penalty` [B, T] at every token.
 
     0 outside the mask.
     """
@@ -79,9 +78,9 @@ def token_rewards(
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Sums the reward [B, T] that follows from each token on, discounted a token.
+    """Returns the discounted return of each token: the sum of rewards [B, T] from it on.
 
-    Holes in the mask take no step.
+    Tokens outside the mask are not discounted for.
     """
     found = torch.zeros_like(reward)
     running = reward.new_zeros(len(reward))
@@ -92,9 +91,10 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns numbers of any shape with mean 0 and variance 1 over all tokens of the mask, 0 outside.
+    """Returns values of any shape normalised to mean 0 and variance 1 over all tokens of the mask,
+    0 outside.
 
-    What does not vary becomes 0.
+    Constant values become 0.
     """
     kept = advantage[mask].double()
     if not len(kept) or kept.min() == kept.max():
@@ -104,20 +104,20 @@ def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """Scored holds what an advantage estimator may look at: R answers, in B rows.
+    """Scored holds the inputs of an advantage estimator: R completions in B rows.
 
-    An answer has one row, but for rollouts of several trajectories.
+    A completion is one row, except for rollouts of several trajectories.
     """
 
     reward: Tensor  # [R]
     group: Tensor  # [R] int64
     mask: Ragged  # B rows, True where the target is a token that the policy chose
-    value: Ragged | None  # of the critic; None where there is none
-    # the KL's share of each token's reward; None where it is in the loss
+    value: Ragged | None  # of the critic; None without a critic
+    # the KL penalty in each token's reward; None if the KL is in the loss
     penalty: Ragged | None
-    rollouts: RowsOfRollouts | None = None  # which rows are of which answer; None: each is one
-    # what the environment gave for turns, at the token that ended each; the reward has the sum.
-    # None where it gave nothing
+    rollouts: RowsOfRollouts | None = None  # rows of each completion; None: one row each
+    # the environment's turn rewards, at the last token of each turn; the reward has their sum.
+    # None without turn rewards
     turns: Ragged | None = None
 
     @property
@@ -126,9 +126,9 @@ class Scored(NamedTuple):
 
     @property
     def end_reward(self) -> Tensor:
-        """Returns [B]: what each row is worth beyond the rewards of its turns.
+        """Returns [B]: the reward of each row beyond the rewards of its own turns.
 
-        That is the outcome, and what the turns of the rollout's later rows brought.
+        It consists of the outcome and the turn rewards of the rollout's later rows.
         """
         reward = self.reward[self.rows.of_row]
         if self.turns is None:
@@ -140,9 +140,9 @@ class Scored(NamedTuple):
 
 
 def advantages(batch: Scored, options: Advantage) -> Ragged:
-    """Returns the advantage of each token by the estimator of these options.
+    """Returns the advantage of each token, by the estimator of `options`.
 
-    An estimator returns that, or [R]: the advantage of all tokens of each answer.
+    An estimator returns these, or [R]: one advantage for all tokens of each completion.
     """
     found = IMPLEMENTATIONS[type(options)](batch, options)
     if isinstance(found, Tensor):
@@ -154,7 +154,7 @@ def advantages(batch: Scored, options: Advantage) -> Ragged:
 
 @implements(GroupNorm)
 def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
-    """Returns [R], GRPO's advantages."""
+    """Returns GRPO's advantages, [R]."""
     advantage = group_normalised(batch.reward, batch.group, scale_by_std=options.scale_by_std)
     if options.clip_filter_weight:
         advantage = advantage * clip_filter_weight(
@@ -165,8 +165,8 @@ def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
 
 @implements(LeaveOneOut)
 def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
-    """Returns [R], RLOO's advantages. An answer is one action, so the KL of all its tokens is taken off
-    its reward before the others' mean is.
+    """Returns RLOO's advantages, [R]. A completion is one action, so the KL of all its tokens is
+    subtracted from its reward before the mean of the others.
     """
     reward = batch.reward
     if batch.penalty is not None:
@@ -190,11 +190,11 @@ def reinforce(batch: Scored, options: Returns) -> Ragged:
 
 @implements(TurnNorm)
 def turn_norm(batch: Scored, options: TurnNorm) -> Ragged:
-    """Returns GRPO's advantages with rewards of steps (arXiv:2402.03300, section 4.1.3): each turn's
-    reward minus the mean of all turns' of its group, over their unbiased standard deviation, and
-    for a token the sum of this turn's and those that follow in the rollout.
+    """Returns GRPO's advantages with process supervision (arXiv:2402.03300, section 4.1.3): each
+    turn's reward minus the mean over all turns of its group, over their unbiased standard
+    deviation; a token's advantage is the sum over its turn and those that follow in the rollout.
 
-    What the reward has beyond the turns' is of the rollout's last turn.
+    The reward beyond the turns' rewards counts for the rollout's last turn.
     """
     mask = batch.mask
     turns = mask.with_values(torch.zeros(len(mask.flat))) if batch.turns is None else batch.turns
@@ -219,7 +219,7 @@ def turn_norm(batch: Scored, options: TurnNorm) -> Ragged:
 
 
 def turn_numbers(mask: Ragged) -> Tensor:
-    """Returns, for each token of the mask, the number of its turn, counted over all rows from 0.
+    """Returns the turn number of each token of the mask, counted over all rows from 0.
 
     A turn is a run of tokens that the policy chose.
     """
@@ -231,7 +231,7 @@ def turn_numbers(mask: Ragged) -> Tensor:
 
 @implements(GAE)
 def generalised_advantages(batch: Scored, options: GAE) -> Ragged:
-    """Returns PPO's advantages, from the values of a critic."""
+    """Returns PPO's advantages (GAE), from the values of a critic."""
     assert batch.value is not None, "algorithm.advantage.type=gae needs a critic"
 
     def estimate(

@@ -1,8 +1,8 @@
-"""Every way to average a ragged batch is a per-token weight and an integer count.
+"""Loss aggregation as a per-token weight and an integer count.
 
-Returning (weight, count) instead of a mean is what keeps data, context and pipeline parallelism out
-of this folder: sums and counts add up across micro-batches and ranks, and the division happens
-once.
+Functions return (weight, count) instead of a mean, so this subpackage need not know about data,
+context and pipeline parallelism: sums and counts add up across micro-batches and ranks, and the
+division happens once.
 
 A rollout of several rows counts as one response: its rows share its weight.
 """
@@ -17,12 +17,12 @@ Aggregation = Callable[[Tensor, Shares], tuple[Tensor, Tensor]]
 
 
 def token_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Weighs every response token the same (DAPO, arXiv:2503.14476, eq. 8)."""
+    """Weights every response token equally (DAPO, arXiv:2503.14476, eq. 8)."""
     return mask.float(), mask.sum()
 
 
 def sequence_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Weighs every response the same, however long (GRPO, arXiv:2402.03300, eq. 3).
+    """Weights every response equally, however long (GRPO, arXiv:2402.03300, eq. 3).
 
     Count: non-empty responses.
     """
@@ -34,9 +34,9 @@ def sequence_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tens
 
 
 def sequence_sum(constant: int) -> Aggregation:
-    """Weighs every response token by 1 / constant in its response's sum, so that no response's
-    length matters (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the most tokens that a
-    response may have). Count: non-empty responses.
+    """Weights every response token by 1 / constant, so that a response's length does not matter
+    (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the maximum number of tokens of a
+    response). Count: non-empty responses.
     """
 
     def aggregation(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def sequence_sum(constant: int) -> Aggregation:
 
 
 def sequence_total(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Sums every response's tokens, and averages responses: a response is one action, whose
+    """Sums over each response's tokens and averages over responses: a response is one action, whose
     log-probability is the sum of its tokens' (RLOO, arXiv:2402.14740, section 3). Count: non-empty
     responses.
     """
@@ -54,7 +54,7 @@ def sequence_total(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Ten
 
 
 def _responses(taught: Tensor, shares: Shares) -> Tensor:
-    """Counts responses of which something is learnt: taught [B] bool says whether of a row."""
+    """Returns the number of responses that are trained on; taught [B] bool: whether a row is."""
     return (taught if shares.leads is None else taught & shares.leads).sum()
 
 
@@ -66,7 +66,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def aggregation_of(name: str, *, longest: int) -> Aggregation:
-    """Returns the aggregation that an option names; `longest`: tokens that a response may have."""
+    """Returns the aggregation that an option names; `longest`: maximum tokens of a response."""
     return sequence_sum(longest) if name == "sequence_sum" else AGGREGATIONS[name]
 
 
@@ -77,7 +77,7 @@ def averaged(
     shares: Shares = EACH_ROW,
 ) -> dict[str, TokenMetric]:
     """Returns the metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens,
-    however the loss is averaged, or as told.
+    independent of the loss's aggregation, unless another one is given.
     """
     weight, count = aggregation(mask, shares)
     return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

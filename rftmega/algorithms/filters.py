@@ -1,4 +1,4 @@
-"""Weights of groups of answers, by whether their rewards differ."""
+"""Weights of groups of completions by whether their rewards differ."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,14 @@ from rftmega.algorithms.groups import varied
 def clip_filter_weight(
     reward: Tensor, group: Tensor, *, most: float, agreeing: float = 1.0
 ) -> Tensor:
-    """Returns [B]: weights that keep the size of a step when groups agree (CPGD, arXiv:2505.12504).
+    """Returns [B]: weights that keep the step size when groups have equal rewards (CPGD,
+    arXiv:2505.12504).
 
-    Answers of a group whose rewards differ weigh all groups over such groups, at most `most`; those
-    of one that agrees weigh `agreeing`. Where all agree there is nothing to make up for: all 1.
+    Completions of a group whose rewards differ are weighted by the number of groups over the number
+    of such groups, at most `most`; those of a group with equal rewards by `agreeing`. If all groups
+    have equal rewards, all weights are 1.
     """
-    differs = varied(reward.double(), group)  # whole numbers have no infinity to begin with
+    differs = varied(reward.double(), group)  # integer dtypes have no infinity
     groups, differing = len(group.unique()), len(group[differs].unique())
     weight = torch.ones_like(
         reward, dtype=reward.dtype if reward.is_floating_point() else torch.get_default_dtype()
@@ -29,8 +31,8 @@ def clip_filter_weight(
 def clip_filter_like_weight_func(
     rewards: Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> Tensor:
-    """Calls `clip_filter_weight` by LightRFT's name and arguments: rewards [B, n], a group a row ->
-    weights [B, n].
+    """Calls `clip_filter_weight` with LightRFT's name and arguments: rewards [B, n], one group per
+    row -> weights [B, n].
     """
     group = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
     weight = clip_filter_weight(

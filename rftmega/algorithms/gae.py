@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: what a value model makes of a reward at every token."""
+"""Generalised advantage estimation (GAE)."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ def gae(
     """Returns (advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask
     (arXiv:1506.02438, eq. 16).
 
-    values, rewards [B, T] float, mask [B, T] bool or 0/1. A token outside the mask takes no step:
-    what follows a token is the next token *of the mask*, and nothing (a value of 0) after the last.
-    What stands outside the mask is never read, NaN or not. returns = advantages + values: the
-    target of the value model.
+    values, rewards [B, T] float, mask [B, T] bool or 0/1. Tokens outside the mask are skipped: the
+    successor of a token is the next token *of the mask*, and nothing (a value of 0) after the last.
+    Values outside the mask are never read and may be NaN. returns = advantages + values: the target
+    of the value model.
     """
     acted = mask.bool()
     value, reward = torch.where(acted, values, 0.0).double(), rewards.double()

@@ -1,12 +1,12 @@
-"""Groups of answers to one prompt: which of them differ."""
+"""Statistics of groups of completions of one prompt."""
 
 import torch
 from torch import Tensor
 
 
 def varied(score: Tensor, group: Tensor) -> Tensor:
-    """Returns whether the answers of a row's group differ in score: score [B], group [B] int -> [B]
-    bool. Those of a group that agrees teach nothing, so dynamic sampling leaves them out (DAPO,
+    """Returns whether the scores of each row's group differ: score [B], group [B] int -> [B] bool.
+    A group with equal scores has no learning signal, so dynamic sampling leaves it out (DAPO,
     arXiv:2503.14476, eq. 11).
     """
     found, index = group.unique(return_inverse=True)
@@ -18,8 +18,8 @@ def varied(score: Tensor, group: Tensor) -> Tensor:
 
 
 def deviations(score: Tensor, group: Tensor) -> Tensor:
-    """Returns the standard deviation (of a population) of each group's scores: score [B], group [B] int
-    -> [groups] float64.
+    """Returns the population standard deviation of each group's scores: score [B], group [B] int ->
+    [groups] float64.
     """
     _, index, sizes = group.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(sizes), dtype=torch.float64)

@@ -34,18 +34,20 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 
 
 class KLController:
-    """The weight of the KL: `value`, which stays as it is without a `target`.
+    """KLController holds the KL coefficient, `value`, which is constant without a `target`.
 
-    With one it follows the KL that is seen (arXiv:1909.08593, section 2.2): up where that is above
-    the target, down where it is below, by at most a fifth of (answers / horizon) a step. `value` is
-    all the state there is.
+    With a target it follows the observed KL (arXiv:1909.08593, section 2.2): up if that is above
+    the target, down if below, by at most a fifth of (completions / horizon) per step. `value` is
+    its whole state.
     """
 
     def __init__(self, value: float, *, target: float = 0.0, horizon: int = 10_000):
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, seen: float, completions: int) -> None:
-        """Moves the weight after a rollout of `answers` answers whose mean KL a token was `seen`."""
+        """Updates the coefficient after a rollout of `completions` completions with a mean KL per
+        token of `seen`.
+        """
         if self.target:
             error = min(max(seen / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * min(completions / self.horizon, 1.0)

@@ -1,4 +1,4 @@
-"""Per-token objectives to minimise. No reduction: a `TokenLoss` carries value, weight and count."""
+"""Policy loss per token, without reduction: a `TokenLoss` holds value, weight and count."""
 
 import torch
 from torch import Tensor
@@ -22,14 +22,15 @@ def policy_loss(
     entropy_coef: float = 0.0,
     aggregation: Aggregation = token_mean,
 ) -> LossFn:
-    """Adds up the surrogate + kl_coef x KL to the reference - entropy_coef x entropy, per token.
+    """Returns the policy loss: surrogate + kl_coef x KL to the reference - entropy_coef x entropy,
+    per token.
 
-    The surrogate is the function of `options`, times the importance of `correction`. Below 1,
-    `high_entropy_share` keeps only that share of each answer's tokens, those of highest entropy
+    The surrogate is that of `options`, times the importance weight of `correction`. Below 1,
+    `high_entropy_share` keeps only that share of each completion's tokens, those of highest entropy
     (after arXiv:2506.01939, which takes the share over the batch).
 
-    Metrics are means over all response tokens, but for `policy_loss`, which is averaged as the loss
-    is, and `clip_fraction`, the share of the tokens learnt from (for gspo: of the answers) whose
+    Metrics are means over all response tokens, except `policy_loss`, which is aggregated like the
+    loss, and `clip_fraction`, the share of the trained tokens (for gspo: of the completions) whose
     gradient the clip cuts off.
     """
     kl = ESTIMATORS[kl_estimator]
@@ -73,10 +74,10 @@ def policy_loss(
 
 
 def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Returns [B, T] True for the `share` of each answer's tokens (rounded down, at least one) with
-    the highest entropy.
+    """Returns [B, T]: True for the `share` of each completion's tokens (rounded down, at least one)
+    with the highest entropy.
 
-    Never outside the mask; of equals the first.
+    Never True outside the mask; ties go to the first token.
     """
     kept = (mask.sum(-1, keepdim=True) * share).floor().clamp(min=1)
     order = entropy.masked_fill(~mask, -torch.inf).argsort(dim=-1, descending=True, stable=True)

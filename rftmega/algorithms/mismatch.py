@@ -1,4 +1,4 @@
-"""Distance of the engine that sampled from the trainer that learns, and its correction."""
+"""Log-prob mismatch between rollout engine and trainer, and its correction by importance sampling."""
 
 import math
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from rftmega.core.types import Experience, Metrics
 
 
 class Gap(NamedTuple):
-    """|engine - trainer| log-probability over tokens."""
+    """Statistics of the log-prob mismatch |engine - trainer| over tokens."""
 
     largest: float
     percentile: float  # the 99.9th
     mean: float
     median: float
     tokens: int
-    error: float  # mean of exp(gap): by which factor probabilities differ
+    error: float  # mean of exp(gap): the factor by which probabilities differ
 
     @property
     def metrics(self) -> Metrics:
@@ -39,25 +39,25 @@ class Gap(NamedTuple):
 
 
 def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """Returns [tokens of the mask] |engine - trainer|, all of one shape.
+    """Returns |engine - trainer| log-prob of the tokens of the mask; all inputs have one shape.
 
-    Infinite where one of them is no number.
+    Infinite if one of the log-probs is NaN.
     """
     gap = (behaviour_logp[mask].double() - old_logp[mask]).abs_()
     return gap.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns the gap of the response tokens, all of one shape.
+    """Returns the log-prob mismatch of the response tokens; all inputs have one shape.
 
-    All 0, and an error of 1, where there are none.
+    Without tokens all statistics are 0 and the error is 1.
     """
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
         return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)
 
     def at(share: float) -> float:
-        """Returns the smallest gap that at least so many of the tokens do not exceed."""
+        """Returns the smallest gap that at least this share of the tokens does not exceed."""
         return gap.kthvalue(max(math.ceil(share * len(gap)), 1)).values.item()
 
     return Gap(
@@ -68,8 +68,8 @@ def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
 def importance(
     old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, options: ImportanceSampling
 ) -> Tensor:
-    """Returns [B, T], no gradient: how much a token counts, since the engine drew it and not the
-    trainer (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
+    """Returns importance weights [B, T], without gradient, for tokens drawn by the engine instead
+    of the trainer (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
     """
     weights: Tensor = IMPLEMENTATIONS[type(options)](
         torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), options
@@ -81,11 +81,11 @@ def effective_share(
     old_logp: Ragged, behaviour_logp: Ragged, mask: Ragged, options: ImportanceSampling
 ) -> float:
     """Returns the effective sample size of the weights as a share of the tokens: (sum w)^2 / (n sum
-    w^2), 1 where all weigh the same (Kong 1992).
+    w^2), 1 if all weights are equal (Kong 1992).
 
-    Weights are those that the loss multiplies with, after cap and mask. n counts all tokens of the
-    mask, those that a correction drops (weight 0) among them. Of `sequence`, whose weight all
-    tokens of a row share, rows are counted instead. 0 where nothing has a weight.
+    The weights are those of the loss, after cap and mask. n counts all tokens of the mask,
+    including those that a correction drops (weight 0). For `sequence`, whose weight all tokens of a
+    row share, rows are counted instead. 0 if all weights are 0.
     """
     weights = by_rows(importance, old_logp, behaviour_logp, mask, options)
     if isinstance(options, SequenceImportance):
@@ -100,9 +100,7 @@ def effective_share(
 def effectiveness_of(
     options: ImportanceSampling,
 ) -> Callable[[Experience[Ragged]], float] | None:
-    """Returns what measures the weights of a rollout (`effective_share`); None where nothing is
-    corrected.
-    """
+    """Returns a function that computes `effective_share` of a rollout; None without correction."""
     if isinstance(options, NoImportance):
         return None
 
@@ -117,19 +115,19 @@ def effectiveness_of(
 
 @implements(NoImportance)
 def no_weights(log_ratio: Tensor, options: NoImportance) -> Tensor:
-    """Returns 1 for every token."""
+    """Returns weight 1 for every token."""
     return torch.ones_like(log_ratio)
 
 
 @implements(TokenImportance)
 def token_weights(log_ratio: Tensor, options: TokenImportance) -> Tensor:
-    """Returns the trainer's over the engine's probability, at most `cap`."""
+    """Returns the trainer's probability over the engine's, at most `cap`."""
     return log_ratio.clamp(max=20.0).exp().clamp(max=options.cap)
 
 
 @implements(SequenceImportance)
 def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
-    """Returns the product of the ratios over the answer, at most `cap`, for each of its tokens."""
+    """Returns the product of the ratios over the completion, at most `cap`, for each of its tokens."""
     return (
         log_ratio.sum(-1, keepdim=True)
         .clamp(max=20.0)

@@ -1,15 +1,15 @@
-"""pass@k: how good the best of several answers is."""
+"""pass@k: the chance that at least one of k completions is correct."""
 
 from math import comb
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Returns the probability that k of the `samples` answers to a prompt, drawn without putting
-    back, hold one of the `right` ones.
+    """Returns the probability that k of the `samples` completions of a prompt, drawn without
+    replacement, include one of the `right` ones.
 
-    The unbiased estimate of "one of k answers is right" (arXiv:2107.03374, eq. 1): 1 - C(samples -
-    right, k) / C(samples, k), in whole numbers up to the division. Raises ValueError unless 1 <= k
-    <= samples and 0 <= right <= samples.
+    The unbiased estimate of pass@k (arXiv:2107.03374, eq. 1): 1 - C(samples - right, k) /
+    C(samples, k), in whole numbers up to the division. Raises ValueError unless 1 <= k <= samples
+    and 0 <= right <= samples.
     """
     if not (1 <= k <= samples and 0 <= right <= samples):
         raise ValueError(

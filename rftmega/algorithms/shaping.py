@@ -1,18 +1,18 @@
-"""Reward shaping: penalty, normalisation and clip before advantages are made of rewards."""
+"""Reward shaping before advantages: overlong penalty, normalisation and clipping."""
 
 from torch import Tensor
 
 
 def overlong_penalty(length: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:
-    """Maps length [B] int, of answers, to [B]: 0 up to longest - buffer tokens, from there falling
-    in a line to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
+    """Maps completion lengths [B] int to penalties [B]: 0 up to longest - buffer tokens, from there
+    falling linearly to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
     """
     return -factor * ((length - (longest - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 class RunningMoments:
-    """Mean and variance of all rewards so far (Chan et al., "Updating formulae", 1979); `state` is
-    what a resume needs.
+    """Running mean and variance of all rewards (Chan et al., "Updating formulae", 1979); `state` is
+    needed for a resume.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def update(self, reward: Tensor) -> None:
-        """Takes in reward [B], of one rollout."""
+        """Adds the rewards [B] of one rollout."""
         exact = reward.double()
         mean, squares, count = (
             exact.mean().item(),
@@ -34,7 +34,7 @@ class RunningMoments:
         self.count = together
 
     def normalised(self, reward: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """Returns the reward [B] minus the mean, over the deviation."""
+        """Returns the reward [B] minus the mean, over the standard deviation."""
         deviation = (self.squares / max(self.count - 1, 1)) ** 0.5
         return ((reward.double() - self.mean) / (deviation + eps)).to(reward.dtype)
 
@@ -48,7 +48,9 @@ class RunningMoments:
 
 
 class Shaping:
-    """Overlong penalty, running normalisation and clip, in this order; each is off at 0 (or False)."""
+    """Shaping applies overlong penalty, running normalisation and clipping, in this order; each is
+    off at 0 (or False).
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Shaping:
         self.clip = clip
 
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
-        """Shapes reward [B] of answers of length [B] in tokens; call it once a rollout."""
+        """Shapes the rewards [B] of completions of length [B] in tokens; call it once per rollout."""
         if self.buffer:
             reward = reward + overlong_penalty(
                 length, longest=self.longest, buffer=self.buffer, factor=self.factor

@@ -1,6 +1,4 @@
-"""Losses of given answers: the next token of one (supervised), or which of two is better (a reward
-model).
-"""
+"""Losses of supervised fine-tuning and of reward models."""
 
 import torch
 from torch import Tensor
@@ -21,7 +19,9 @@ from rftmega.core.types import (
 
 
 def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
-    """Returns -log p of each response token, the end of sequence included; of the prompt's none."""
+    """Returns the SFT loss: -log p of each response token, including the end of sequence, but of no
+    prompt token.
+    """
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
         value = torch.where(experience.mask, -stats.logp, 0.0)
@@ -35,11 +35,11 @@ def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
 
 
 def pairwise_loss() -> LossFn:
-    """Returns -log sigmoid(chosen - rejected) of the rewards of rows 2i and 2i + 1 (Bradley-Terry;
-    arXiv:2203.02155, eq. 1).
+    """Returns the reward model's loss: -log sigmoid(chosen - rejected) of the rewards of rows 2i
+    and 2i + 1 (Bradley-Terry; arXiv:2203.02155, eq. 1).
 
-    Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss stands
-    in the chosen row, at its score; the count is of pairs. Accuracy counts a tie as wrong.
+    Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss is in
+    the chosen row, at its score; the count is of pairs. Accuracy counts a tie as wrong.
     """
 
     def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
@@ -72,7 +72,7 @@ def pairwise_loss() -> LossFn:
 def last_value(values: Column, rows: Rows[Column]) -> Tensor:
     """Returns [B]: the value after each row's last token.
 
-    `values` are of `rows`, which `Rows.with_end` gave.
+    `values` belong to `rows`, which come from `Rows.with_end`.
     """
     if isinstance(values, Ragged):
         return values.at(rows.lengths - 2)
@@ -80,7 +80,7 @@ def last_value(values: Column, rows: Rows[Column]) -> Tensor:
 
 
 def _at_end(values: Tensor, rows: Rows) -> Tensor:
-    """Returns [B, T] 1 where `last_value` reads, 0 elsewhere."""
+    """Returns [B, T]: 1 at the position that `last_value` reads, 0 elsewhere."""
     return (
         torch.arange(values.shape[1], device=values.device) == rows.lengths[:, None] - 2
     ).float()

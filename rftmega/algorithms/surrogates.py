@@ -1,9 +1,8 @@
-"""Policy losses per token, before it is averaged: the one part in which the members of the family
-differ.
+"""Surrogate objectives of the policy loss per token, before aggregation.
 
-Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], which carries the
-gradient, the advantage [B, T] and the mask [B, T]; both are 0 outside it. Where nothing has changed
-yet (log_ratio = 0) all have the gradient -advantage.
+Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], which has the
+gradient, the advantage [B, T] and the mask [B, T]; the first two are 0 outside the mask. Before the
+first update (log_ratio = 0) all have the gradient -advantage.
 """
 
 import math
@@ -24,10 +23,10 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Returns exp, and beyond LARGEST_LOG_RATIO its tangent there.
+    """Returns exp(log_ratio), continued linearly beyond LARGEST_LOG_RATIO.
 
-    inf would have a gradient of NaN even where a clip takes over. A constant would have none, and a
-    token of negative advantage that became far more likely would never be unlearnt.
+    inf would have a gradient of NaN even where a clip applies. A constant would have none, and a
+    token of negative advantage that became far more likely would never be corrected.
     """
     tangent = math.exp(LARGEST_LOG_RATIO) * (1 + log_ratio - LARGEST_LOG_RATIO)
     return torch.where(
@@ -37,12 +36,10 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 @implements(Clip)
 def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: Clip) -> Tensor:
-    """Returns PPO's pessimistic bound (arXiv:1707.06347, eq. 7).
+    """Returns PPO's clipped loss (arXiv:1707.06347, eq. 7).
 
-    Its clip range upwards is DAPO's (arXiv:2503.14476, eq. 10).
-
-    With `dual` = c > 1 the loss of a token with negative advantage is at most -c x advantage
-    (arXiv:1912.09729, eq. 5).
+    The upper clip range is separate, as in DAPO (arXiv:2503.14476, eq. 10). With `dual` = c > 1 the
+    loss of a token with negative advantage is at most -c x advantage (arXiv:1912.09729, eq. 5).
     """
     objective = _pessimistic(log_ratio, advantage, options)
     if options.dual:
@@ -59,26 +56,26 @@ def _pessimistic(log_ratio: Tensor, advantage: Tensor, clip: Clip | GSPO) -> Ten
 
 @implements(GSPO)
 def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: GSPO) -> Tensor:
-    """Returns GSPO's loss (arXiv:2507.18071, eq. 5): one ratio an answer, the geometric mean of its
-    tokens'; the clip is on that.
+    """Returns GSPO's loss (arXiv:2507.18071, eq. 5), with one clipped ratio per completion, the
+    geometric mean of its tokens' ratios.
 
-    Given to each of its tokens; with loss_aggregation=sequence_mean that is the paper's objective.
-    Clip ranges are near 1e-3.
+    Each of its tokens gets this loss; with loss_aggregation=sequence_mean that is the paper's
+    objective. Clip ranges are near 1e-3.
     """
     return -_pessimistic(mean_log_ratio(log_ratio, mask), advantage, options)
 
 
 def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Returns [B, T]: the mean over the answer, at each of its tokens."""
+    """Returns [B, T]: the completion's mean log-ratio, at each of its tokens."""
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return (log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio)
 
 
 @implements(CISPO)
 def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CISPO) -> Tensor:
-    """Computes CISPO's loss (arXiv:2506.13585, eq. 4): no token's gradient is cut off.
+    """Returns CISPO's loss (arXiv:2506.13585, eq. 4), which cuts off no token's gradient.
 
-    Its weight, the ratio, is clipped and held constant.
+    The ratio, its weight, is clipped and has no gradient.
     """
     weight = ratio_of(log_ratio.detach()).clamp(1 - options.low, 1 + options.high)
     return -weight * advantage * log_ratio
@@ -86,13 +83,12 @@ def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: 
 
 @implements(CPGD)
 def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPGD) -> Tensor:
-    """Computes CPGD's loss (arXiv:2505.12504, eq. 5 and 7): no ratio multiplies the advantage.
+    """Returns CPGD's loss (arXiv:2505.12504, eq. 5 and 7), the advantage times the clipped
+    log-ratio.
 
-    The clip is on its logarithm.
-
-    Plus `drift_coef` x KL(old || present), estimated from the old policy's samples by ratio - 1 -
+    Plus `drift_coef` x KL(old || current), estimated from the old policy's samples by ratio - 1 -
     log ratio, never negative. Its gradient, ratio - 1, is at most `drift_clip`, as in the authors'
-    code: from there on the estimate is its own tangent.
+    code: beyond that the estimate continues linearly.
     """
     bounded = log_ratio.clamp(math.log1p(-options.low), math.log1p(options.high))
     value = -torch.minimum(log_ratio * advantage, bounded * advantage)
@@ -102,7 +98,7 @@ def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPG
 
 
 def _drift(log_ratio: Tensor, highest: float) -> Tensor:
-    """Returns ratio - 1 - log ratio, and its tangent from a ratio of 1 + `highest` on."""
+    """Returns ratio - 1 - log ratio, continued linearly above a ratio of 1 + `highest`."""
     edge = math.log1p(highest)
     near = torch.expm1(log_ratio.clamp(max=edge)) - log_ratio.clamp(max=edge)
     return torch.where(log_ratio > edge, highest - edge + highest * (log_ratio - edge), near)
@@ -110,9 +106,9 @@ def _drift(log_ratio: Tensor, highest: float) -> Tensor:
 
 @implements(ScoreFunction)
 def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: ScoreFunction) -> Tensor:
-    """Returns REINFORCE's loss (Williams, 1992): the plain score function.
+    """Returns REINFORCE's loss (Williams, 1992), the plain score function.
 
-    Right for one optimizer step a rollout.
+    Correct for one optimizer step per rollout.
     """
     return -advantage * log_ratio
 
@@ -121,11 +117,10 @@ def clip_binds(
     options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: Tensor
 ) -> Tensor | None:
     """Returns [B, T] bool: where the clip of a policy loss cuts the gradient off (cispo: bounds the
-    weight); None without one.
+    weight); None for a loss without clip.
 
-    The clip on a ratio binds on the side that the advantage pushes to: above where it is positive,
-    below where it is negative; there `dual` binds as well. For gspo all tokens of an answer are
-    alike.
+    The clip on a ratio binds in the direction of the advantage: above if it is positive, below if
+    it is negative, where `dual` binds as well. For gspo all tokens of a completion are equal.
     """
     if not isinstance(options, Clip | GSPO | CISPO | CPGD):
         return None

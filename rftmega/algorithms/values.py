@@ -1,4 +1,4 @@
-"""Losses of the critic per token. No reduction: a `TokenLoss` carries value, weight and count."""
+"""Critic losses per token, without reduction: a `TokenLoss` holds value, weight and count."""
 
 import torch
 from torch.nn import functional as F
@@ -10,11 +10,11 @@ from rftmega.core.types import Experience, LossFn, TokenLoss, TokenValues
 def value_loss(
     *, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregation = token_mean
 ) -> LossFn:
-    """Returns half the squared distance of value [B, T] to the return.
+    """Returns the critic's loss: half the squared distance of value [B, T] and return.
 
-    With `clip` above 0, the larger of it and the distance of a value that may move no further than
-    `clip` from what it was when the rollout was scored (arXiv:2005.12729, section 3). With `huber`
-    above 0, distances beyond it count linearly.
+    With `clip` above 0, the larger of it and the loss of a value clipped to within `clip` of the
+    value at scoring time (arXiv:2005.12729, section 3). With `huber` above 0, distances beyond it
+    count linearly.
     """
 
     def distance(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

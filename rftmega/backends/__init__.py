@@ -1,1 +1,1 @@
-"""TODO rftmega/backends."""
+"""Training backends: Megatron-Core and FSDP2, with the model runner and optimizers that they share."""

@@ -1,1 +1,3 @@
-"""Checkpoints of a run: all that it resumes from, written beside the training."""
+"""Training checkpoints: the complete state that a run resumes from, written asynchronously while
+training continues.
+"""

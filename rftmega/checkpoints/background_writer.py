@@ -1,4 +1,4 @@
-"""One checkpoint that is being written beside the training."""
+"""Writes one checkpoint in background threads while training continues."""
 
 import logging
 import os
@@ -10,14 +10,12 @@ from rftmega.runtime.parallel import collectives, preemption
 from rftmega.runtime.parallel.watchdog import mark
 
 log = logging.getLogger(__name__)
-NICE = 10  # the training goes first
+NICE = 10  # training has priority
 ROUND = 1.0  # seconds
 
 
 class Beside(threading.Thread):
-    """Work in a thread of its own, which ends with the process; `error` says afterwards what went
-    wrong.
-    """
+    """Beside runs work in a daemon thread; afterwards `error` holds its failure, or None."""
 
     def __init__(self, work: Callable[[], object]):
         super().__init__(daemon=True)
@@ -29,15 +27,15 @@ class Beside(threading.Thread):
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             self.work()
-        except Exception as error:  # whatever it is, it is told where somebody waits
+        except Exception as error:  # any error: it is reported by `wait`
             self.error = f"{type(error).__name__}: {error}"
         finally:
-            del self.work  # it may hold gigabytes, and this stays until the next save
+            del self.work  # it may hold gigabytes, and this object lives until the next save
 
 
 class BackgroundWriter:
-    """This process's part of a checkpoint and, on the first one, the whole, which waits for all
-    parts.
+    """BackgroundWriter writes this process's part of a checkpoint and, on the first process,
+    completes the checkpoint once all parts are written.
     """
 
     def __init__(
@@ -45,15 +43,17 @@ class BackgroundWriter:
         part: Callable[[Callable[[float], object]], object],
         whole: Callable[[Callable[[], bool]], object] | None,
     ):
-        """`part` is given a function that rests for so many seconds, or until somebody waits;
-        `whole`, which the other processes don't have, one that says whether to give up.
+        """`part` gets a function that sleeps for so many seconds, or until someone waits for the
+        checkpoint; `whole`, on the first process only, gets one that returns whether to give up.
         """
         self._given_up, self._awaited = threading.Event(), threading.Event()
         self._part = Beside(lambda: part(self._rest))
         self._whole = None if whole is None else Beside(lambda: whole(self._given_up.is_set))
 
     def _rest(self, seconds: float) -> None:
-        """Rests; a request to stop ends that, too: another save comes, and waits for this one."""
+        """Sleeps. A request to stop the run also ends it: another save follows, and waits for this
+        one.
+        """
         end = time.monotonic() + seconds
         while (
             (left := end - time.monotonic()) > 0
@@ -63,8 +63,8 @@ class BackgroundWriter:
             pass
 
     def wait(self) -> list[str]:
-        """Waits for the checkpoint and returns what went wrong, rank by rank, alike on all
-        processes, which call it together.
+        """Waits for the checkpoint; a collective. Returns the errors by rank, the same on all
+        processes.
         """
         self._awaited.set()
         _join(self._part)
@@ -78,9 +78,9 @@ class BackgroundWriter:
 
 
 def _join(work: Beside | None) -> None:
-    """Waits until it has ended on all processes.
+    """Waits until the work has ended on all processes.
 
-    That they wait together is progress: a disk may take longer than the watch would.
+    Waiting together counts as progress for the watchdog: a disk may take longer than its limit.
     """
     waiting = 1
     while waiting:

@@ -1,4 +1,4 @@
-"""Identifies the code that runs."""
+"""Identifies the versions of the running code."""
 
 import functools
 import subprocess
@@ -7,22 +7,22 @@ from pathlib import Path
 from rftmega.runtime.parallel.nodes import versions
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 10.0  # git looks at every file
+SECONDS = 10.0  # limit for git, which reads every file
 
 
 @functools.cache
 def code_versions() -> dict[str, str]:
-    """Returns the versions of the packages that take part, and this package's commit where it is a
-    checkout that git can read.
+    """Returns the versions of the packages involved, and this package's commit if it is a git
+    checkout.
     """
     return versions() | {"commit": commit(ROOT)}
 
 
 def commit(folder: Path) -> str:
-    """Returns the hash of a folder's commit, with "-dirty" behind it where tracked files have
-    changed; "" if unknown.
+    """Returns the commit hash of a folder, with the suffix "-dirty" if tracked files have changed;
+    "" if unknown.
     """
-    if not (folder / ".git").exists():  # git would go on looking above
+    if not (folder / ".git").exists():  # git would search the parent folders
         return ""
     command = [
         "git",

@@ -1,8 +1,8 @@
-"""Megatron's distributed checkpoint (torch.distributed.checkpoint files), written and read one
+"""Writes Megatron's distributed checkpoints (torch.distributed.checkpoint files) as a stream, one
 tensor at a time.
 
-`megatron.core.dist_checkpointing` writes a whole state dict that is in memory; this writes the same
-files as a stream.
+`megatron.core.dist_checkpointing` writes a whole state dict from memory; this writes the same files
+as a stream.
 """
 
 import functools
@@ -37,11 +37,10 @@ Boxed = tuple[str, tuple[int, ...], Tensor]  # key, offset, box
 
 
 def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None) -> list[Stored]:
-    """Writes (key, offset, box) one after the other; the file gets its name when it is complete and
-    on the disk.
+    """Writes (key, offset, box) one after the other into a file, which gets its name when it is
+    complete and synced.
 
-    With its `size`, the bytes of the whole file, they go past the page cache, where nobody will
-    look for them.
+    If `size`, the bytes of the whole file, is given, the writes bypass the page cache.
     """
     stored = []
     draft = draft_of(path)
@@ -66,7 +65,7 @@ def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None
 
 
 def file_bytes(pieces: Iterable[Boxed]) -> int:
-    """Returns the bytes of the file that `write_pieces` makes of them."""
+    """Returns the size in bytes of the file that `write_pieces` would write."""
     return sum(
         box.nbytes + sum(map(len, around(tuple(box.shape), box.dtype))) for _, _, box in pieces
     )
@@ -74,11 +73,10 @@ def file_bytes(pieces: Iterable[Boxed]) -> int:
 
 @functools.cache
 def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Returns what torch.save writes before and after the bytes of a contiguous tensor; the bytes
-    themselves take it five times a plain write's time.
+    """Returns the bytes that torch.save writes before and after the data of a contiguous tensor.
+    Writing the data itself with torch.save takes five times as long as a plain write.
 
-    The CRC in it is of nothing; torch does not look at it when it reads, and our checksum is in the
-    manifest.
+    The CRC in them is invalid; torch ignores it when reading, and the manifest has our checksum.
     """
     with tempfile.TemporaryDirectory() as folder, torch.serialization.skip_data():
         path = Path(folder) / "archive"
@@ -99,8 +97,8 @@ def finish(
     objects: list[str],
     manifest: Any,
 ) -> None:
-    """Writes what makes the files a checkpoint: torch's metadata, Megatron's mark, and last of all
-    the manifest.
+    """Completes a checkpoint: writes torch's metadata, Megatron's marker file and, last, the
+    manifest.
     """
     empty = _saved([None])
     names = sorted(objects)
@@ -147,7 +145,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file, which gets its name when it is complete and on the disk."""
+    """Writes a JSON file, which gets its name when it is complete and synced."""
     _write(path, json.dumps(content, indent=1).encode())
 
 

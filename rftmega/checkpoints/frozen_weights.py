@@ -1,6 +1,4 @@
-"""A checksum of frozen weights: a checkpoint of adapters does not hold these, and means nothing beside
-others.
-"""
+"""Checksum of frozen weights, which an adapter checkpoint refers to but does not contain."""
 
 import zlib
 from collections.abc import Iterable
@@ -15,10 +13,10 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 @torch.no_grad()
 def sum_of(shards: Iterable[Shard], where: torch.device) -> int:
-    """Returns a checksum of a whole model's weights that depends on no layout; a collective over
-    processes that compute on the device `where`.
+    """Returns a checksum of a whole model's weights that does not depend on the layout; a
+    collective over processes that compute on the device `where`.
 
-    `shards` of all processes hold each element once.
+    The `shards` of all processes together hold each element once.
     """
     total = torch.zeros((), dtype=torch.int64, device=where)
     for shard in shards:

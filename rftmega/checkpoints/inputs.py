@@ -1,4 +1,4 @@
-"""Compares the files that a run has read with those of the run that saved."""
+"""Compares the input files of a run with those of the run that saved the checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ SHOWN = 12  # characters of a checksum
 
 
 def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
-    """Returns a line for each input that both know and that is another now."""
+    """Returns a line for each input that both runs know and that has changed."""
     return [
         f"{name}: {_told(before[name])} -> {_told(now[name])}"
         for name in now

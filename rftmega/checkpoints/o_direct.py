@@ -1,5 +1,5 @@
-"""A file written past the page cache: as fast as the disk takes it, where a copy into fresh pages
-costs more than the disk.
+"""File writes that bypass the page cache (O_DIRECT), at the disk's speed; copying into fresh pages
+would cost more than the disk.
 """
 
 import contextlib
@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 4096  # bytes: what disks ask memory, place and length to be multiples of
+BLOCK = 4096  # bytes: the alignment of memory, offset and length that disks require
 CHUNK = 16 * 2**20  # bytes of one write
-FLYING = 2  # writes at a time: the disk has the next one when it ends one
+FLYING = 2  # concurrent writes: the disk always has a next one
 NOT_HERE = (errno.EOPNOTSUPP, errno.ENODEV, errno.ENOSYS, errno.EINVAL)
 
 
 class DirectFile:
-    """A new file of `size` bytes, written from its beginning to its end. Not on the disk before it
-    is synchronised.
+    """DirectFile is a new file of `size` bytes that is written sequentially. Its data is on the
+    disk only after a sync.
 
-    While some of it travels more is taken, so an error may be that of bytes taken before. Where the
-    file system knows no direct writes, they go through its cache.
+    Writes are asynchronous, so an error may belong to earlier bytes. If the file system does not
+    support direct writes, they go through its cache.
     """
 
     def __init__(self, path: Path, size: int, *, chunk: int = CHUNK):
-        """Takes the room at once, so that a disk that is too full is told before it is written to.
+        """Reserves the space at once, so that a full disk fails before anything is written.
 
         Raises OSError.
         """
@@ -71,7 +71,9 @@ class DirectFile:
         return self._at + self._filled
 
     def write(self, content: Any) -> int:
-        """Takes some of `content`, bytes; how many. Raises OSError, of these or of earlier ones."""
+        """Buffers some of `content`, bytes, and returns how many. Raises OSError for these or for
+        earlier bytes.
+        """
         memory = self._memory[0]
         count = min(len(content), len(memory) - self._filled)
         np.copyto(
@@ -83,8 +85,8 @@ class DirectFile:
         return count
 
     def _send(self) -> None:
-        """Sends the memory that was filled on its way, in whole blocks; the next one is free when
-        its own write has ended.
+        """Submits the filled buffer as whole blocks; the next buffer is free once its own write has
+        ended.
         """
         whole = -(-self._filled // BLOCK) * BLOCK
         self._flying.append(self._pool.submit(self._put, self._memory[0][:whole], self._at))
@@ -101,7 +103,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                direct = False  # larger blocks than ours: through the cache, then
+                direct = False  # the disk needs larger blocks: use the cache
                 fcntl.fcntl(
                     self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
                 )
@@ -110,8 +112,8 @@ class DirectFile:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserves room on the disk, where the file system can: libc's posix_fallocate would write to
-    every block where it can't.
+    """Reserves disk space if the file system can. libc's posix_fallocate would otherwise write to
+    every block.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(-(-size // BLOCK) * BLOCK))

@@ -1,5 +1,5 @@
-"""A distributed checkpoint on disk: which piece of which tensor is where, and reading them, each
-one checked.
+"""Reads distributed checkpoints: finds the pieces of each tensor and verifies each piece that it
+reads.
 """
 
 import hashlib
@@ -17,15 +17,14 @@ from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.models.hf.hf_folder import checksum, read_into
 
-MARK = "metadata.json"  # Megatron's own; a folder without it is no checkpoint to it
+MARK = "metadata.json"  # Megatron's marker file of a checkpoint
 MANIFEST = "manifest.json"  # ours: written last
-PROGRESS = "progress.jsonl"  # of a conversion that goes on; gone when it is done
+PROGRESS = "progress.jsonl"  # of an unfinished conversion; removed at its end
 # since 3 a state's tensors are in the files; since 4 it has expected lengths and numbers of tasks;
-# since 5 answers in it have no padding; since 6 a run's tensors have Hugging Face's names
+# since 5 completions in it have no padding; since 6 a run's tensors have Hugging Face names
 FORMAT = 6
 READ = (2, 3, 4, 5, FORMAT)
-# of one norm: its name where it is a module of its own, and where Transformer Engine keeps it in
-# the next one
+# a norm's name as a separate module, and as Transformer Engine fuses it into the next module
 NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -36,7 +35,7 @@ NORMS = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of a tensor in a file."""
+    """Stored is the location and checksum of one box of a tensor in a file."""
 
     key: str
     offset: tuple[int, ...]
@@ -56,8 +55,8 @@ class Stored:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is missing (so the checkpoint is not whole) or of another
-    format.
+    """Reads a checkpoint's manifest. Raises CheckpointError if it is missing (the checkpoint is
+    incomplete), damaged or of another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -78,7 +77,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_checked(path: Path, sha256: str) -> bytes:
     """Returns a file's bytes.
 
-    Raises CheckpointError where it is missing or not as it was written.
+    Raises CheckpointError if it can't be read or its checksum differs.
     """
     try:
         content = path.read_bytes()
@@ -90,27 +89,27 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """Returns a checksum of the content, however it is laid out."""
+    """Returns a checksum of the manifest's content that does not depend on its formatting."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def is_distributed(folder: str | Path) -> bool:
-    """Returns True where a folder is, or was to become, a distributed checkpoint."""
+    """Returns whether a folder is a distributed checkpoint, or an unfinished conversion to one."""
     return any((Path(folder) / name).exists() for name in (MARK, PROGRESS)) and not any(
         Path(folder).glob("*.safetensors")
     )
 
 
 class Reader:
-    """The tensors of a whole checkpoint, by boxes; every piece that is read is checked."""
+    """Reader reads boxes of a complete checkpoint's tensors; every piece that it reads is verified."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError where it is not whole, or what describes it is not as it was
-        written.
+        """Opens a checkpoint. Raises CheckpointError if it is incomplete or its metadata is
+        damaged.
         """
         self.folder = folder
         self.manifest = read_manifest(folder)
-        # the first ones of this format have no sums of these
+        # the first checkpoints of this format have no checksums of these files
         for name, sha256 in self.manifest.get("files", {}).items():
             read_checked(folder / name, sha256)
         self.stored: dict[str, list[Stored]] = {}
@@ -119,7 +118,9 @@ class Reader:
             self.stored.setdefault(box.key, []).append(box)
 
     def __contains__(self, key: str) -> bool:
-        """Finds a tensor under this name, or under the one that another kind of modules gives it."""
+        """Returns whether there is a tensor with this name, or with the name that the other norm
+        layout gives it.
+        """
         return self._named(key) in self.stored
 
     def _named(self, key: str) -> str:
@@ -134,7 +135,7 @@ class Reader:
         return key
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Raises CheckpointError where there is no such tensor."""
+        """Returns a tensor's dtype. Raises CheckpointError if there is no such tensor."""
         if key not in self:
             raise CheckpointError(f"{self.folder} holds no tensor {key!r}.")
         return getattr(torch, self.stored[self._named(key)][0].dtype)
@@ -142,8 +143,8 @@ class Reader:
     def fill(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
         """Copies the box at `offset` of tensor `key` into `target`.
 
-        Raises CheckpointError where the checkpoint does not hold all of it, or a piece's checksum
-        is another.
+        Raises CheckpointError if the checkpoint does not hold all of it, or a piece's checksum
+        differs.
         """
         self.dtype_of(key)
         missing = target.numel()
@@ -187,10 +188,10 @@ class Reader:
         *,
         padded: bool,
     ) -> None:
-        """Does the same for a shard of a tensor that is of `shape` in the model, too.
+        """Copies a shard as `fill` does, and checks that the tensor has `shape` in the model.
 
-        Where that is `padded` (the vocabulary is, to what the ranks share equally) rows that are
-        not stored are zeros.
+        If `padded` (the vocabulary is padded to divide evenly among ranks), the shapes may differ,
+        and rows that are not stored become zeros.
         """
         self.dtype_of(key)
         held = self.manifest["shapes"][self._named(key)]
@@ -206,8 +207,8 @@ class Reader:
             self.fill(target, key, offset)
 
     def _read(self, box: Stored, tensor: Tensor) -> Tensor:
-        """Reads a piece into `tensor`, contiguous, of its shape and dtype: straight from where
-        torch.save has put its bytes.
+        """Reads a piece into `tensor`, contiguous, of the piece's shape and dtype: straight from
+        the data that torch.save wrote.
         """
         path = self.folder / box.file
         try:
@@ -227,7 +228,7 @@ class Reader:
 
 
 class _Part(io.RawIOBase):
-    """Bytes begin to begin + length of a file, as a file."""
+    """A byte range of a file, presented as a file."""
 
     def __init__(self, stream: Any, begin: int, length: int):
         self.stream, self.begin, self.length, self.at = stream, begin, length, 0

@@ -1,4 +1,4 @@
-"""Decides which checkpoints of a folder stay, and which is the latest."""
+"""Rotates the checkpoints of a folder and finds the latest."""
 
 import json
 import logging
@@ -15,22 +15,22 @@ from rftmega.checkpoints.training import note_of
 from rftmega.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-LATEST = "latest"  # a file that holds the name of the newest complete checkpoint
+LATEST = "latest"  # file with the name of the latest complete checkpoint
 DRAFT = ".incomplete"
 NAMED = re.compile(r"step_(\d+)\b")  # as `TrainingCheckpoints.save` names them
-MARK = ".rftmega-checkpoint"  # a file in each: what others made is never deleted
+MARK = ".rftmega-checkpoint"  # marker file in each: other folders are never deleted
 
 
 class Saved(NamedTuple):
-    """One complete checkpoint."""
+    """Saved is one complete checkpoint."""
 
     name: str
-    age: float  # anything that is greater for an older one
+    age: float  # any number that is greater for an older checkpoint
     size: int  # bytes
 
 
 def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
-    """Returns the names to delete, oldest first, until at most `max_num` are left with at most
+    """Returns the names to delete, oldest first, so that at most `max_num` are left with at most
     `max_mem` MB (10^6 bytes) together.
 
     The newest always stays, however large.
@@ -45,15 +45,15 @@ def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str
 
 
 def rotate(folder: Path, *, max_num: int, max_mem: float, saved: str = "") -> list[str]:
-    """Deletes what has `expired` among the checkpoints of `folder`, and drafts older than the
-    newest of them, whose saves have died; their names. Call it once the new one is there, which is
-    none the worse for what can't be deleted: a warning says so.
+    """Deletes expired checkpoints of `folder`, and drafts of dead saves that are older than the
+    newest checkpoint. Returns the deleted names. Call it after a new checkpoint is complete; a
+    failed deletion only logs a warning.
 
-    Age goes by steps, whatever clocks say. `saved`: the one that was written last; what is of later
-    steps was given up when an earlier one was resumed, and goes first.
+    Age follows steps, not clocks. `saved`: the checkpoint written last; those of later steps were
+    abandoned when an earlier one was resumed, and are deleted first.
 
-    The latest, where that is an older one, stays too, and so does whatever else lies there:
-    `folder` may be somebody's home.
+    The latest checkpoint stays even if it is older, and so do all other files: `folder` may be a
+    home directory.
     """
     complete = [path for path in folder.iterdir() if is_checkpoint(path)]
     last = written_at(folder / saved) if saved else max(map(written_at, complete), default=NEVER)
@@ -83,18 +83,20 @@ def rotate(folder: Path, *, max_num: int, max_mem: float, saved: str = "") -> li
 
 
 class Written(NamedTuple):
-    """When a checkpoint was written, in the order of a run."""
+    """Written is a checkpoint's position in the order of a run."""
 
     step: int
-    again: int  # times that its name was taken
-    time: int  # nanoseconds, which decide where nothing else does
+    again: int  # number of the checkpoint among those of its name
+    time: int  # nanoseconds: the tie-breaker
 
 
 NEVER = Written(-1, -1, -1)
 
 
 def written_at(checkpoint: Path) -> Written:
-    """Returns the step that its manifest says, or else its name; NEVER without a manifest."""
+    """Returns the checkpoint's position, with the step in its manifest or else in its name; NEVER
+    without a manifest.
+    """
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
         return NEVER
@@ -108,7 +110,7 @@ def written_at(checkpoint: Path) -> Written:
 
 
 def begun_at(draft: Path, last: Written) -> Written:
-    """Returns what `written_at` would, as the draft's name has it."""
+    """Returns a draft's position, as `written_at` does, from the step in its name."""
     named = re.match(NAMED, draft.name)
     step = int(named[1]) if named else last.step
     return Written(step, last.again, draft.stat().st_mtime_ns)
@@ -116,8 +118,8 @@ def begun_at(draft: Path, last: Written) -> Written:
 
 @cache
 def _step_in(manifest: Path, changed: int) -> int | None:
-    """Reads the file, which may be long. `changed` is when it was written, so that another one is
-    read. None where it says no step.
+    """Returns the step in a manifest, or None. The result is cached, since the file may be long;
+    `changed`, its modification time, makes the cache reread a replaced file.
     """
     try:
         said = json.loads(manifest.read_bytes())
@@ -128,9 +130,9 @@ def _step_in(manifest: Path, changed: int) -> int | None:
 
 
 def begin(folder: Path, name: str) -> Path:
-    """Makes an empty draft of checkpoint `name`; what a save that died left there goes.
+    """Creates an empty draft of checkpoint `name`; the draft of a dead save is removed.
 
-    Raises OSError.
+    Raises OSError, e.g. FileExistsError if the folder exists and no save made it.
     """
     draft = folder / (name + DRAFT)
     if draft.exists() and not is_draft(draft):
@@ -143,19 +145,19 @@ def begin(folder: Path, name: str) -> Path:
 
 
 def is_draft(path: Path) -> bool:
-    """Returns whether a save began this folder, and nobody else."""
+    """Returns whether a save created this folder (or it is empty)."""
     return path.is_dir() and ((path / MARK).is_file() or not any(path.iterdir()))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether this is the folder of a whole training checkpoint."""
+    """Returns whether this is the folder of a complete training checkpoint."""
     return not path.name.endswith(DRAFT) and all(
         (path / name).is_file() for name in (MANIFEST, note_of(0))
     )
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Makes `name` the latest; a reader sees the old pointer or the new one."""
+    """Makes `name` the latest checkpoint, atomically for readers."""
     draft = folder / (LATEST + DRAFT)
     with draft.open("w") as stream:
         stream.write(name)
@@ -165,8 +167,8 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def settle(draft: Path, wanted: Path) -> Path:
-    """Gives a whole draft its name; one beside it where that is taken, so that nothing goes before
-    the pointer moves.
+    """Renames a complete draft to its final name, or to a numbered one if that exists, so that no
+    checkpoint is removed before the pointer moves. Returns the path.
     """
     target, number = wanted, 2
     while target.exists():
@@ -175,7 +177,9 @@ def settle(draft: Path, wanted: Path) -> Path:
 
 
 def before(checkpoint: Path) -> Path | None:
-    """Returns the newest whole checkpoint beside this one that is older."""
+    """Returns the newest complete checkpoint in the same folder that is older than this one, or
+    None.
+    """
     manifests = [
         path
         for path in checkpoint.parent.glob(f"*/{MANIFEST}")
@@ -189,22 +193,20 @@ def before(checkpoint: Path) -> Path | None:
 
 
 def pointed(folder: Path) -> str | None:
-    """Returns the content of the pointer, which may be nothing after a machine has lost its power;
-    None without one.
-    """
+    """Returns the content of the pointer file, possibly empty after a power loss; None without one."""
     pointer = folder / LATEST
     return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the whole checkpoint of the folder that is of the last step."""
+    """Returns the complete checkpoint of the folder with the last step, or None."""
     whole = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
     return max(whole, key=written_at, default=None)
 
 
 def find(folder: Path, tag: str | None) -> Path:
-    """Finds the checkpoint `tag`, or the latest. Where the pointer names none that is whole, the
-    newest whole one, with a word. Raises CheckpointError where there is none.
+    """Returns the checkpoint `tag`, or the latest. If the pointer names no complete checkpoint,
+    warns and returns the newest complete one. Raises CheckpointError if there is none.
     """
     whole = newest(folder)
     there = f" The newest whole one is {whole}." if whole else " There is no whole one."

@@ -1,6 +1,4 @@
-"""Training checkpoints: all that a run goes on from, written beside the training; the latest is
-always whole.
-"""
+"""Saves and resumes a run's training checkpoints; the latest is always complete."""
 
 import json
 import logging
@@ -31,28 +29,28 @@ log = logging.getLogger(__name__)
 
 
 class TrainedModel(Protocol):
-    """TrainedModel is all that checkpoints know of a model (`strategy.backend.Trainable`)."""
+    """TrainedModel is the part of a model's interface that checkpoints use
+    (`strategy.backend.Trainable`).
+    """
 
     def training_tensors(self) -> Iterable[ShardBox]:
-        """Yields this process's boxes of weights, of their average, and of the optimizer's state."""
+        """Yields this process's boxes of the weights, their average, and the optimizer state."""
 
     def described(self) -> dict[str, Any]:
-        """Returns what tells models apart, as JSON has it.
+        """Returns a JSON description that identifies the model.
 
-        That is "hf_config", "dtype" and "layout". A checkpoint of another layout can be resumed.
-        With adapters also "adapters", and the checksum of the frozen weights, "base"; where a
-        reference is kept that of its weights, "reference".
+        It has "hf_config", "dtype" and "layout"; a checkpoint of another layout can be resumed.
+        With adapters it also has "adapters" and "base", the checksum of the frozen weights; with a
+        reference model also "reference", the checksum of its weights.
         """
 
     def counters(self) -> dict[str, int]:
-        """Returns the optimizer's progress ("adam_steps", "schedule_steps") as this process sees
-        it.
-        """
+        """Returns the optimizer's progress ("adam_steps", "schedule_steps") on this process."""
 
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Takes back what `training_tensors` and `counters` gave; see `TrainingCheckpoints.load`."""
+        """Restores the tensors and counters of a checkpoint; see `TrainingCheckpoints.load`."""
 
     def random_state(self) -> dict[str, Any]:
         """Returns the states of the random streams that depend on the layout."""
@@ -61,9 +59,9 @@ class TrainedModel(Protocol):
 
 
 class TrainingCheckpoints:
-    """Saves and loads `models` (name -> what is trained) in folders of `folder`.
+    """TrainingCheckpoints saves `models` (by name) to subfolders of `folder`, and loads them.
 
-    Every process calls each method alike.
+    All processes must call each method in step.
     """
 
     def __init__(
@@ -78,17 +76,16 @@ class TrainingCheckpoints:
         warn: bool = False,
         export: Callable[[Path], None] | None = None,
     ):
-        """Keeps at most `keep` checkpoints of `keep_mb` (10^6 bytes) together. What can't be
-        written is a warning with `warn`, else CheckpointError, when the next is saved or waited
-        for. `export` writes a Hugging Face folder beside the state, or raises CheckpointError on
-        all processes.
+        """Keeps at most `keep` checkpoints of `keep_mb` (10^6 bytes) together. A failed write is a
+        warning with `warn`, else a CheckpointError at the next save or wait. `export` writes a
+        Hugging Face folder beside the state, or raises CheckpointError on all processes.
         """
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
         self.asynchronous, self.warn, self.export = asynchronous, warn, export
-        # what runs: files may be others by the time of a save
+        # read now: files may change before a save
         self._code = code_versions() if dist.get_rank() == 0 else {}
-        # what the run has read, on the first process: `launch.input_files`
+        # inputs of the run, on the first process: `launch.input_files`
         self.inputs: dict[str, dict[str, Any]] = {}
         self._copies = HostCopies()
         self._writing: tuple[str, BackgroundWriter] | None = None
@@ -96,10 +93,10 @@ class TrainingCheckpoints:
     def save(
         self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True
     ) -> None:
-        """Writes folder/`tag` (or step_<step>). The one before is waited for; `latest`: becomes
-        what a resume goes on from.
+        """Starts writing folder/`tag` (or step_<step>) after waiting for the previous save. With
+        `latest`, it becomes the checkpoint to resume from.
 
-        `state` is as JSON has it, but for tensors, which nobody changes while they are written.
+        `state`: JSON values and tensors, which must not change while they are written.
         """
         mark("save")
         self.wait()
@@ -135,9 +132,9 @@ class TrainingCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last save is on the disk.
+        """Waits until the last save is on disk.
 
-        Raises CheckpointError, or warns, where it can't be.
+        If the write failed, raises CheckpointError, or warns.
         """
         if self._writing is None:
             return
@@ -147,8 +144,8 @@ class TrainingCheckpoints:
             self._failed(name, errors)
 
     def leave(self) -> None:
-        """Waits for the files of a save, where this process is the only one: another run may begin in
-        it. Of several, each is about to end.
+        """Waits for the files of a save in a single-process run, since another run may start in
+        this process. With several processes, each is about to exit.
         """
         if self._writing is not None and dist.get_world_size() == 1:
             self._writing[1].wait()
@@ -163,12 +160,12 @@ class TrainingCheckpoints:
         schedule: bool = True,
         random: bool = True,
     ) -> dict[str, Any]:
-        """Takes everything back from one checkpoint, under whatever layout; the `state` it was
-        saved with.
+        """Restores models and random streams from a checkpoint, under any layout. Returns the
+        `state` it was saved with.
 
-        Without `strict`, weights that it lacks stay as they are. `random` streams go on only where
-        the layout is the same. Raises CheckpointError, on every process, where it is another
-        model's, of a newer format, or not as it was written; it names the one before.
+        Without `strict`, weights that it lacks stay unchanged. `random` streams are restored only
+        under the same layout. Raises CheckpointError on every process if the checkpoint is of
+        another model, of an unknown format, or damaged; the message names the previous checkpoint.
         """
         state: dict[str, Any] = {}
         error = None
@@ -195,8 +192,8 @@ class TrainingCheckpoints:
         return state
 
     def resume(self) -> dict[str, Any] | None:
-        """Loads the checkpoint that checkpoint.resume names and returns its `state`; None for a run
-        that starts anew.
+        """Loads the checkpoint that checkpoint.resume selects. Returns its `state`, or None for a
+        new run.
         """
         if (given := self._to_resume()) is None:
             return None
@@ -206,7 +203,7 @@ class TrainingCheckpoints:
         return state
 
     def _to_resume(self) -> Path | None:
-        """Returns the checkpoint to resume, as the first process sees it: another host may not see
+        """Returns the checkpoint to resume, as chosen on the first process: other hosts may not see
         a new one yet.
         """
         found, error = None, ""
@@ -236,7 +233,7 @@ class TrainingCheckpoints:
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
 
     def _say_resumed(self, given: Path) -> None:
-        """Logs it, and what is otherwise than in the run that saved it."""
+        """Logs the resumed checkpoint, and what has changed since the run that saved it."""
         log.info("resumed from %s", given)
         before, now = (
             read_manifest(given),
@@ -255,8 +252,8 @@ class TrainingCheckpoints:
         latest: bool,
         given_up: Callable[[], bool],
     ) -> None:
-        """Completes a checkpoint that all ranks have written: manifest, name, pointer, and only
-        then older ones go.
+        """Completes a checkpoint that all ranks have written: writes the manifest, renames it,
+        moves the pointer, and then deletes older ones.
         """
         if not write_whole(draft, dist.get_world_size(), about, given_up=given_up):
             return
@@ -281,7 +278,7 @@ class TrainingCheckpoints:
             log.warning("%s", text)
 
     def _on_first(self, work: Callable[[], object]) -> str | None:
-        """Does the work on the first process; on all of them, what went wrong."""
+        """Runs the work on the first process. Returns its error, or None, on all processes."""
         error = None
         if dist.get_rank() == 0:
             try:
@@ -329,8 +326,8 @@ def of_run(
     export: Callable[[Path], None],
     frozen: Mapping[str, int | None] | None = None,
 ) -> TrainingCheckpoints:
-    """Builds the TrainingCheckpoints that a run's config asks for. `frozen`: checksums of weights
-    that it reads and does not train, by the option that names them.
+    """Builds the TrainingCheckpoints for a run's config. `frozen`: checksums of the untrained
+    weights that it reads, by option.
     """
     chosen = config.checkpoint
     found = TrainingCheckpoints(
@@ -350,7 +347,7 @@ def of_run(
 def refuse_another(
     name: str, model: TrainedModel, manifest: dict[str, Any], config: RunConfig
 ) -> None:
-    """Raises CheckpointError where a checkpoint is of another task or model."""
+    """Raises CheckpointError if a checkpoint is of another algorithm or model."""
     saved = manifest["models"]
     if name not in saved:
         raise CheckpointError(
@@ -377,7 +374,7 @@ def refuse_another(
 
 
 def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where one of both has no adapters, others, or others' frozen weights."""
+    """Raises CheckpointError if run and checkpoint differ in adapters or in their frozen weights."""
     here, there = described.get("adapters"), saved.get("adapters")
     if here != there:
         raise CheckpointError(
@@ -390,7 +387,7 @@ def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any
 
 
 def _refuse_another_reference(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where both keep a reference, and it has other weights."""
+    """Raises CheckpointError if run and checkpoint have reference models with different weights."""
     here, there = described.get("reference"), saved.get("reference")
     if None not in (here, there) and here != there:
         raise CheckpointError(

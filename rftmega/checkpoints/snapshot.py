@@ -1,4 +1,6 @@
-"""A copy on the host of what this process writes: training goes on while it is written."""
+"""Host copies of the tensors that a process saves, so that training continues while they are
+written.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +14,18 @@ from rftmega.core.shards import ShardBox
 from rftmega.runtime import device
 
 ALIGNED = 64  # bytes
-# threads: training stands still meanwhile, and one does not fill a host's memory channels
+# threads: training is paused meanwhile, and one thread does not saturate the memory channels
 COPIERS = 2
 
 
 class Snapshot(NamedTuple):
-    """Copied boxes, (key, offset, box) each, and the shapes of the tensors that they are of."""
+    """Snapshot holds copied boxes as (key, offset, box), and the shapes of their whole tensors."""
 
     boxes: Sequence[tuple[str, tuple[int, ...], Tensor]]
     shapes: dict[str, tuple[int, ...]]
 
     def beside(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
-        """Returns the snapshot with whole tensors beside its boxes."""
+        """Returns the snapshot with additional whole tensors."""
         boxes = [(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
         return Snapshot(
             [*self.boxes, *boxes],
@@ -32,15 +34,15 @@ class Snapshot(NamedTuple):
 
 
 class HostCopies:
-    """Memory for one snapshot, kept for the next one."""
+    """HostCopies owns the host memory of one snapshot, which the next one reuses."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, held: Iterable[tuple[str, ShardBox]]) -> Snapshot:
-        """Copies the boxes that this process writes of (prefix of its key, box).
+        """Copies the boxes that this process writes, given as (prefix of the key, box).
 
-        The snapshot before is overwritten.
+        Overwrites the previous snapshot.
         """
         found = list(held)
         written = [(prefix, each) for prefix, each in found if each.written]

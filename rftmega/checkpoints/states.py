@@ -1,5 +1,5 @@
-"""States that are JSON but for tensors: these become pieces of the checkpoint, and the rest goes
-into its manifest.
+"""Splits a state into JSON for the checkpoint's manifest and tensors for its files, and merges it
+again.
 """
 
 import math
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 KEY = "state/"
-# a dict of this alone stands for one: (key, where it begins in the tensor of that key, its shape)
+# a dict with only this key stands for a tensor: (key, offset in the tensor of that key, shape)
 TENSOR = "tensor"
 Tensors = dict[str, list[Tensor]]
 
 
 def taken_apart(state: Any) -> tuple[Any, Tensors]:
-    """Splits a state into JSON (dicts, lists) and its tensors, those of one dtype under one key:
-    there may be very many.
+    """Splits a state into JSON (dicts, lists) and its tensors. All tensors of one dtype share a
+    key, since there may be very many.
     """
     tensors: Tensors = {}
     ends: dict[str, int] = {}
@@ -38,7 +38,7 @@ def taken_apart(state: Any) -> tuple[Any, Tensors]:
 
 
 def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Returns [n] on the host by key: a copy."""
+    """Concatenates the tensors of each key. Returns a host copy [n] by key."""
     return {
         key: torch.cat([each.detach().cpu().flatten() for each in parts])
         for key, parts in tensors.items()
@@ -46,7 +46,7 @@ def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
 
 
 def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
-    """Returns the state that was taken apart; `read` gives the joined tensor of a key."""
+    """Returns the state that `taken_apart` split; `read` returns the joined tensor of a key."""
     read = cache(read)
 
     def put(value: Any) -> Any:
@@ -54,7 +54,7 @@ def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
             if value.keys() != {TENSOR}:
                 return {name: put(each) for name, each in value.items()}
             key, begin, shape = value[TENSOR]
-            # or each would keep all of them
+            # a view would keep all of the joined tensor
             return read(key)[begin : begin + math.prod(shape)].view(shape).clone()
         return [put(each) for each in value] if isinstance(value, list) else value
 

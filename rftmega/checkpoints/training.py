@@ -1,8 +1,8 @@
-"""The files of a training checkpoint: each process writes its own, the first one a manifest when
-all are there.
+"""Files of a training checkpoint: each process writes its own, and the first one the manifest when
+all are complete.
 
-manifest.json         last of all: step, states, config, all pieces with checksums, and a seal of itself
-__<rank>_0.distcp     the pieces that this rank wrote, as torch.distributed.checkpoint's
+manifest.json         written last: step, states, config, all pieces with checksums, and a seal of
+itself __<rank>_0.distcp     the pieces that this rank wrote, as torch.distributed.checkpoint's
 rank_<rank>.json      which pieces these are, and where the rank's random streams stood
 """
 
@@ -25,10 +25,10 @@ from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox
 
 KIND = "training"
-FIRST_READ = 6  # formats before it have the names of Megatron's tensors
+FIRST_READ = 6  # earlier formats use Megatron's tensor names
 POLL = 0.05  # seconds
-READERS = 4  # threads: some read while others check
-BUSY = 0.1  # of its time; the rest is the training's
+READERS = 4  # threads: some read while others verify
+BUSY = 0.1  # share of the time spent writing; the rest is left to training
 
 
 def note_of(rank: int) -> str:
@@ -43,8 +43,8 @@ def write_rank(
     beside: Tensors | None,
     rest: Callable[[float], object],
 ) -> None:
-    """Writes this rank's files, with tensors that are `beside` the models'; the note comes last.
-    Between boxes it calls `rest`, with the seconds that are the training's.
+    """Writes this rank's files, with the additional tensors `beside` the models'; the note is
+    written last. Between boxes it calls `rest` with a number of seconds to leave to training.
     """
     snapshot = snapshot.beside(joined(beside or {}))
     boxes = _with_rests(snapshot.boxes, rest)
@@ -58,8 +58,8 @@ def write_rank(
 
 
 def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iterator[Boxed]:
-    """Yields the boxes with rests between: a disk that works slows a step, so it is spread over
-    several.
+    """Yields the boxes with pauses between them: disk writes slow a step, so they are spread over
+    several steps.
     """
     for box in boxes:
         begin = time.perf_counter()
@@ -72,7 +72,7 @@ def write_whole(
 ) -> bool:
     """Waits for the notes of all ranks, then writes the manifest, with `about` in it.
 
-    False where it was given up.
+    Returns False if it was given up.
     """
     notes = [folder / note_of(rank) for rank in range(ranks)]
     while not all(note.is_file() for note in notes):
@@ -93,9 +93,9 @@ def write_whole(
 
 
 class TrainingReader(Reader):
-    """A whole training checkpoint.
+    """TrainingReader reads a complete training checkpoint.
 
-    Raises CheckpointError where it is none, or its manifest is not as it was written.
+    Raises CheckpointError if the folder is none, or its manifest is damaged or of an old format.
     """
 
     def __init__(self, folder: Path):
@@ -113,9 +113,9 @@ class TrainingReader(Reader):
             )
 
     def whole(self, key: str) -> Tensor:
-        """Returns a tensor that one rank wrote as it is.
+        """Returns a tensor that one rank wrote as a whole.
 
-        Raises CheckpointError where it is not as it was written.
+        Raises CheckpointError if it is damaged.
         """
         tensor = torch.empty(tuple(self.manifest["shapes"][key]), dtype=self.dtype_of(key))
         self.fill(tensor, key, (0,) * tensor.dim())
@@ -124,7 +124,7 @@ class TrainingReader(Reader):
     def random_of(self, rank: int) -> dict[str, Any]:
         """Returns the states of a rank's random streams.
 
-        Raises CheckpointError where its file is not as it was written.
+        Raises CheckpointError if its file is damaged.
         """
         name = note_of(rank)
         said: dict[str, Any] = json.loads(
@@ -144,13 +144,13 @@ class StoredModel:
         return f"{self.name}/{key}" in self.reader
 
     def holds(self, kind: str) -> bool:
-        """Returns True where it holds any tensor whose key begins with `kind`."""
+        """Returns whether the checkpoint has any tensor of the model whose key begins with `kind`."""
         return any(key.startswith(f"{self.name}/{kind}/") for key in self.reader.stored)
 
     def fill(self, boxes: Iterable[ShardBox]) -> None:
         """Reads boxes into their tensors.
 
-        Raises CheckpointError where one is missing, has another shape, or is not as it was written.
+        Raises CheckpointError if one is missing, has another shape, or is damaged.
         """
         with ThreadPoolExecutor(READERS) as pool:
             for _ in pool.map(self._fill, boxes):
@@ -158,8 +158,8 @@ class StoredModel:
 
     @torch.no_grad()
     def _fill(self, box: ShardBox) -> None:
-        # Not straight into the tensor: what NumPy has looked at can't be resized, and offloading
-        # frees storages by that.
+        # Not straight into the tensor: a storage that NumPy has viewed can't be resized, and
+        # offloading frees storages by resizing them.
         read = torch.empty_like(box.tensor, device="cpu")
         key = f"{self.name}/{box.key}"
         self.reader.fill_shard(read, key, box.shape, box.offset, padded=box.padded)

@@ -1,4 +1,4 @@
 """Data types, protocols and errors that every other subpackage uses.
 
-Input: numbers and text. Output: trajectories, samples, experience, shards. Start reading: types.py.
+Input: numbers and text. Output: trajectories, samples, experience, shards. Start with types.py.
 """

@@ -1,6 +1,6 @@
-"""Defines a user's errors, one class a kind.
+"""Errors that the user can fix, one class per kind, with their exit codes.
 
-Each message says what was given, why it cannot work and what to change.
+Each message states what was given, why it cannot work and what to change.
 """
 
 import os
@@ -12,24 +12,24 @@ SHOWN = 80  # characters of a value that an error quotes
 
 
 def described(error: BaseException, *, call: bool = False) -> str:
-    """Returns the class and the message of an error of foreign code, whose own methods may fail;
-    `call`: as Python writes the call that makes it.
+    """Returns the class name and message of an exception from foreign code; never raises, even if
+    the exception's own methods fail. `call`: returns its repr instead.
     """
     name = type(error).__name__
     try:
         return repr(error) if call else f"{name}: {error}"
-    except BaseException:  # a SystemExit as well: it would end the thread that tells of the error
+    except BaseException:  # including SystemExit, which would end the thread that reports the error
         return f"{name}, which can't be told: it fails as well"
 
 
 class RFTMegaError(Exception):
-    """Base of every error that is the user's to mend; `train_rl.py` prints it without a traceback."""
+    """Base class of every error that the user can fix; `train_rl.py` prints it without a traceback."""
 
     exit_code = 2  # of the program; docs/fault_tolerance.md lists all of them
 
     @classmethod
     def listing(cls, what: str, reasons: Iterable[str]) -> Self:
-        """Builds an error of several reasons, a line each."""
+        """Builds an error that lists several reasons, one per line."""
         return cls(f"{what}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
 
 
@@ -42,14 +42,14 @@ class DataError(RFTMegaError):
 
     @classmethod
     def first_of(cls, problems: Sequence[str]) -> Self:
-        """Builds an error of the first ten, a line each, and how many more there are."""
+        """Builds an error from the first ten problems, one per line, and the number of the others."""
         more = len(problems) - 10
         return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
 
 
 class LockedError(RFTMegaError):
-    """A folder that another program works in, or that can't be locked; names the process that holds
-    it.
+    """A folder that is in use by another program, or that cannot be locked; names the process that
+    holds the lock.
     """
 
 
@@ -62,7 +62,7 @@ class OutputError(RFTMegaError, OSError):
 
 
 class WeightMismatch(RFTMegaError):
-    """Tensors on the two sides of a conversion or a push do not correspond."""
+    """Tensors on the two sides of a weight conversion or weight sync (push) do not correspond."""
 
 
 class EngineError(RFTMegaError):
@@ -70,33 +70,33 @@ class EngineError(RFTMegaError):
 
 
 class EngineFault(EngineError):
-    """An engine, or the process at the other end, is gone or hangs: nobody's mistake, and the run
-    can be started again.
+    """An engine, or the process at the other end of a connection, is gone or hangs: an
+    infrastructure fault, after which the run can be started again.
     """
 
     exit_code = 1
 
 
 class Diverged(RFTMegaError):
-    """A run whose optimizer steps are all skipped: started again it would be no better."""
+    """A run whose optimizer steps are all skipped; starting it again would not help."""
 
     exit_code = 76
 
 
 class NothingTrained(RFTMegaError):  # noqa: N818  it tells what happened
-    """A step whose loss has a gradient that reaches no parameter: more such steps would not help."""
+    """A step whose gradient reaches no parameter; more such steps would not help."""
 
     exit_code = 76
 
 
 class RewardError(RFTMegaError):
-    """An answer that can't be scored: a prompt's kind without weights, a remote reward that fails,
-    a score that is no number.
+    """A completion that cannot be scored: its prompt's task type has no weights, a remote reward
+    fails, or a score is not a number.
     """
 
 
 class ContextTooLong(EngineError):  # noqa: N818  an environment may catch it, and end there
-    """An environment asked for an answer to a context that leaves no room for one."""
+    """An environment requested a completion of a context that leaves no room for one."""
 
 
 class EnvironmentFailed(RFTMegaError):  # noqa: N818  it tells what happened
@@ -106,59 +106,57 @@ class EnvironmentFailed(RFTMegaError):  # noqa: N818  it tells what happened
 
 
 class InfrastructureFault(RFTMegaError):  # noqa: N818  the policy is not to blame
-    """Something that a rollout needs (a tool's server, a sandbox) is gone: the rollout is run again,
-    and left out where that does not help.
+    """Something that a rollout needs (a tool's server, a sandbox) is gone: the rollout is run
+    again, and left out of training if that fails too.
     """
 
     exit_code = 1
 
 
 class GapExceeded(RFTMegaError):  # noqa: N818  the finding's name
-    """Engine and trainer give other probabilities to the same tokens: answers that must not be
-    learnt from.
+    """The log-probs of engine and trainer for the same tokens differ too much (train-inference
+    mismatch) to train on these completions.
     """
 
     exit_code = 77
 
 
 class NodeError(RFTMegaError):
-    """A host of the run that lacks something, or is not like the others; names the host and a rank
+    """A host of the run lacks something or differs from the other hosts; names the host and a rank
     on it.
     """
 
 
 class NodeFault(NodeError):
-    """NodeFault reports a host that lacks something which may be there when the run is started
-    again.
-    """
+    """A host lacks something that may be available when the run is started again."""
 
     exit_code = 1
 
 
 class RanksFailed(RFTMegaError):  # noqa: N818  it tells what happened
-    """A run of several ranks that ended because one of them died, or because of a signal; its
-    launcher has written which and why.
+    """A run of several ranks ended because one of them died or because of a signal; its launcher
+    has already printed which rank and why.
     """
 
     exit_code = 1
 
     @classmethod
     def with_code(cls, code: int) -> Self:
-        """Builds the error for a run that ended with this exit code."""
+        """Builds the error of a run that ended with this exit code."""
         error = cls(f"The run ended with exit code {code}; what was written before says why.")
         error.exit_code = code
         return error
 
 
 FAULTS = (EngineFault, NodeFault)
-# starting again would not mend it
+# errors after which starting the run again would not help
 FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code)
 
 
 class Preempted(Exception):  # noqa: N818  nothing went wrong
-    """The run is asked to stop, on all processes alike.
+    """Raised on all processes when the run is asked to stop.
 
-    `answers`: of a rollout, None for those that are not there.
+    `completions`: those of the current rollout, None for unfinished ones.
     """
 
     def __init__(self, completions: Sequence[Any] = ()):
@@ -167,9 +165,9 @@ class Preempted(Exception):  # noqa: N818  nothing went wrong
 
 
 def exit_code_of(work: Callable[..., int], *given: object) -> int:
-    """Returns what `work`(*given) returns.
+    """Calls `work`(*given) and returns its result.
 
-    Where that raises an error of ours, the error's code, after the message on stderr.
+    If it raises an RFTMegaError, prints the message to stderr and returns the error's exit code.
     """
     try:
         return work(*given)
@@ -178,13 +176,13 @@ def exit_code_of(work: Callable[..., int], *given: object) -> int:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as an error quotes it."""
+    """Returns the repr of a value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def reported(error: RFTMegaError) -> int:
-    """Writes the error's message to stderr. Returns its exit code."""
+    """Writes the error's message to stderr and returns its exit code."""
     where = (
         f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     )

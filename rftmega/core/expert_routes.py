@@ -1,7 +1,8 @@
-"""Routes say which experts each token was sent to: [tokens, layers with experts, experts a token].
+"""Expert routes of MoE models: the experts that each token was sent to (R3, rollout router replay),
+as tensors [tokens, MoE layers, experts per token].
 
-They have a place for each token of a row but the last, which no model is fed. A place that nobody told of
-is full of `unknown`: whoever computes that token chooses for itself.
+They cover every token of a row but the last, which is never a model input. Entries without a
+recorded route hold `unknown`: the model that computes that token chooses its experts itself.
 """
 
 from typing import Any, NamedTuple
@@ -13,34 +14,34 @@ from rftmega.core.errors import EngineError
 
 
 class RoutedModel(NamedTuple):
-    """RoutedModel says what the routes of a mixture look like."""
+    """Shape of an MoE model's expert routes."""
 
-    layers: tuple[int, ...]  # those with experts, of all layers of the model
-    experts: int  # in each
-    active: int  # experts that a token goes to
+    layers: tuple[int, ...]  # indices of the MoE layers among all layers of the model
+    experts: int  # per layer
+    active: int  # experts per token
 
 
 class ChosenExperts(NamedTuple):
-    """ChosenExperts says where one layer sent some of a micro-batch's tokens."""
+    """Experts that one layer chose for some tokens of a micro-batch."""
 
-    slots: Tensor  # [n] int64 of the flat [rows x columns] grid of fed tokens, on the host
-    layer: int  # its place among the layers with experts
-    experts: Tensor  # [n, experts a token]
+    slots: Tensor  # [n] int64 into the flat [rows x columns] grid of input tokens, on the host
+    layer: int  # its index among the MoE layers
+    experts: Tensor  # [n, experts per token]
 
 
 def kind_of(experts: int) -> torch.dtype:
-    """Returns the smallest integers that number so many experts and `unknown`."""
+    """Returns the smallest integer dtype that can number so many experts and `unknown`."""
     return torch.uint8 if experts <= torch.iinfo(torch.uint8).max else torch.int16
 
 
 def unknown(kind: torch.dtype) -> int:
-    """Returns what stands for an expert that nobody told of."""
+    """Returns the value that marks an expert without a recorded route."""
     return torch.iinfo(kind).max
 
 
 def joined(before: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Returns the routes of a longer context, `more`, but for those tokens that have been fed before:
-    what follows read the keys and values that they gave then.
+    """Returns the routes of a longer context, `more`, but keeps those recorded `before` for earlier
+    tokens: later tokens attended to the keys and values computed with them.
     """
     if before is None or more is None:
         return before if more is None else more
@@ -48,7 +49,7 @@ def joined(before: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def to_length(routes: Tensor, length: int) -> Tensor:
-    """Returns routes of so many tokens, unknown where there are fewer."""
+    """Cuts or extends routes to `length` tokens; the added ones are unknown."""
     missing = length - len(routes)
     if missing <= 0:
         return routes[:length]
@@ -57,10 +58,10 @@ def to_length(routes: Tensor, length: int) -> Tensor:
 
 
 def of_vllm(told: Any, model: RoutedModel, fed: int) -> Tensor:
-    """Reads what vLLM tells of a request: an array [tokens fed, layers of the model, experts a token],
-    in which the places of dense layers are unused.
+    """Converts the routes that vLLM reports for a request: an array [input tokens, layers of the
+    model, experts per token], in which the entries of dense layers are unused.
 
-    Raises EngineError for anything else.
+    Raises EngineError for any other shape or expert number.
     """
     shape = tuple(getattr(told, "shape", ()))
     last = max(model.layers)

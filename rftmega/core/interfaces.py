@@ -1,7 +1,8 @@
-"""These protocols are all that the learning half knows of the machinery. Nothing here computes.
+"""Protocols between the algorithms and trainer on one side and engines, models and checkpoints on
+the other. They compute nothing.
 
-Every method is called with the *whole* batch, on every process alike; how it is split is the
-implementation's business.
+Every method is called with the *whole* batch on every process; the implementation decides how to
+split it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,41 +32,43 @@ from rftmega.core.types import (
 Result = TypeVar("Result")
 Enough = Callable[
     [Sequence[Rollout | None]], bool
-]  # of all tasks' rollouts, None where there is none yet; the same everywhere
+]  # given all tasks' rollouts, None for unfinished ones; the same on every process
 
 
 class Model(Protocol):
-    """Model answers the requests of one rollout with the engine's present weights."""
+    """Model answers the generation requests of one rollout with the engine's current weights."""
 
-    row_tokens: int  # context and answer together, at most
-    sampling: Sampling  # the distribution that answers are drawn from
+    row_tokens: int  # maximum of context and completion together
+    sampling: Sampling  # the distribution that completions are drawn from
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Generates what follows `token_ids`, at the run's temperature, with the turn's own seed.
+        """Generates a completion of `token_ids`, at the run's temperature, with the turn's own
+        seed.
 
-        Turns are counted in the order of the calls. `max_tokens`: of this answer; None: as many as
-        the run allows. Raises ContextTooLong where the context leaves no room for an answer.
+        Turns are counted in the order of the calls. `max_tokens`: maximum length of this
+        completion; None: the run's maximum. Raises ContextTooLong if the context leaves no room for
+        a completion.
         """
 
 
 class Environment(Protocol):
-    """Environment turns a task into trajectories to learn from.
+    """Environment runs a task and returns trajectories to train on.
 
-    Many runs share one engine, which generates for the others while one waits.
+    Many rollouts share one engine, which generates for the others while one waits.
     """
 
     async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory] | Rollout:
-        """Runs one rollout. What it returns depends on the task and the model's answers alone.
+        """Runs one rollout; its result must depend only on the task and the model's completions.
 
-        A Rollout, where there is more to tell than trajectories: rewards and measures of the
-        environment's own. Raises InfrastructureFault where something else than the policy failed.
+        Returns a Rollout instead of trajectories to pass rewards and measures of its own. Raises
+        InfrastructureFault if something other than the policy failed.
         """
 
 
 class RolloutEngine(Protocol):
-    """RolloutEngine turns tasks into rollouts, under the weights that its WeightSync brought."""
+    """RolloutEngine generates rollouts for tasks with the weights of its last weight sync."""
 
     def generate(
         self,
@@ -77,31 +80,34 @@ class RolloutEngine(Protocol):
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Generates one rollout a prompt, sampled with its own seed, whatever else is in the batch;
-        temperature 0 is greedy.
+        """Generates one rollout per prompt, each sampled with its own seed, independent of the rest
+        of the batch; temperature 0 is greedy.
 
-        With a `reward` rollouts may come back with its scores, found where and while they were
-        generated. Generates until `enough` says so of what has been finished and scored; what has
-        not been then is aborted, and None. Without `enough` none is None. `expected_lengths`: tokens
-        that the answers to each prompt may have, for the order in which they are begun; without
-        them as many as the prompt. Raises Preempted.
+        With a `reward`, rollouts may come back already scored, while others are still generated.
+        Generation continues until `enough` returns True for the finished and scored rollouts;
+        unfinished ones are then aborted and returned as None. Without `enough` every rollout is
+        finished. `expected_lengths`: expected completion tokens of each prompt, which decide the
+        order in which requests start; without them the prompt's length is used. Raises Preempted.
         """
 
     def answering_with(self, adapter: str) -> AbstractContextManager[None]:
-        """Has engines answer with another adapter than the policy's, by its name, meanwhile."""
+        """Makes the engines use another adapter than the policy's, given by name, within the
+        context.
+        """
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "WeightSync":
-        """Returns what brings the trainer's shards into the engine, `bucket_bytes` at a time.
+        """Returns the WeightSync that moves the trainer's shards into the engine, in buckets of
+        `bucket_bytes`.
 
-        Every process calls it.
+        Called on every process.
         """
 
     def close(self) -> None:
-        """Ends the engine; it must be gone before the process groups are."""
+        """Shuts the engine down; call it before the process groups are destroyed."""
 
 
 class RolloutGroup(NamedTuple):
-    """RolloutGroup is a task whose rollouts are learnt from together, each with its seed."""
+    """RolloutGroup is a task and the seeds of its rollouts, which are trained on together."""
 
     number: int  # in the run
     prompt: Prompt
@@ -109,79 +115,83 @@ class RolloutGroup(NamedTuple):
 
 
 class TakenGroups(NamedTuple):
-    """TakenGroups holds groups that have ended, in the order in which they did."""
+    """Finished groups in the order in which they finished."""
 
     groups: Sequence[RolloutGroup]
     rollouts: Sequence[Rollout | None]  # of the first group, then of the second, ...
 
 
 class RolloutStream(Protocol):
-    """RolloutStream rolls groups out while others are learnt from. Every process calls it alike."""
+    """RolloutStream generates groups of rollouts while others are trained on (asynchronous
+    training). Its methods are called on every process.
+    """
 
-    # whether rollouts go on only while groups are waited for, so that they are the same in every run
+    # whether generation continues only while a take waits, which makes rollouts reproducible
     pauses_between_takes: bool
 
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: "Reward | None"
     ) -> None:
-        """Begins these, whatever else is under way."""
+        """Starts the rollouts of these groups, in addition to those under way."""
 
     @property
     def under_way(self) -> Sequence[RolloutGroup]:
-        """Returns the groups that were begun, and neither taken nor dropped."""
+        """Returns the groups that were begun but neither taken nor dropped."""
 
     def take(self, most: int) -> TakenGroups:
-        """Takes those `most` groups that ended first; waits for them.
+        """Waits for and returns the first `most` groups to finish.
 
-        Raises Preempted where the run is asked to stop before.
+        Raises Preempted if the run is asked to stop while it waits.
         """
 
     def take_these(self, numbers: Sequence[int]) -> TakenGroups:
-        """Takes the groups of these numbers, in this order; waits for them. Raises as `take`."""
+        """Waits for and returns the groups with these numbers, in this order. Raises Preempted."""
 
     def join(self) -> None:
-        """Waits until all that is under way has ended. Raises as `take`."""
+        """Waits until all groups under way have finished. Raises Preempted."""
 
     def drop(self, oldest: int) -> Sequence[RolloutGroup]:
-        """Drops the groups that have a token of a version before `oldest`, and returns them."""
+        """Drops and returns the groups with a token from a policy version before `oldest`."""
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns, in the first process, the groups under way that have ended, in that order."""
+        """Returns, on the first process, the finished groups under way, in the order of finishing."""
 
     def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
-        """Puts in a group that had ended before a resume."""
+        """Adds a group that had finished before a resume."""
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Forgets groups, whether they have ended or not, and returns them: what the step under way
-        had taken before a resume, and what another run has dropped.
+        """Removes and returns groups, finished or not: those that the interrupted step had already
+        taken before a resume, and those that another run has dropped.
         """
 
     def unfinished(self) -> Callable[[], dict[str, Any]]:
-        """Returns what gives, in the first process, what there is now of groups that have not ended,
-        for a checkpoint; {} where these begin again. It is called only if there is one.
+        """Returns a function that collects, on the first process, the state of unfinished groups
+        for a checkpoint; {} if they start over after a resume. It is called only if a checkpoint is
+        written.
         """
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
-        """Takes what `unfinished` gave before a resume, of groups that are begun again."""
+        """Restores the state returned by `unfinished` for groups that are begun again."""
 
 
 class Scorer(Protocol):
-    """Scorer gives log-probs of rows."""
+    """Scorer computes log-probs of rows."""
 
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Scores every target of `rows` under the present weights; no gradient.
+        """Returns the log-prob of every target of `rows` under the current weights, without
+        gradient.
 
-        `temperature` None: the rollout's. The columns are like those of `rows`, padded or Ragged.
+        `temperature` None: the rollout's. The result has columns like `rows`, padded or Ragged.
         """
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Scores the same under the frozen reference weights."""
+        """Returns the log-probs under the frozen reference weights."""
 
 
 class Policy(Scorer, Protocol):
-    """Policy is the model that is trained."""
+    """Policy is the trained model."""
 
     def step(
         self,
@@ -194,39 +204,39 @@ class Policy(Scorer, Protocol):
     ) -> Metrics:
         """Takes one optimizer step on the rows of `experience` and of `auxiliary`.
 
-        Each `group_size` consecutive rows come before `loss_fn` together.
-
-        The metrics have "optimizer_steps" (1, or 0 where no step was taken), "skipped_steps" (1 where
-        gradients were not finite), "empty_steps" (1 where there was nothing to learn from: no weight
-        moves), and counts, whose names begin with types.COUNT. An
-        `experience` without old log-probs gets them from this step's forward pass: `scored` is told
-        them on every process before the optimizer acts, and may raise instead.
+        Every `group_size` consecutive rows are passed to `loss_fn` together. The metrics contain
+        "optimizer_steps" (1, or 0 if no step was taken), "skipped_steps" (1 if gradients were not
+        finite), "empty_steps" (1 if there was nothing to train on: no weight changes), and counts,
+        whose names begin with types.COUNT. If `experience` has no old log-probs, this step's
+        forward pass computes them: `scored` receives them on every process before the optimizer
+        step, and may raise to prevent it.
         """
 
 
 class ValueScorer(Protocol):
-    """ValueScorer gives values of rows."""
+    """ValueScorer computes state values of rows."""
 
     def values(self, rows: Rows[Column]) -> Column:
-        """Returns the value of each state in which a target is chosen, under the present weights; no
-        gradient.
+        """Returns the value of each state in which a target is chosen, under the current weights,
+        without gradient.
         """
 
 
 class ValueModel(ValueScorer, Protocol):
-    """ValueModel is a critic, or a reward model, that is trained."""
+    """ValueModel is a trained critic or reward model."""
 
     def step(self, experience: Experience[Any], loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """Takes one optimizer step; see Policy.step."""
 
 
 class WeightSync(Protocol):
-    """Brings the policy's weights into the engine."""
+    """WeightSync moves the policy's weights into the engine (a push)."""
 
     def push(self, *, version: int) -> Metrics: ...
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns checksums of the last push: as the trainer holds it, as sent, as it arrived.
+        """Returns the checksums of the last push: as the trainer holds the weights, as sent, as
+        received.
 
         Called on every process.
         """
@@ -234,38 +244,38 @@ class WeightSync(Protocol):
 
 @runtime_checkable
 class LateWeights(Protocol):
-    """A WeightSync that brings its last push to engines that have come since."""
+    """A WeightSync that can send its last push to engines that have joined since."""
 
     def push_to_late(self) -> int:
-        """Returns how many engines have the weights now. Every process calls it, before the
-        policy's weights change.
+        """Sends the last push to engines that joined later and returns how many engines have the
+        weights now. Called on every process, before the policy's weights change.
         """
         ...
 
 
 class Reward(Protocol):
-    """Scores answers, as many as there are; may be called from several threads at once, while
+    """Reward scores any number of completions; it may be called from several threads at once, while
     others are still generated.
 
-    One that compares the answers to a prompt with each other has `whole_groups = True`, and is
-    asked once all are there.
+    A reward that compares the completions of a prompt has `whole_groups = True` and is called once
+    the whole group is there.
     """
 
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Returns a dict a rollout: named parts before weighting, and their weighted sum under
-        "reward".
+        """Returns one dict per rollout: named components before weighting, and their weighted sum
+        under "reward".
 
-        A prompt's kind decides which parts there are, so dicts of one call may differ in their
-        keys.
+        A prompt's task type decides its components, so dicts of one call may differ in their keys.
         """
 
 
 class Resumable(Protocol):
-    """Something whose past the next step depends on: `state` gives it as JSON has it, but for
-    tensors that nobody changes; `load_state` takes it back. It is asked for after every step, so it
-    copies nothing large.
+    """An object whose state the next step depends on.
+
+    `state` returns it as JSON, with tensors that nobody changes; `load_state` restores it. It is
+    called after every step, so it copies nothing large.
     """
 
     def state(self) -> Any: ...
@@ -274,25 +284,26 @@ class Resumable(Protocol):
 
 
 class Host(Protocol):
-    """Host keeps one copy of what is the same in all its processes."""
+    """Host keeps one copy of data that all processes of a host share."""
 
     def once(self, make: Callable[[], Result]) -> Result:
-        """Returns what `make` gives, which is called once a host. Every process calls it.
+        """Returns the result of `make`, which is called once per host. Called on every process.
 
-        The result is made of tensors, numbers, Ragged columns, dicts and tuples; nobody changes it.
+        The result consists of tensors, numbers, Ragged columns, dicts and tuples; nobody changes
+        it.
         """
 
 
 class OneProcess:
-    """OneProcess is a Host of one process, which shares nothing."""
+    """OneProcess is a Host of a single process, which shares nothing."""
 
     def once(self, make: Callable[[], Result]) -> Result:
         return make()
 
 
 class Numerics(Protocol):
-    """Numerics tells how exactly an engine and the trainer can agree, and lets all processes agree
-    on whether they do.
+    """Numerics describes how closely engine and trainer can agree, and makes all processes reach
+    the same verdict on it.
     """
 
     dtype: str  # of the trainer's forward pass: float32 or bfloat16
@@ -304,7 +315,7 @@ class Numerics(Protocol):
 
 
 class Machinery(Protocol):
-    """Machinery holds what a run with rollouts is built of."""
+    """Components of a run with rollouts."""
 
     numerics: Numerics
     host: Host
@@ -317,31 +328,32 @@ class Machinery(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Keeps all that a run needs to go on: the states that it is given, and what the machinery adds
-    (weights, optimizers, random streams).
+    """Checkpoints saves and loads everything needed to resume a run: the given state, and weights,
+    optimizers and random states.
     """
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
-        """Saves the run after `step` steps. May return while files are still written."""
+        """Saves the run after `step` steps; may return while files are still being written."""
 
     def wait(self) -> None:
-        """Waits until the last save is on the disk."""
+        """Waits until the last checkpoint is on disk."""
 
     def leave(self) -> None:
-        """Ends what a single process still writes, where the training raises."""
+        """Stops writing on this process alone; called when training raises an error."""
 
     def resume(self) -> dict[str, Any] | None:
         """Loads the checkpoint that `checkpoint.resume` names.
 
-        Returns its `state`; None: the run starts anew.
+        Returns its `state`; None if the run starts anew.
         """
 
 
 class Callback(Protocol):
-    """Told what the trainer does (a base with empty methods: `monitoring/observers/observer.py`).
+    """Callback is notified of the trainer's events (base class with empty methods:
+    `monitoring/observers/observer.py`).
 
-    Callbacks see `metrics` in their order and may add to it; evaluation comes before those that
-    write it down.
+    Callbacks receive `metrics` in their order and may add to it; evaluation comes before the
+    callbacks that log.
     """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
@@ -351,7 +363,7 @@ class Callback(Protocol):
     def on_experience(
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:
-        """Receives what step `trainer.step`, just done, has learnt from.
+        """Receives the data that step `trainer.step`, just done, has trained on.
 
         Called before `on_step`.
         """
@@ -359,16 +371,14 @@ class Callback(Protocol):
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_save(self, trainer: Any) -> None:
-        """Hears that a checkpoint is about to be written: what was written of the steps before is
-        to be on the disk.
-        """
+        """Called before a checkpoint is written; output of earlier steps must be flushed to disk."""
 
     def on_given_up(self, trainer: Any) -> None:
-        """Hears that the training ends within a step. On all callbacks, before `on_end` on any."""
+        """Called if training ends within a step: on all callbacks, before any `on_end`."""
 
     def on_end(self, trainer: Any) -> None: ...
 
     def on_failed(self, trainer: Any) -> None:
-        """Lets go of files, ports and threads where the training raises. Nothing follows; `on_end`
-        may have come before.
+        """Releases files, ports and threads if training raises an error. Nothing is called
+        afterwards; `on_end` may have been called before.
         """

@@ -1,5 +1,5 @@
-"""JSON of files that others wrote, read strictly: a file that two readers could take for two things
-is refused.
+"""Strict reading of JSON files from elsewhere; a file that two parsers could read differently is
+rejected.
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 from rftmega.core.errors import CheckpointError, RFTMegaError
 
-DEEPEST = 200  # objects and lists within one another; Python's own limit depends on who calls
-# of a file that is read whole; the index of the largest published model has 10 MB
+DEEPEST = 200  # nesting of objects and lists; Python's own limit depends on the caller's stack
+# maximum file size; the index of the largest published model has 10 MB
 MOST_BYTES = 512 * 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
@@ -22,8 +22,8 @@ ESCAPES = re.compile(  # pairs of surrogates, single ones (named), every other e
 )
 
 
-class NotJSON(ValueError):  # noqa: N818  said of the text, not of the program
-    """Text that is no JSON, or not the strict kind; `line` counts from 1."""
+class NotJSON(ValueError):  # noqa: N818  describes the text
+    """Text that is not JSON or not strict; `line` counts from 1."""
 
     def __init__(self, reason: str, line: int | None):
         super().__init__(reason)
@@ -31,10 +31,10 @@ class NotJSON(ValueError):  # noqa: N818  said of the text, not of the program
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Reads one JSON value; bytes are UTF-8 and may begin with a byte-order mark.
+    """Parses one JSON value; bytes are UTF-8 and may begin with a byte-order mark.
 
-    Raises NotJSON for what is no JSON, and for what Python's reader would let pass: a key that an
-    object names twice, NaN and infinity, a lone surrogate, more than DEEPEST levels.
+    Raises NotJSON for invalid JSON, and for input that Python's parser would accept: a key that
+    occurs twice in an object, NaN and infinity, a lone surrogate, more than DEEPEST levels.
     """
     text = _decoded(content) if isinstance(content, bytes) else content.removeprefix("\ufeff")
     _refuse_depth(text)
@@ -62,7 +62,7 @@ def parse_json(content: str | bytes) -> Any:
 def read_json(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> Any:
     """Reads a file that holds one JSON value.
 
-    Raises `raising`, naming file and line, where it can't.
+    Raises `raising`, naming file and line, if that fails.
     """
     try:
         if path.exists() and not path.is_file():
@@ -86,7 +86,7 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
-    Raises `raising`, naming file and line, where it can't.
+    Raises `raising`, naming file and line, if that fails.
     """
     value = read_json(path, raising=raising)
     if not isinstance(value, dict):
@@ -95,9 +95,9 @@ def read_json_object(
 
 
 def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> dict[str, str]:
-    """Reads the index of a Hugging Face folder: tensor -> file in that folder.
+    """Reads the index of a Hugging Face model folder: tensor -> file in that folder.
 
-    Raises `raising` where it is no such index.
+    Raises `raising` if the file is no such index.
     """
     found = read_json_object(path, raising=raising).get("weight_map")
     if not isinstance(found, dict) or not found:
@@ -117,7 +117,7 @@ def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError
 
 
 def kind_of(value: Any) -> str:
-    """Returns JSON's name for a value, with its article."""
+    """Returns JSON's name for the type of a value, with its article."""
     if isinstance(value, dict):
         return "an object" if value else "empty"
     names = {
@@ -183,7 +183,7 @@ def _refuse_depth(text: str) -> None:
 
 
 def _second_line(text: str, key: str) -> int | None:
-    """Returns the line where a key stands for the second time, as far as it is written plainly."""
+    """Returns the line of a key's second occurrence; None if the key is written with escapes."""
     places = [
         found.start()
         for found in re.finditer(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:", text)

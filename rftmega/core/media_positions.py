@@ -1,4 +1,4 @@
-"""Images, videos and waveforms among the tokens of a prompt."""
+"""Positions of images, videos and waveforms among the tokens of a prompt."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -12,33 +12,34 @@ from rftmega.core.waveform_positions import PlacedWaveform
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Frames tells what a video shows of its file, and where the features of that stand.
+    """Frames records which frames of a video file are used, and the token positions of their
+    features.
 
-    They are one run of tokens, or one for each time of the grid with words between them.
+    The features are one run of tokens, or one run per time step of the grid with text tokens in
+    between.
     """
 
-    chosen: tuple[int, ...]  # of the file's, in their order
-    total: int  # that the file has
-    rate: float  # frames of the file a second
-    step: float  # positions from one time of a run to the next
+    chosen: tuple[int, ...]  # indices of the frames used, in order
+    total: int  # frames in the file
+    rate: float  # frames per second of the file
+    step: float  # positions from one time step of a run to the next
     starts: tuple[int, ...]  # of each run, counted from the video's first token
-    length: int  # of a run: how many features stand there
+    length: int  # features per run
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """PlacedImage is an image or a video of a prompt, and says where its features stand among the
-    tokens.
+    """PlacedImage is an image or a video of a prompt with the token positions of its features.
 
-    Two are equal where their contents and places are.
+    Two are equal if their contents and positions are.
     """
 
     # a file's path, a file's bytes, or the patches [t * h * w, channels * patch * patch * 2]
     source: str | bytes | Tensor = field(compare=False, repr=False)
-    digest: str  # SHA-256, in hexadecimal, of the file's bytes, or of those of the frames shown
-    grid: tuple[int, int, int]  # patches: of time (1), along the height and along the width
-    start: int  # its first token among those of the prompt
-    tokens: int  # how many it has: one each merge x merge patches, and words between a video's runs
+    digest: str  # SHA-256, in hexadecimal, of the file's bytes or of the frames used
+    grid: tuple[int, int, int]  # patches along time (1), height and width
+    start: int  # index of its first token in the prompt
+    tokens: int  # one per merge x merge patches, and text tokens between a video's runs
     frames: Frames | None = None  # of a video
 
     @property
@@ -52,7 +53,7 @@ class PlacedImage:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns where features stand: first token and the one behind the last, of each run."""
+        """Returns the token ranges [start, end) of its features."""
         if self.frames is None:
             return [(self.start, self.end)]
         begins = [self.start + start for start in self.frames.starts]
@@ -63,7 +64,7 @@ class PlacedImage:
         return sum(end - begin for begin, end in self.runs)
 
     def state(self) -> list[object]:
-        """Returns the image as JSON has it, but for contents that are in no file: a tensor."""
+        """Returns the image as JSON; contents that are in no file become a tensor."""
         source: object = self.source
         if isinstance(source, bytes):
             source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -72,7 +73,7 @@ class PlacedImage:
 
     @staticmethod
     def from_state(state: Sequence[object]) -> "PlacedImage":
-        """Returns what `state` gave."""
+        """Restores an image from `state`."""
         given: list[Any] = list(state)
         source, digest, grid, start, tokens = given[:5]
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
@@ -89,13 +90,13 @@ Kind = TypeVar("Kind", PlacedImage, PlacedWaveform)
 
 
 def images_of(placed: Iterable[Placed]) -> tuple[PlacedImage, ...]:
-    """Returns the images and videos among what stands in a prompt."""
+    """Returns the images and videos among a prompt's media."""
     return tuple(each for each in placed if isinstance(each, PlacedImage))
 
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
-    """RowImages tells which images, or waveforms, each row of a batch has."""
+    """RowImages holds the images, videos or waveforms of each row of a batch."""
 
     rows: tuple[tuple[Placed, ...], ...]
 
@@ -107,12 +108,12 @@ class RowImages:
 
     @property
     def patches(self) -> list[int]:
-        """Returns how many patches each row has."""
+        """Returns the number of patches of each row."""
         return [sum(image.patches for image in row) for row in self.rows]
 
     @property
     def distinct(self) -> dict[str, Placed]:
-        """Returns digest -> an image, in the order of their first places."""
+        """Returns digest -> image, in the order of first occurrence."""
         found: dict[str, Placed] = {}
         for row in self.rows:
             for image in row:
@@ -120,43 +121,42 @@ class RowImages:
         return found
 
     def only(self, kind: type[Kind]) -> "list[tuple[Kind, ...]]":
-        """Returns those of each row that are of a kind, as a model that knows no other takes them."""
+        """Returns the media of one kind in each row, for a model that takes no other kind."""
         return [tuple(each for each in row if isinstance(each, kind)) for row in self.rows]
 
     @staticmethod
     def of(rows: Iterable[Sequence[Placed]]) -> "RowImages | None":
-        """Returns the images of rows; None where no row has one."""
+        """Returns the images of rows, or None if no row has one."""
         held = tuple(tuple(row) for row in rows)
         return RowImages(held) if any(held) else None
 
     @staticmethod
     def join(parts: "Sequence[RowImages | None]", sizes: Sequence[int]) -> "RowImages | None":
-        """Joins the rows of several batches, each of so many rows."""
+        """Joins the rows of several batches; `sizes`: rows of each batch."""
         rows: list[tuple[Placed, ...]] = []
         for part, size in zip(parts, sizes, strict=True):
             rows += [()] * size if part is None else part.rows
         return RowImages.of(rows)
 
     def state(self) -> list[list[list[object]]]:
-        """Returns the rows as JSON has them, contents that are in no file as tensors."""
+        """Returns the rows as JSON; contents that are in no file become tensors."""
         return [[image.state() for image in row] for row in self.rows]
 
     @staticmethod
     def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowImages":
-        """Returns what `state` gave."""
+        """Restores the rows from `state`."""
         return RowImages(tuple(tuple(map(placed_from_state, row)) for row in state))
 
 
 def placed_from_state(state: Sequence[Any]) -> Placed:
-    """Returns an image, which has a grid in the third place, or a waveform, which has a number."""
+    """Restores an image (its third entry is a grid) or a waveform (its third entry is a number)."""
     kind = PlacedImage if isinstance(state[2], Sequence) else PlacedWaveform
     return kind.from_state(state)
 
 
 def unexpanded(token_ids: Sequence[int], images: Sequence[Placed]) -> list[int]:
-    """Returns the tokens with one placeholder an image, video or waveform, as an engine's own
-    processor takes them: it
-    would expand what is expanded once more.
+    """Returns the tokens with one placeholder per image, video or waveform, the input of an
+    engine's own processor, which expands placeholders itself.
     """
     kept: list[int] = []
     before = 0

@@ -1,4 +1,4 @@
-"""Ragged holds rows of different lengths without padding."""
+"""Ragged: rows of different lengths without padding."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK = 1 << 24  # elements that are padded at a time
-SHORT = 256  # mean length below which one gather beats a copy a row
+CHUNK = 1 << 24  # maximum elements padded at a time
+SHORT = 256  # mean length below which one gather is faster than a copy per row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
     """Ragged holds B rows of values, each with a length of its own.
 
-    Rows lie anywhere in `values`, so that a choice of rows, or of another order, copies nothing.
+    Rows lie anywhere in `values`, so selecting or reordering rows copies nothing.
     """
 
-    values: Tensor  # [N], or of vectors [N, ...]
-    starts: Tensor  # [B] int64, of each row in `values`
+    values: Tensor  # [N], or [N, ...] for vectors
+    starts: Tensor  # [B] int64: first index of each row in `values`
     lengths: Tensor  # [B] int64
 
     @staticmethod
     def packed(values: Tensor, lengths: Tensor) -> "Ragged":
-        """Returns rows of these lengths ([B] int64) that lie behind each other in `values`."""
+        """Returns rows of these lengths ([B] int64) that lie one after another in `values`."""
         return Ragged(values, lengths.cumsum(0) - lengths, lengths)
 
     @staticmethod
     def of(rows: Sequence[Tensor]) -> "Ragged":
-        """Joins rows, one tensor [n] each; there must be one at least."""
+        """Joins rows, one tensor [n] each; at least one is required."""
         return Ragged.packed(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]))
 
     @staticmethod
@@ -49,7 +49,7 @@ class Ragged:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Returns [n], a view."""
+        """Returns row `row` as a view [n]."""
         start = int(self.starts[row])
         return self.values[start : start + int(self.lengths[row])]
 
@@ -59,7 +59,7 @@ class Ragged:
 
     @property
     def flat(self) -> Tensor:
-        """Returns [sum of lengths]: the rows behind each other. A view where they lie so."""
+        """Returns [sum of lengths]: the concatenated rows, as a view if they are contiguous."""
         ends = self.lengths.cumsum(0)
         if not len(ends):
             return self.values[:0]
@@ -69,7 +69,9 @@ class Ragged:
         return self.values[self._places()] if self._short else torch.cat(list(self))
 
     def with_values(self, flat: Tensor) -> "Ragged":
-        """Returns rows of the same lengths with other values, [sum of lengths] as `flat` is."""
+        """Returns rows of the same lengths with other values, [sum of lengths], laid out as in
+        `flat`.
+        """
         return Ragged.packed(flat, self.lengths)
 
     def select(self, index: Tensor) -> "Ragged":
@@ -85,7 +87,9 @@ class Ragged:
         return Ragged(self.values, self.starts, (self.lengths - 1).clamp(min=0))
 
     def padded(self, *, width: int | None = None, fill: float = 0) -> Tensor:
-        """Returns [B, width, ...], `fill` behind the end of each row; None: as wide as the longest."""
+        """Returns [B, width, ...] with `fill` after the end of each row; width None: the longest
+        row.
+        """
         if width is None:
             width = int(self.lengths.max()) if len(self) else 0
         if self._short and len(self.values):
@@ -101,7 +105,7 @@ class Ragged:
         return found
 
     def assign(self, padded: Tensor) -> None:
-        """Writes the values of `padded` [B, at least the longest] into the rows."""
+        """Writes the values of `padded` [B, at least the longest row] into the rows."""
         if self._short:
             self.values[self._places()] = padded[self._inside(padded.shape[1])]
             return
@@ -109,19 +113,19 @@ class Ragged:
             row.copy_(values[: len(row)])
 
     def extended(self, fill: float = 0) -> "Ragged":
-        """Returns the rows with one more value behind each."""
+        """Returns the rows with one more value, `fill`, at the end of each."""
         return Ragged.of([functional.pad(row, (0, 1), value=fill) for row in self])
 
     def at(self, column: Tensor) -> Tensor:
-        """Returns [B]: of each row the value in its `column` ([B] int64)."""
+        """Returns [B]: the value of each row at its `column` ([B] int64)."""
         return self.values[self.starts + column]
 
     def spread(self, of_row: Tensor) -> Tensor:
-        """Returns [sum of lengths]: the number of its row ([B]) for each value."""
+        """Returns [sum of lengths]: the value of its row in `of_row` ([B]) for each element."""
         return of_row.repeat_interleave(self.lengths)
 
     def sums(self) -> Tensor:
-        """Returns [B]: the sum of each row; of booleans how many are True."""
+        """Returns [B]: the sum of each row; for booleans the number of True."""
         whole = self.values.dtype in (torch.bool, torch.int32)
         kind = torch.int64 if whole else self.values.dtype
         if whole and self._short:
@@ -135,26 +139,25 @@ class Ragged:
 
     @property
     def _short(self) -> bool:
-        """Says that rows are so short that handling each of them would take longer than its
-        values.
-        """
+        """Returns whether rows are so short that a loop over rows would be slower than a gather."""
         return int(self.lengths.sum()) < SHORT * len(self)
 
     def _places(self) -> Tensor:
-        """Returns [sum of lengths]: where in `values` each value lies, row by row."""
+        """Returns [sum of lengths]: the index in `values` of each element, row by row."""
         before = self.lengths.cumsum(0) - self.lengths
         return torch.arange(int(self.lengths.sum())) + self.spread(self.starts - before)
 
     def _inside(self, width: int) -> Tensor:
-        """Returns [B, width] bool: the places that rows of these lengths take."""
+        """Returns [B, width] bool: True within each row's length."""
         return torch.arange(width) < self.lengths[:, None]
 
 
 def by_rows(function: Callable[..., Tensor], *given: Any) -> Ragged:
-    """Calls `function`, which treats each row for itself, with padded chunks of the rows.
+    """Applies a row-wise `function` to padded chunks of the rows.
 
     given: Ragged of the same rows (the function gets [b, T] of each), tensors [B] (it gets [b]) or
-    anything else, passed on. The function returns [b, T]. At most CHUNK elements are padded at a time, one row at least.
+    anything else, passed on. The function returns [b, T]. At most CHUNK elements are padded at a
+    time, but at least one row.
     """
     like = next(one for one in given if isinstance(one, Ragged))
     found: list[Tensor] = []
@@ -172,7 +175,7 @@ def _of_rows(given: Any, index: Tensor) -> Any:
 
 
 def chunks(lengths: Tensor) -> Iterator[Tensor]:
-    """Yields consecutive rows of which no more than CHUNK elements are padded, one at least."""
+    """Yields consecutive rows such that at most CHUNK elements are padded; at least one row each."""
     begin, widest = 0, 0
     for row, length in enumerate(lengths.tolist()):
         widest = max(widest, length)

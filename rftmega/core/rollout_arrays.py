@@ -1,4 +1,4 @@
-"""Many rollouts in a few tensors, to be shared, sent or saved."""
+"""Many rollouts stored in a few tensors, to be shared, sent or saved."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ COLUMNS = {
     "logprobs": torch.float32,
     "versions": torch.int32,
 }
-ROUTES = "routes"  # one more, of vectors, where engines tell of experts
+ROUTES = "routes"  # one more column, of vectors, if engines report expert routes
 
 
 class TrajectoryPlace(NamedTuple):
-    """TrajectoryPlace says where a trajectory lies in the columns, and what they don't hold of it."""
+    """Position of a trajectory in the columns, and the attributes that the columns don't hold."""
 
     start: int
     length: int
@@ -34,7 +34,7 @@ class TrajectoryPlace(NamedTuple):
 
 
 class RolloutPlace(NamedTuple):
-    """RolloutPlace names a rollout's trajectories, and has what else is known of it."""
+    """Positions of a rollout's trajectories, and its other attributes."""
 
     trajectories: tuple[TrajectoryPlace, ...]
     scores: dict[str, float] | None
@@ -44,7 +44,7 @@ class RolloutPlace(NamedTuple):
     score_zero: bool = False
 
     def moved(self, by: int) -> "RolloutPlace":
-        """Returns the same of columns in which everything lies `by` later."""
+        """Returns the same for columns in which everything lies `by` later."""
         own = tuple(each._replace(start=each.start + by) for each in self.trajectories)
         return self._replace(trajectories=own)
 
@@ -53,25 +53,25 @@ class RolloutPlace(NamedTuple):
 class RolloutArrays(Sequence[Rollout | None]):
     """RolloutArrays is a sequence of rollouts whose trajectories lie in four columns.
 
-    A trajectory that is taken out of it is a view: nothing is copied.
+    A trajectory taken out of it is a view; nothing is copied.
     """
 
-    columns: dict[str, Tensor]  # as COLUMNS has them, [N] each, and perhaps ROUTES, [N, ...]
-    places: list[RolloutPlace | None]  # of each rollout; None where there is none
+    columns: dict[str, Tensor]  # those of COLUMNS, [N] each, and perhaps ROUTES, [N, ...]
+    places: list[RolloutPlace | None]  # one per rollout; None for a missing one
 
     @cached_property
     def _arrays(self) -> dict[str, Any]:
-        """Returns the columns as NumPy has them, whose views are made faster."""
+        """Returns the columns as NumPy arrays, which create views faster."""
         return {name: self.columns[name].numpy() for name in COLUMNS}
 
     @cached_property
     def _taken(self) -> list[Rollout | None]:
-        """Returns the rollouts that were asked for; None for the others."""
+        """Caches the rollouts that were built; None for the others."""
         return [None] * len(self.places)
 
     @staticmethod
     def of(rollouts: Sequence[Rollout | None]) -> "RolloutArrays":
-        """Returns the rollouts behind each other; as they are if they lie in columns already."""
+        """Packs rollouts into columns; returns them unchanged if they are packed already."""
         if isinstance(rollouts, RolloutArrays):
             return rollouts
         there = [rollout for rollout in rollouts if rollout is not None]
@@ -130,14 +130,14 @@ class RolloutArrays(Sequence[Rollout | None]):
         return self._taken[index]
 
     def select(self, index: Iterable[int]) -> "RolloutArrays":
-        """Returns these of the rollouts; copies nothing."""
+        """Returns the rollouts at `index`; copies nothing."""
         rows = list(index)
         found = RolloutArrays(self.columns, [self.places[row] for row in rows])
         vars(found)["_taken"] = [self._taken[row] for row in rows]
         return found
 
     def column(self, name: str) -> Ragged:
-        """Returns a column of COLUMNS, with a row for each trajectory of each rollout."""
+        """Returns a column of COLUMNS with one row per trajectory of each rollout."""
         there = [place for place in self.places if place is not None]
         rows = [own for place in there for own in place.trajectories]
         starts = torch.tensor([own.start for own in rows], dtype=torch.int64)
@@ -152,7 +152,7 @@ class RolloutArrays(Sequence[Rollout | None]):
 
 
 def _routes_of(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """Returns the routes of all, behind each other; None where none has any."""
+    """Returns the concatenated routes of all trajectories; None if none has any."""
     known = [own.routes for own in trajectories if own.routes is not None]
     if not known:
         return None
@@ -165,15 +165,15 @@ def _routes_of(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> RolloutArrays:
-    """Returns these of the rollouts in columns; copies nothing where they lie in some already."""
+    """Returns the rollouts at `index` in columns; copies nothing if they are packed already."""
     if isinstance(rollouts, RolloutArrays):
         return rollouts.select(index)
     return RolloutArrays.of([rollouts[row] for row in index])
 
 
 def packed_completions(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
-    """Returns the columns; of each rollout how many trajectories it has, and what else a
-    RolloutPlace holds; and each trajectory's length, whether it is truncated, start and turns.
+    """Returns rollouts as plain data: the columns; for each rollout its number of trajectories and
+    the other fields of RolloutPlace; for each trajectory its length, truncation, start and turns.
     """
     arrays = RolloutArrays.of(rollouts)
     trajectories: list[list[Any]] = []
@@ -189,11 +189,11 @@ def packed_completions(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
 
 
 def unpacked_completions(packed: dict[str, Any]) -> RolloutArrays:
-    """Returns what was packed."""
+    """Restores rollouts from `packed_completions`."""
     places, end = [], 0
     for said in packed["trajectories"]:
         length, truncated, *more = said
-        begin = more[0] if more else end  # format 4 has none: they lie behind each other
+        begin = more[0] if more else end  # format 4 has no starts: trajectories are contiguous
         turns = tuple(Turn(*turn) for turn in more[1]) if len(more) > 1 else ()
         places.append(TrajectoryPlace(begin, length, truncated, turns))
         end = begin + length
@@ -206,7 +206,7 @@ def unpacked_completions(packed: dict[str, Any]) -> RolloutArrays:
             count, *known = said
             rollouts.append(RolloutPlace(tuple(itertools.islice(left, count)), *known))
     columns = {name: packed[name] for name in COLUMNS}
-    # checkpoints before had those of a trajectory's last answer, a list
+    # older checkpoints have a list, the routes of a trajectory's last completion
     if isinstance(packed.get(ROUTES), Tensor):
         columns[ROUTES] = packed[ROUTES]
     return RolloutArrays(columns, rollouts)

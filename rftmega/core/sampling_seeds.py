@@ -1,7 +1,7 @@
-"""Seeds of sampled answers, made in one place.
+"""Seeds of sampled completions.
 
-A seed depends on the run's seed, the task's number in the run, the sample's number among the answers
-to the task, and the turn. So neither step, batch size nor schedule changes an answer.
+A seed depends on the run's seed, the task's number in the run, the sample's number among the task's
+completions, and the turn. So step, batch size and schedule do not change a completion.
 """
 
 import hashlib
@@ -13,26 +13,26 @@ def sampling_seed(seed: int, task: int, sample: int) -> int:
 
 
 def turn_seed(first: int, turn: int) -> int:
-    """Returns the seed of a turn, below 2^31. `first` is that of turn 0."""
+    """Returns the seed of a turn, below 2^31; `first`: the seed of turn 0."""
     return first if turn == 0 else _hashed(f"{first}/turn {turn}")
 
 
 def continued_seed(first: int, tokens: int) -> int:
-    """Returns the seed, below 2^31, of what follows an answer's first so many tokens, where it was
-    broken off behind them.
+    """Returns the seed, below 2^31, for continuing a completion that was interrupted after `tokens`
+    tokens.
     """
     return _hashed(f"{first}/token {tokens}") if tokens else first
 
 
 def evaluation_seed(index: int, sample: int) -> int:
-    """Returns the seed of an answer to held-out prompt `index`, below 2^31: the same at every
-    evaluation, in every run, whatever else is evaluated.
+    """Returns the seed of a completion of evaluation prompt `index`, below 2^31: the same in every
+    evaluation and every run.
     """
     return _hashed(f"evaluation/{index}/{sample}")
 
 
 def request_seed(source: str, number: int) -> int:
-    """Returns the seed of request `number` of those that `source` names, below 2^31."""
+    """Returns the seed of request `number` from `source`, below 2^31."""
     return _hashed(f"{source}/{number}")
 
 

@@ -1,4 +1,6 @@
-"""Shards describe what a process holds of a model in Hugging Face's terms, whatever backend built it."""
+"""Shards describe the part of a model that a process holds in terms of Hugging Face tensors,
+independent of the backend.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,22 +11,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-SCALES = (
-    "_scale_inv"  # behind the name of a weight of 8 bits: its scales, which it is multiplied with
-)
+SCALES = "_scale_inv"  # suffix of an FP8 weight's scales, by which it is multiplied
 # the linear layers of attention and MLP, by the last part of their names
 LINEAR = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("w1", "w2", "w3"),  # of Mixtral's experts
 )
-EMBEDDING, HEAD = OF_VOCABULARY = ("embed_tokens", "lm_head")  # those of words, likewise
+EMBEDDING, HEAD = OF_VOCABULARY = ("embed_tokens", "lm_head")  # embedding and LM head
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
-Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, what of it), of one shard
+Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, box of it), of one shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogicalTensor:
-    """LogicalTensor is HF tensors of the whole model that travel together: q, k and v, or one.
+    """LogicalTensor is one or several HF tensors of the whole model that are transferred together,
+    such as q, k and v.
 
     Two are the same tensor only if they are the same object.
     """
@@ -34,9 +35,9 @@ class LogicalTensor:
     dtype: torch.dtype
     layer: int | None = None
     expert: int | None = None
-    kind: str = ""  # equal for the same tensor of other layers and experts
-    opens: bool = False  # comes before the layers, as the embedding does
-    # what each shard is, and the processes (global ranks) that hold it; (): not known yet
+    kind: str = ""  # equal for the corresponding tensors of other layers and experts
+    opens: bool = False  # precedes the layers, as the embedding does
+    # each shard's content, and the processes (global ranks) that hold it; (): not known yet
     holders: tuple[tuple[Holding, tuple[int, ...]], ...] = ()
 
     @property
@@ -45,7 +46,7 @@ class LogicalTensor:
 
 
 class ShardPart(NamedTuple):
-    """ShardPart is a box of an HF tensor, and where it lies in the shard's own tensor."""
+    """ShardPart is a box of an HF tensor and its offset in the shard's own tensor."""
 
     number: int  # of the HF tensor among those of the LogicalTensor
     box: Box
@@ -53,17 +54,15 @@ class ShardPart(NamedTuple):
 
 
 class Addend(Protocol):
-    """Addend is what is added to a shard's tensor where it is read, as an adapter is to a weight."""
+    """Addend is added to a shard's tensor when it is read, as an adapter to a weight."""
 
     def of(self, box: Box) -> Tensor:
-        """Returns what is added to a box of the shard's own tensor, in float32."""
+        """Returns the addend of a box of the shard's own tensor, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard is a tensor of this process and the boxes of HF tensors that it holds; the rest of it is
-    padding.
-    """
+    """Shard is a tensor of this process and the boxes of HF tensors in it; the rest is padding."""
 
     logical: LogicalTensor
     parts: tuple[ShardPart, ...]
@@ -71,15 +70,15 @@ class Shard:
     addend: Addend | None = None
 
     def views(self, number: int) -> Iterator[tuple[Box, Tensor]]:
-        """Yields the boxes of one HF tensor that are here, and their elements: views, or with an
-        addend what was computed now.
+        """Yields the boxes of one HF tensor in this shard and their elements: views, or newly
+        computed tensors if there is an addend.
         """
         for part in self.parts:
             if part.number == number:
                 yield part.box, self.elements(part)
 
     def elements(self, part: ShardPart) -> Tensor:
-        """Returns the elements of a part, as `views` has them."""
+        """Returns the elements of a part, as in `views`."""
         ends = zip(part.offset, shape_of(part.box), strict=True)
         local = tuple((start, start + size) for start, size in ends)
         view = narrowed(self.tensor.detach(), local)
@@ -88,8 +87,8 @@ class Shard:
         return (view.float() + self.addend.of(local)).to(view.dtype)
 
     def rounding(self) -> Tensor:
-        """Returns [2] float64: the sum of squares of what rounding takes of the addend where it is
-        added, and that of the addend.
+        """Returns [2] float64: the sums of squares of the addend's rounding error after the merge,
+        and of the addend.
         """
         found = torch.zeros(2, dtype=torch.float64)
         for part in self.parts if self.addend is not None else ():
@@ -105,9 +104,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TrainedAdapters:
-    """TrainedAdapters is what this process holds of a model's adapters, and how these are applied:
-    a weight and alpha / rank times the product of its pair, with `rslora` alpha / sqrt(rank) times.
-    `head`: the tensors of a value head, which learn whole beside them.
+    """TrainedAdapters holds this process's shards of a model's LoRA adapters and how they are
+    applied: weight plus alpha / rank times the product of the pair, with `rslora` alpha /
+    sqrt(rank) times.
+
+    `head`: the tensors of a value head, which are trained in full beside them.
     """
 
     shards: tuple[Shard, ...]
@@ -120,7 +121,7 @@ class TrainedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """AdapterSource is where a push of adapters finds them."""
+    """Source of a weight sync that sends adapters only."""
 
     held: TrainedAdapters
     group: Any  # the processes of a replica of the model
@@ -128,23 +129,24 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class ShardBox:
-    """ShardBox is a box of one of the tensors that training goes on from, as this process holds it.
+    """ShardBox is a box of one tensor of the training state, as this process holds it.
 
-    Keys and shapes are the same under every layout, so a checkpoint of one is read under another.
+    Keys and shapes are the same under every parallel layout, so a checkpoint of one layout can be
+    read under another.
     """
 
     key: str  # "weights/...", "average/...", "main/...", "exp_avg/...": kind, and name in the model
     shape: tuple[int, ...]  # of the whole tensor
-    padded: bool  # the number of its rows depends on the layout; the rows behind are zeros
+    padded: bool  # its number of rows depends on the layout; the additional rows are zeros
     offset: tuple[int, ...]  # of the box in it
     tensor: Tensor  # the box, a view
-    written: bool  # by this process, not by another that holds the same
+    written: bool  # this process writes it, not another that holds the same box
 
 
 @torch.no_grad()
 def lost_share(shards: Iterable[Shard], everyones: Callable[[Tensor], Tensor]) -> float:
-    """Returns how much of what adapters add to weights is lost where both are merged and rounded:
-    |error| / |addend|, 0 where nothing is added. `everyones` sums a tensor over all processes.
+    """Returns the share of the adapters' update that is lost when weights are merged and rounded:
+    |error| / |addend|, 0 if nothing is added. `everyones` sums a tensor over all processes.
     """
     own = sum((shard.rounding() for shard in shards), torch.zeros(2, dtype=torch.float64))
     lost, added = everyones(own).tolist()
@@ -157,7 +159,7 @@ def is_linear(name: str) -> bool:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Returns the box that is a whole tensor."""
+    """Returns the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -165,14 +167,14 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-@lru_cache(1 << 16)  # a push's plan asks for the same boxes of every process
+@lru_cache(1 << 16)  # planning a push asks for the same boxes for every process
 def volume(box: Box) -> int:
     """Returns the number of elements of a box."""
     return math.prod(shape_of(box))
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Returns the elements of a tensor within a box: a view."""
+    """Returns the elements of a tensor within a box, as a view."""
     for dim, (start, stop) in enumerate(box):
         if (start, stop) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, start, stop - start)
@@ -180,13 +182,13 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Returns a box as seen from the beginning of another one that contains it."""
+    """Returns a box relative to the start of an outer box that contains it."""
     edges = zip(box, outer, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in edges)
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Returns what two boxes have in common; None where that is nothing."""
+    """Returns the intersection of two boxes, or None if it is empty."""
     found = []
     for (start, stop), (first, last) in zip(one, other, strict=True):
         low, high = max(start, first), min(stop, last)
@@ -197,7 +199,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, other: Box) -> list[Box]:
-    """Returns boxes that are `box` less what `other` has of it."""
+    """Returns boxes that cover `box` minus `other`."""
     common = intersection(box, other)
     if common is None:
         return [box]
@@ -210,7 +212,7 @@ def without(box: Box, other: Box) -> list[Box]:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Returns boxes of the same elements that do not overlap, neighbours as one."""
+    """Returns disjoint boxes that cover the same elements, with neighbours merged."""
     found: list[Box] = []
     for box in sorted(set(boxes)):
         if volume(box):
@@ -219,7 +221,7 @@ def disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def remaining(box: Box, taken: Iterable[Box]) -> list[Box]:
-    """Returns boxes that are `box` less what is in any of the `taken` ones."""
+    """Returns boxes that cover `box` minus all `taken` boxes."""
     left = [box]
     for other in taken:
         left = [rest for piece in left for rest in without(piece, other)]
@@ -227,7 +229,7 @@ def remaining(box: Box, taken: Iterable[Box]) -> list[Box]:
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
-    """Joins boxes that go on in each other along one dimension, until none does."""
+    """Merges boxes that are adjacent along one dimension until no more can be merged."""
     before = len(boxes) + 1
     while len(boxes) < before:
         before = len(boxes)

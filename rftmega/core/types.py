@@ -1,11 +1,12 @@
-"""The nouns that flow: Prompt -> Completion -> Trajectory -> Samples -> Experience -> TokenLoss.
+"""Data types of the training loop: Prompt -> Completion -> Trajectory -> Samples -> Experience ->
+TokenLoss.
 
-Columns hold a value for each token of each row. What is not the tokens' own is aligned with
-*targets*: place t speaks about token t + 1, so `logp[b, t]` is the log-probability of
-`tokens[b, t + 1]` given `tokens[b, : t + 1]`, and a row of n tokens has n - 1 targets. A whole
-rollout has Ragged columns; a micro-batch, which models are fed and losses see, has padded ones:
-tensors [B, T]. Padded rows start at column 0 (prompt, response, padding). A mask is stored with its
-row, or made from lengths, never from token values: a padding id may well be a word.
+Columns hold one value per token of each row. All columns but the tokens are aligned with *targets*:
+index t belongs to token t + 1, so `logp[b, t]` is the log-probability of `tokens[b, t + 1]` given
+`tokens[b, : t + 1]`, and a row of n tokens has n - 1 targets. A whole rollout has Ragged columns; a
+micro-batch, the input of models and losses, has padded ones: tensors [B, T]. Padded rows start at
+column 0 (prompt, response, padding). Masks are stored with their rows or made from lengths, never
+from token values, because the padding id may be a regular token.
 """
 
 import itertools
@@ -26,36 +27,36 @@ from rftmega.core.media_positions import Placed, RowImages, placed_from_state
 from rftmega.core.ragged import Ragged
 
 Metrics = dict[str, float]
-# begins the names of a step's metrics that add up over optimizer steps, such as tokens
+# prefix of a step's metrics that add up over optimizer steps, such as tokens
 COUNT = "count of "
-# of a batch: padded, [B, T], or Ragged
+# a column of a batch: padded, [B, T], or Ragged
 Column = TypeVar("Column", Tensor, Ragged, default=Tensor)
-UNKNOWN = -1  # stands behind the end of a row of versions
+UNKNOWN = -1  # pads rows of versions
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A question as token ids; `label` is what the reward compares the answer with."""
+    """A task's prompt as token ids; `label` is the reference that the reward compares with."""
 
     token_ids: tuple[int, ...]
     label: str = ""
     index: int = 0  # its row in the data set
-    kind: str = ""  # of task: decides how answers are scored (reward.recipe)
+    kind: str = ""  # task type, which decides how completions are scored (reward.recipe)
     # columns of the data set as JSON, with the prompt's text or messages as "prompt", for rewards
-    # that read them; "" where none does
+    # that read them; "" if none does
     record: str = ""
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
-    # in the order of their places; `token_ids` has as many placeholders as they have features
+    # in the order of their positions; `token_ids` has one placeholder per feature
     images: tuple[Placed, ...] = ()
 
     def state(self) -> list[Any]:
-        """Returns the prompt as JSON has it, but for images that are in no file: tensors."""
+        """Returns the prompt as JSON; images that are in no file become tensors."""
         plain = [self.label, self.index, self.kind, self.record, self.task]
         return [list(self.token_ids), *plain, [each.state() for each in self.images]]
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "Prompt":
-        """Returns what `state` gave; a checkpoint before format 4 has fewer fields."""
+        """Restores a prompt from `state`; a checkpoint before format 4 has fewer fields."""
         token_ids, *plain = state[:6]
         known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
         images = state[6] if len(state) > 6 else ()
@@ -65,12 +66,12 @@ class Prompt:
 class Sampling(NamedTuple):
     """Sampling is the distribution that an engine draws tokens from.
 
-    Tokens are kept as vLLM keeps them: of softmax(logits / temperature) first those with at least
-    `min_p` times the largest probability, of these the `top_k` likeliest, of these, with their
-    probabilities made to sum to 1, the fewest that sum to `top_p` or more.
+    Filters apply in vLLM's order to softmax(logits / temperature): tokens with at least `min_p`
+    times the largest probability, of these the `top_k` likeliest, of these, renormalised, the
+    smallest set whose probabilities sum to `top_p` or more.
     """
 
-    temperature: float = 1.0  # 0: greedy, which keeps all
+    temperature: float = 1.0  # 0: greedy, without filters
     top_p: float = 1.0
     top_k: int = 0  # 0: any number
     min_p: float = 0.0
@@ -78,11 +79,12 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Completion is an engine's answer to one request.
+    """Completion is an engine's result for one request.
 
-    A truncated answer ("length") keeps its last token; a stopped one ends in the stop token, or in
-    the token that completed a stop string.
-    Numbers that are given in other sequences become arrays of 4 bytes each.
+    A truncated completion ("length") keeps its last token; a stopped one ends with the stop token,
+    or with the token that completed a stop string.
+
+    Numbers given as other sequences become arrays of 4 bytes each.
     """
 
     token_ids: Sequence[int]
@@ -90,9 +92,9 @@ class Completion:
     logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int
-    # of the policy that chose each token, where a push came in between; empty: policy_version
+    # policy version of each token, if weights were pushed meanwhile; empty: policy_version
     versions: Sequence[int] = ()
-    # of prompt + answer - 1 tokens, see expert_routes; None of a dense model, or where nobody asked
+    # of prompt + completion - 1 tokens, see expert_routes; None: a dense model, or not requested
     routes: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,42 +105,42 @@ class Completion:
 
 
 class Turn(NamedTuple):
-    """Turn is a message of a conversation, and where its words lie in a trajectory.
+    """Turn is a message of a conversation and its token range in a trajectory.
 
-    The policy's turns are its answers with the token that ended them. Of others a turn is what was
-    said, without the template's words around it.
+    A turn of the policy is a completion including its end token. Other turns cover the message
+    itself, without the chat template's tokens around it.
     """
 
     role: str  # "assistant" is the policy, "tool" and "user" are the environment
     start: int
     stop: int
     name: str = ""  # of the tool
-    reward: float = 0.0  # that the environment gave for an answer; a rollout's scores have the sum
+    reward: float = 0.0  # the environment's reward for this turn; a rollout's scores have the sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """Trajectory is one sequence to learn from.
+    """Trajectory is one sequence to train on.
 
-    Two turns with a tool's reply E between them (prompt P, answer A, reply E, answer B) give
-    token_ids = P + A + E + B, of which `loss_mask` marks A and B. Tokens are the engine's own:
-    nothing is ever tokenised again.
+    Two turns with a tool's reply E between them (prompt P, completion A, reply E, completion B)
+    give token_ids = P + A + E + B, of which `loss_mask` marks A and B. Tokens are the engine's own
+    and are never tokenised again.
     """
 
     token_ids: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.bool_]  # [T], True where the policy chose the token
-    # [T] of the distribution that was sampled from; 0 where loss_mask is False
+    # [T] under the sampling distribution; 0 where loss_mask is False
     logprobs: NDArray[np.float32]
-    # [T] of the policy that chose each token; -1 where loss_mask is False
+    # [T] policy version of each token; -1 where loss_mask is False
     versions: NDArray[np.int32]
-    truncated: bool = False  # the last answer ended at its limit
+    truncated: bool = False  # the last completion reached its maximum length
     routes: Tensor | None = None  # of the T tokens, see expert_routes; None: not known
-    turns: tuple[Turn, ...] = ()  # behind the prompt; () where the environment does not tell
+    turns: tuple[Turn, ...] = ()  # after the prompt; () if the environment does not record them
 
     @staticmethod
     def of(*segments: "Sequence[int] | Completion", turns: tuple[Turn, ...] = ()) -> "Trajectory":
-        """Joins segments: token ids are context, completions are what the policy chose."""
-        # arrays of the standard library grow faster than those of NumPy are made of lists
+        """Joins segments: token ids are context, completions are tokens chosen by the policy."""
+        # growing arrays of the standard library is faster than making NumPy arrays of lists
         ids, versions, logprobs, mask = array("i"), array("i"), array("f"), bytearray()
         truncated = False
         routes: Tensor | None = None
@@ -149,7 +151,7 @@ class Trajectory:
                     routes = expert_routes.joined(routes, segment.routes)
                 size = len(segment.token_ids)
                 ids.extend(segment.token_ids)
-                # an answer that was not sampled here has no log-probs
+                # a completion that was not sampled here has no log-probs
                 logprobs.extend(segment.logprobs or (0.0,) * size)
                 versions.extend(segment.versions or (segment.policy_version,) * size)
                 mask += b"\1" * size
@@ -182,31 +184,31 @@ class Trajectory:
 
     @property
     def prompt_length(self) -> int:
-        """Returns how many tokens come before the first answer."""
+        """Returns the number of tokens before the first completion."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Rollout holds what an environment made of one task: one trajectory, or several where the
-    context was rewritten between turns. They share the rollout's reward and its weight.
+    """Rollout holds the result of an environment for one task: one trajectory, or several if the
+    context was rewritten between turns. They share the rollout's reward and weight.
     """
 
     trajectories: tuple[Trajectory, ...]
-    # by a reward: its parts and their sum, "reward"; None where it was not asked yet
+    # reward components and their sum, "reward"; None if not scored yet
     scores: dict[str, float] | None = None
-    # parts of the reward that the environment gives, by name; weighted as reward.environment says
+    # the environment's reward components, by name, with the weights of reward.environment
     rewards: dict[str, float] = field(default_factory=dict)
-    # what the environment counted (turns, calls of tools), by name; metrics are means over rollouts
+    # the environment's measures (turns, tool calls), by name; metrics are means over rollouts
     measures: dict[str, float] = field(default_factory=dict)
-    # why it is left out: something else than the policy failed; "": it is not
+    # the reason for leaving it out: something other than the policy failed; "": not left out
     lost: str = ""
-    score_zero: bool = False  # its reward is 0 in every part
+    score_zero: bool = False  # its reward is 0 in every component
 
     @property
     def response_ids(self) -> list[int]:
-        """Returns what rewards see as the answer: the policy's last turn, where the environment tells
-        turns, and otherwise all that the last trajectory has behind its prompt.
+        """Returns the response that rewards score: the policy's last turn if the environment
+        records turns, otherwise everything after the prompt in the last trajectory.
         """
         begin, end = self._response
         ids: list[int] = self.trajectories[-1].token_ids[begin:end].tolist()
@@ -214,7 +216,7 @@ class Rollout:
 
     @property
     def context_ids(self) -> list[int]:
-        """Returns what stands before `response_ids` in the last trajectory."""
+        """Returns the tokens before `response_ids` in the last trajectory."""
         ids: list[int] = self.trajectories[-1].token_ids[: self._response[0]].tolist()
         return ids
 
@@ -230,7 +232,7 @@ class Rollout:
 
     @property
     def chosen_tokens(self) -> int:
-        """Counts the tokens that the policy chose."""
+        """Returns the number of tokens that the policy chose."""
         return sum(int(trajectory.loss_mask.sum()) for trajectory in self.trajectories)
 
     @property
@@ -242,19 +244,19 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Rows(Generic[Column]):
-    """Token rows to score: what a policy needs to know to give log-probabilities."""
+    """Token rows to score: the inputs with which a policy computes log-probs."""
 
-    tokens: Column  # integers of each token: prompt, response
-    prompt_lengths: Tensor  # [B] int64: tokens before the first answer
+    tokens: Column  # token ids: prompt, response
+    prompt_lengths: Tensor  # [B] int64: tokens before the first completion
     lengths: Tensor  # [B] int64: prompt and response together
     mask: Column  # bool, True where the target is a token that the policy chose
     images: RowImages | None = None  # of the rows; None where none has one
-    # of each token but the last, see expert_routes; None: the model chooses
+    # of each token but the last, see expert_routes; None: the router chooses
     routes: Column | None = None
 
     @staticmethod
     def of_completions(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
-        """Returns rows of which everything behind the prompt is the policy's."""
+        """Returns rows in which the policy chose every token after the prompt."""
         target = torch.arange(1, tokens.shape[1], device=tokens.device)
         mask = (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
         return Rows(tokens, prompt_lengths, lengths, mask)
@@ -267,7 +269,7 @@ class Rows(Generic[Column]):
         return _selected(self, index)
 
     def padded(self) -> "Rows":
-        """Returns the rows as a model is fed them, tokens in int64."""
+        """Returns the rows as model inputs: padded, tokens in int64."""
         return _padded(self)
 
     def ragged(self) -> "Rows[Ragged]":
@@ -275,8 +277,8 @@ class Rows(Generic[Column]):
         return _ragged(self)
 
     def like(self, stats: Any) -> Any:
-        """Returns statistics of these rows (TokenStats, TokenValues) in columns like those of the
-        rows; `stats` may have padded ones.
+        """Converts statistics of these rows (TokenStats, TokenValues), possibly padded, to columns
+        like those of the rows.
         """
         if not isinstance(self.tokens, Ragged):
             return stats
@@ -286,12 +288,13 @@ class Rows(Generic[Column]):
         return type(stats)(*columns)
 
     def with_end(self) -> "Rows[Column]":
-        """Returns the rows with one more place behind each, for scores of whole answers.
+        """Returns the rows with one more position at the end of each, for scores of whole
+        completions.
 
-        A model is fed all tokens of a row but the last, which is a target only. A value model's
-        word on the whole answer is its value after the last token: with a target behind that (0,
-        never fed, never predicted) it stands in column lengths - 2 of the longer row.
-        `algorithms.supervised.last_value` reads it there. Routes are a policy's, and left out.
+        The last token of a row is a target but never a model input. A value model's score of the
+        whole completion is its value after the last token: with one more target after it (0, never
+        an input, never predicted) it is in column lengths - 2 of the longer row, where
+        `algorithms.supervised.last_value` reads it. Routes belong to a policy and are left out.
         """
 
         def longer(column: Any) -> Any:
@@ -310,24 +313,24 @@ class Rows(Generic[Column]):
 
 @dataclass(frozen=True, slots=True)
 class Samples(Generic[Column]):
-    """Scored trajectories of one rollout phase; rows with equal `group` answer the same prompt.
+    """Scored trajectories of one rollout phase; rows with equal `group` belong to the same prompt.
 
-    Rows of one rollout are neighbours. What is known of a rollout stands in each of its rows.
+    Rows of one rollout are adjacent, and each repeats the rollout's values.
     """
 
     prompts: Sequence[Prompt]  # B, one a row
     rows: Rows[Column]
-    behaviour_logp: Column  # as the engine reported it; 0 outside the mask
+    behaviour_logp: Column  # as reported by the engine; 0 outside the mask
     reward: Tensor  # [B] float
     group: Tensor  # [B] int64
     truncated: Tensor  # [B] bool
-    # name -> [B], before weighting; NaN where a prompt's kind doesn't ask for it
+    # name -> [B], before weighting; NaN if not part of a prompt's task type
     reward_parts: dict[str, Tensor]
     # of the policy that chose each token, -1 outside the mask; None: not known
     versions: Column | None = None
     # [B] int64: number of the rollout; None: each row is one
     rollout: Tensor | None = None
-    # B, one a row, see Trajectory.turns; () where no environment told
+    # B, one per row, see Trajectory.turns; () if no environment records turns
     turns: Sequence[tuple[Turn, ...]] = ()
     measures: dict[str, Tensor] = field(
         default_factory=dict
@@ -342,15 +345,15 @@ class Samples(Generic[Column]):
 
     @property
     def rollouts(self) -> "RowsOfRollouts":
-        """Returns which rows are of which rollout."""
+        """Returns the assignment of rows to rollouts."""
         return RowsOfRollouts.of(self.rollout, len(self))
 
     def part(self, name: str) -> Tensor:
-        """Returns [B] of the reward's part; NaN where an answer, or all of them, have none."""
+        """Returns a reward component [B]; NaN for rows, or all rows, without it."""
         return self.reward_parts.get(name, torch.full_like(self.reward, torch.nan))
 
     def measured(self, name: str) -> Tensor:
-        """Returns [B] of what the environment counted; NaN where it did not."""
+        """Returns a measure of the environment [B]; NaN for rows without it."""
         return self.measures.get(name, torch.full_like(self.reward, torch.nan))
 
     def select(self, index: Tensor) -> "Samples[Column]":
@@ -358,7 +361,7 @@ class Samples(Generic[Column]):
         return _selected(self, index)
 
     def padded(self) -> "Samples":
-        """Returns the same with padded columns."""
+        """Returns the samples with padded columns."""
         return _padded(self)
 
     @staticmethod
@@ -366,9 +369,9 @@ class Samples(Generic[Column]):
         parts: "Sequence[Samples[Ragged]]",
         once: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     ) -> "Samples[Ragged]":
-        """Joins several rollouts into one; their groups stay apart.
+        """Joins several rollouts into one; their groups stay separate.
 
-        `once`: Host.once, where the columns are to lie there.
+        `once`: Host.once, to keep one copy of the columns per host.
         """
         if len(parts) == 1:
             return parts[0]
@@ -411,15 +414,15 @@ class Samples(Generic[Column]):
 
 
 class RowsOfRollouts(NamedTuple):
-    """RowsOfRollouts says which rows are of which rollout; those of one are neighbours."""
+    """RowsOfRollouts assigns rows to rollouts; rows of one rollout are adjacent."""
 
     first: Tensor  # [R] int64: the first row of each rollout
-    of_row: Tensor  # [B] int64: of each row its rollout, numbered from 0
-    sizes: Tensor  # [R] int64: how many rows each has
+    of_row: Tensor  # [B] int64: the rollout of each row, numbered from 0
+    sizes: Tensor  # [R] int64: the number of rows of each rollout
 
     @staticmethod
     def of(rollout: Tensor | None, rows: int) -> "RowsOfRollouts":
-        """Reads numbers of rollouts, [B] int64; None: each row is one."""
+        """Builds the assignment from rollout numbers, [B] int64; None: each row is one rollout."""
         if rollout is None:
             each = torch.arange(rows)
             return RowsOfRollouts(each, each, torch.ones_like(each))
@@ -427,19 +430,19 @@ class RowsOfRollouts(NamedTuple):
         return RowsOfRollouts(sizes.cumsum(0) - sizes, of_row, sizes)
 
     def sums(self, of_rows: Tensor) -> Tensor:
-        """Returns [R]: the sum over the rows ([B]) of each rollout."""
+        """Returns [R]: the sum of `of_rows` ([B]) over the rows of each rollout."""
         return of_rows.new_zeros(len(self.first)).index_add(0, self.of_row, of_rows)
 
 
 def _numbered_on(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns numbers from 0 ([B] int64 a part) such that those of different parts differ."""
+    """Renumbers the parts ([B] int64 each, from 0) so that numbers of different parts differ."""
     most = [int(part.max()) + 1 if len(part) else 0 for part in parts]
     before = [0, *itertools.accumulate(most)]
     return [part + first for part, first in zip(parts, before, strict=False)]
 
 
 def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]") -> Ragged | None:
-    """Returns the routes of all parts, unknown where a part has none; None where none has any."""
+    """Returns the routes of all parts, unknown for a part without routes; None if no part has any."""
     known = [part.routes for part in parts if part.routes is not None]
     if not known:
         return None
@@ -453,7 +456,7 @@ def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]
 
 
 class Shares(NamedTuple):
-    """Shares says how rows count where a loss averages over rollouts; None: each row is one."""
+    """Weights of rows in a loss that averages over rollouts; None: each row is one rollout."""
 
     share: Tensor | None = None  # [B] float32, see Experience
     leads: Tensor | None = None  # [B] bool, see Experience
@@ -464,34 +467,34 @@ EACH_ROW = Shares()
 
 @dataclass(frozen=True, slots=True)
 class Experience(Generic[Column]):
-    """Experience holds everything of one rollout that a loss may look at, besides the present
-    policy's log-probs.
+    """Experience holds all data of one rollout that a loss may use, besides the current policy's
+    log-probs.
     """
 
     tokens: Column
     prompt_lengths: Tensor  # [B]
     lengths: Tensor  # [B]
-    mask: Column  # True where the target is a token that is learnt from
+    mask: Column  # True where the target is a token to train on
     behaviour_logp: Column  # under the engine that sampled it
-    # under the trainer, before this rollout's first update; None until its forward pass says it
+    # under the trainer, before this rollout's first update; None until its forward pass
     old_logp: Column | None
-    reference_logp: Column | None  # under the reference policy; None where no KL is asked for
+    reference_logp: Column | None  # under the reference policy; None without KL
     advantage: Column
-    # of the critic, before this rollout's first update; None where there is no critic
+    # of the critic, before this rollout's first update; None without a critic
     old_value: Column | None = None
-    returns: Column | None = None  # what the critic should have said
-    # of the trainer's distribution at old_logp's time; None where the policy gives none
+    returns: Column | None = None  # the critic's targets
+    # of the trainer's distribution when old_logp was computed; None if the policy returns none
     entropy: Column | None = None
-    # integers: of the policy that chose each token, -1 outside the mask; None: not known
+    # integers: policy version of each token, -1 outside the mask; None: not known
     versions: Column | None = None
     images: RowImages | None = None  # of the rows; None where none has one
-    # [B] int64: number of the rollout, whose rows are neighbours; None: each row is one
+    # [B] int64: number of the rollout, whose rows are adjacent; None: each row is one
     rollout: Tensor | None = None
-    # [B] float32: which part of its rollout's tokens that are learnt from the row has
+    # [B] float32: the row's share of its rollout's trained tokens
     share: Tensor | None = None
-    # [B] bool: the row counts its rollout where rollouts are counted
+    # [B] bool: True for one row per rollout, with which rollouts are counted
     leads: Tensor | None = None
-    # that the policy's update goes by, see Rows; None: the model chooses
+    # expert routes used in the policy's update, see Rows; None: the router chooses
     routes: Column | None = None
 
     def __len__(self) -> int:
@@ -510,7 +513,7 @@ class Experience(Generic[Column]):
 
     @property
     def rollouts(self) -> RowsOfRollouts:
-        """Returns which rows are of which rollout."""
+        """Returns the assignment of rows to rollouts."""
         return RowsOfRollouts.of(self.rollout, len(self))
 
     @property
@@ -522,7 +525,7 @@ class Experience(Generic[Column]):
         return _selected(self, index)
 
     def padded(self) -> "Experience":
-        """Returns the experience as a loss sees it."""
+        """Returns the experience with padded columns, the input of a loss."""
         return _padded(self)
 
     def ragged(self) -> "Experience[Ragged]":
@@ -530,22 +533,22 @@ class Experience(Generic[Column]):
         return _ragged(self)
 
     def to(self, device: torch.device) -> "Experience[Column]":
-        """Returns the experience on `device`, whose later work finds it there; the host does not
-        wait for the copies to an accelerator.
+        """Returns the experience on `device`; copies to an accelerator are asynchronous, in order
+        with its later work.
         """
-        aside = device.type != "cpu"  # the host would read what is not there yet
+        aside = device.type != "cpu"  # the host could read unfinished copies
         return self.changed(lambda value: value.to(device, non_blocking=aside))
 
     def changed(self, change: Callable[[Any], Any]) -> "Experience[Column]":
-        """Returns the experience with `change` done to every column and tensor."""
+        """Returns the experience with `change` applied to every column and tensor."""
         return _mapped(self, lambda name, value: change(value))
 
     @staticmethod
     def join(parts: "Iterable[Experience[Ragged]]") -> "Experience[Ragged]":
         """Joins the rows of all parts, in their order.
 
-        What one of them does not have (None) none has; but of routes the others' stay, beside unknown
-        ones.
+        A field that is None in one part is None in the result; but routes are kept, with unknown
+        ones for parts without routes.
         """
         parts = list(parts)
 
@@ -566,14 +569,14 @@ class Experience(Generic[Column]):
 
 
 def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Returns the batch with every column and tensor, None aside, replaced by change(name, it)."""
+    """Returns the batch with every column and tensor except None replaced by change(name, value)."""
     found: dict[str, Any] = {}
     for each in fields(batch):
         value = getattr(batch, each.name)
         if isinstance(value, Rows):
             value = _mapped(value, change)
         elif isinstance(value, RowImages):
-            pass  # the same, however columns lie
+            pass  # independent of the columns' layout
         elif isinstance(value, dict):
             value = {name: change(name, part) for name, part in value.items()}
         elif value is not None and each.name not in ("prompts", "turns"):
@@ -602,7 +605,7 @@ def _selected(batch: Any, index: Tensor) -> Any:
 
 
 def _with_images(batch: Any, images: RowImages | None, index: Tensor) -> Any:
-    """Returns the batch with those images that its rows had."""
+    """Returns the batch with the images of its selected rows."""
     if images is None:
         return batch
     return replace(batch, images=RowImages.of(images.select(index.tolist()).rows))
@@ -637,11 +640,11 @@ def _ragged(batch: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats(Generic[Column]):
-    """TokenStats holds the present policy's log-prob and entropy of each target."""
+    """TokenStats holds the current policy's log-prob and entropy of each target."""
 
     logp: Column
-    entropy: Column | None  # None where nobody asked
-    routes: Column | None = None  # that the tokens took, see expert_routes; None: nobody asked
+    entropy: Column | None  # None if not requested
+    routes: Column | None = None  # of the tokens, see expert_routes; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -653,7 +656,7 @@ class TokenValues(Generic[Column]):
 
 @dataclass(frozen=True, slots=True)
 class TokenMetric:
-    """A metric before anyone has reduced it: its mean is sum(value * weight) / sum(count), over all
+    """A metric before reduction: its mean is sum(value * weight) / sum(count), over all
     micro-batches and ranks.
     """
 
@@ -664,51 +667,51 @@ class TokenMetric:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss before anyone has reduced it: gradient = d(sum(value * weight)) / (global count)."""
+    """A loss before reduction: gradient = d(sum(value * weight)) / (global count)."""
 
     value: Tensor  # [B, T]
     weight: Tensor  # [B, T]; 0 outside the mask
-    # integer scalar: how many things (tokens, sequences) `weight` averages over; the experience
-    # alone decides it
+    # integer scalar: the number of items (tokens, sequences) that `weight` averages over; depends
+    # on the experience alone
     count: Tensor
-    # each with a weight of its own: how the loss is scaled changes no metric
+    # each with a weight of its own, so that scaling the loss changes no metric
     metrics: dict[str, TokenMetric]
 
 
-# of TokenStats for a policy, of TokenValues for a value model
+# takes the TokenStats of a policy or the TokenValues of a value model
 LossFn = Callable[[Any, Experience], TokenLoss]
 Told = Callable[
     [TokenStats[Any]], None
-]  # of the log-probs before an update, by its own forward pass
+]  # receives the log-probs before an update, from its own forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class SliceChecksums:
-    """A slice of a weight on its way from a trainer's process to an engine's, before the engine
-    repacks it.
+    """Checksums of a slice of a weight on its way from a trainer process to an engine process,
+    before the engine repacks it.
     """
 
-    name: str  # of the Hugging Face tensor
+    name: str  # Hugging Face tensor name
     box: tuple[tuple[int, int], ...]  # start and stop along each dimension
     source: int  # trainer's process; -1: several
     target: int  # engine's process; -1: all
     held: int | None  # checksum as the trainer holds it now; None: not known
-    sent: int | None  # as the last push sent it
-    received: int | None  # as it arrived; None: it did not
+    sent: int | None  # as sent by the last push
+    received: int | None  # as received; None: not received
 
     @property
     def intact(self) -> bool:
-        """Says that the engine was given what the trainer holds."""
+        """Returns whether the engine received the values that the trainer holds."""
         return self.held == self.sent == self.received
 
 
 @dataclass(frozen=True, slots=True)
 class Auxiliary:
-    """A second loss in the same optimizer steps: `coef` x its mean, over its own rows and count, is
-    added to the first.
+    """A second loss in the same optimizer steps: `coef` times its mean, over its own rows and
+    count, is added to the first loss.
 
-    Its rows were not sampled, so they are scored at temperature 1. Its metrics begin with `name`
-    and "_".
+    Its rows were not sampled, so they are scored at temperature 1. Its metrics are prefixed with
+    `name` and "_".
     """
 
     name: str
@@ -717,6 +720,6 @@ class Auxiliary:
     coef: float  # above 0
 
     def split(self, parts: int) -> "list[Auxiliary]":
-        """Splits consecutive rows into `parts` parts, nearly as many in each."""
+        """Splits the rows into `parts` consecutive parts of nearly equal size."""
         indices = torch.arange(len(self.experience)).tensor_split(parts)
         return [replace(self, experience=self.experience.select(index)) for index in indices]

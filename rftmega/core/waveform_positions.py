@@ -1,4 +1,4 @@
-"""PlacedWaveform is a waveform among the tokens of a prompt."""
+"""Position of a waveform among the tokens of a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,22 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PlacedWaveform:
-    """PlacedWaveform is a waveform of a prompt, and says where its features stand among the tokens.
+    """PlacedWaveform is a waveform of a prompt with the token positions of its features.
 
-    Two are equal where their contents and places are.
+    Two are equal if their contents and positions are.
     """
 
     # a file's path, a file's bytes, or the frames [M, 2 x positions] themselves
     source: str | bytes | Tensor = field(compare=False, repr=False)
     digest: str  # SHA-256 of the file's bytes, in hexadecimal
-    frames: int  # those that hold sound
-    positions: int  # of the tower's layers, which its window fills whatever it holds
-    start: int  # its first token among those of the prompt
-    tokens: int  # how many it has
+    frames: int  # frames that contain audio
+    positions: int  # positions in the audio encoder's layers; its window has a fixed size
+    start: int  # index of its first token in the prompt
+    tokens: int  # number of its tokens
 
     @property
     def patches(self) -> int:
-        """Returns what the tower computes, in positions: an image's are its patches."""
+        """Returns the encoder's cost in positions, the counterpart of an image's patches."""
         return self.positions
 
     @property
@@ -34,11 +34,11 @@ class PlacedWaveform:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns where features stand: first token and the one behind the last."""
+        """Returns the token range [start, end) of its features."""
         return [(self.start, self.end)]
 
     def state(self) -> list[object]:
-        """Returns the waveform as JSON has it, but for contents that are in no file: a tensor."""
+        """Returns the waveform as JSON; contents that are in no file become a tensor."""
         source: object = self.source
         if isinstance(source, bytes):
             source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -46,7 +46,7 @@ class PlacedWaveform:
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "PlacedWaveform":
-        """Returns what `state` gave."""
+        """Restores a waveform from `state`."""
         source, digest, frames, positions, start, tokens = state
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
             source = source.numpy().tobytes()

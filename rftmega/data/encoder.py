@@ -1,4 +1,4 @@
-"""Encodes the values of a record as checked token ids."""
+"""Encoding of record values as checked token ids."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,26 +14,27 @@ from rftmega.data.examples import TooLong, required
 from rftmega.data.records import Record, value_at
 from rftmega.data.tokenizer import Tokenizer
 
-INSTRUCTION, INPUT = "instruction", "input"  # of Alpaca's records
+INSTRUCTION, INPUT = "instruction", "input"  # keys of Alpaca's records
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Prompts and answers of records under the limits of a run.
+    """Encodes prompts and responses of records under the length limits of a run.
 
-    Its methods raise DataError, or TooLong. `report` is told what the chat template leaves out.
+    Its methods raise DataError, or TooLong. `report` collects the parts that the chat template does
+    not render.
     """
 
     tokenizer: Tokenizer
     config: DataConfig
     max_prompt_tokens: int
-    max_response_tokens: int = 0  # read by `answer`
+    max_response_tokens: int = 0  # read by `completion`
     placeholders: Collection[str] = ()  # of media, see Tokenizer.encode
     report: Report = field(default_factory=Report)
-    tools: tuple[dict[str, Any], ...] = ()  # that the record names
+    tools: tuple[dict[str, Any], ...] = ()  # of the record
 
     def for_record(self, record: Record) -> "Encoder":
-        """Returns an encoder that gives the chat template the functions of a record, too."""
+        """Returns an encoder that also passes the record's functions to the chat template."""
         key = self.config.tools_key
         tools = tool_specs(value_at(record, key), key)
         if tools and not self.tokenizer.template.reads_tools:
@@ -46,9 +47,9 @@ class Encoder:
         return given | {"tools": self.tools} if self.tools else given
 
     def given_prompt(self, record: Record) -> Any:
-        """Returns the prompt of a record, messages in the form that `prompt` takes.
+        """Returns the prompt of a record, with messages in the format that `prompt` takes.
 
-        Text under data.alpaca_input_key (Alpaca's `input`) stands behind it.
+        Appends text under data.alpaca_input_key (Alpaca's `input`).
         """
         config = self.config
         found = self.messages(
@@ -66,8 +67,8 @@ class Encoder:
         return f"{found}\n\n{further}"
 
     def messages(self, value: Any, key: str) -> Any:
-        """Returns checked chat messages of a list of them, or of its JSON text; any other value as
-        it is.
+        """Returns checked chat messages from a list of them, or from its JSON text; any other value
+        unchanged.
         """
         found = parsed(value)
         if not isinstance(found, list) or not found:
@@ -75,7 +76,7 @@ class Encoder:
         return chat_messages(found, key, lambda: self.tokenizer.template.roles())
 
     def prompt(self, value: Any) -> tuple[int, ...]:
-        """Returns the token ids of a string or of chat messages, as `messages` gives them."""
+        """Returns the token ids of a string or of chat messages, as returned by `messages`."""
         if not isinstance(value, str | list) or not value:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
@@ -92,8 +93,8 @@ class Encoder:
         return ids
 
     def completion(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
-        """Returns the token ids of the answer to `prompt`, its end included: of a string, or of one
-        message of the assistant's with all that the chat template renders of it.
+        """Returns the token ids of the response to `prompt`, its end included: of a string, or of
+        one assistant message with all fields that the chat template renders.
         """
         completion = self._one_completion(value, key)
         ids = self.tokenizer.encode_response(prompt, completion, **self._given)
@@ -103,7 +104,7 @@ class Encoder:
         return ids
 
     def _one_completion(self, value: Any, key: str) -> str | dict[str, Any]:
-        """Returns an answer as text, or as a message where it is more than text."""
+        """Returns a response as text, or as a message if it has more fields."""
         given = [value] if isinstance(value, dict) else value
         if isinstance(given, list) and len(given) == 1:
             (message,) = self.messages(given, key)
@@ -118,7 +119,7 @@ class Encoder:
         return given
 
     def _report_completion(self, prompt: Messages, completion: str | dict[str, Any]) -> None:
-        """Notes what is not rendered of an answer. Raises DataError where that is all of it."""
+        """Reports unrendered parts of a response. Raises DataError if none of it is rendered."""
         whole = answered(prompt, completion)
         missing = self.tokenizer.template.unrendered.of(whole, open_=False)
         own = {name for place, name in missing if place == len(whole) - 1}
@@ -131,14 +132,14 @@ class Encoder:
 
 
 def by_assistant(messages: Any) -> bool:
-    """Returns whether these are chat messages of which the assistant wrote the last."""
+    """Returns whether these are chat messages that end with one of the assistant."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def check_continued(messages: Any, config: DataConfig) -> None:
-    """Raises DataError for a prompt that ends with a message of the assistant's which the policy can't
-    go on with, or is not to by data.trailing_assistant.
+    """Raises DataError for a prompt that ends with an assistant message which the policy can't
+    continue, or must not by data.trailing_assistant.
     """
     if not by_assistant(messages):
         return

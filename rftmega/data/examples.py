@@ -1,4 +1,4 @@
-"""From records to examples. Every record is checked before the first example is used."""
+"""Conversion of records to examples. Checks every record before the first example is used."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from rftmega.data.records.epochs import Examples, identity_of
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MISSING = object()
-CHATS = ("messages", "conversations", "conversation")  # columns of published chats
+CHATS = ("messages", "conversations", "conversation")  # columns of published chat datasets
 
 
 class TooLong(DataError):
-    """An example over a limit, which data.too_long may let go."""
+    """An example over a length limit, which data.too_long may drop."""
 
 
 def load_examples(
@@ -33,13 +33,14 @@ def load_examples(
     report: Report | None = None,
     most: int | None = None,
 ) -> Examples[T]:
-    """Returns `parse`(record, examples before it) of every record.
+    """Returns `parse`(record, number of examples before it) of every record.
 
-    `noun` says in the plural what is made; `most`: records that are read, None: all. To `places` is
-    added where each example stands, as `records` tells it. What `parse` adds to `report` is logged.
+    `noun`: plural name of the examples; `most`: records to read, None: all. `places` receives the
+    location of each example, in the form of `records`. Logs the parts that `parse` adds to
+    `report`.
 
-    Raises DataError that lists where `parse` raised one, or what is no record; TooLong is counted
-    where `too_long` is "drop".
+    Raises DataError that lists the records for which `parse` raised one, and invalid records;
+    TooLong is counted if `too_long` is "drop".
     """
     examples: list[T] = []
     identities: list[int] = []
@@ -82,8 +83,8 @@ def load_examples(
 
 
 def _as_text(record: Record) -> str:
-    """Returns a record as a text that is the same wherever the record stands, and read from
-    whichever format; content of media goes by its checksum.
+    """Returns a record as a text that depends neither on its location nor on the file format; media
+    content is represented by its checksum.
     """
 
     def told(value: Any) -> Any:
@@ -94,14 +95,14 @@ def _as_text(record: Record) -> str:
     ordered = dict(sorted(record.items(), key=lambda item: str(item[0])))
     try:
         return json.dumps(ordered, default=told)
-    except (TypeError, ValueError, RecursionError):  # of a user's function: any Python may be there
+    except (TypeError, ValueError, RecursionError):  # a user's function may return anything
         return repr(ordered)
 
 
 def required(record: Record, key: str, option: str) -> Any:
-    """Returns the value under `key`, which `option` names.
+    """Returns the value under `key`, which is set by `option`.
 
-    Raises DataError where the record has no such key.
+    Raises DataError if the record has no such key.
     """
     found = value_at(record, key, MISSING)
     if found is MISSING:

@@ -1,4 +1,4 @@
-"""Fetches images and videos of the web before a run begins, each once, into a folder."""
+"""Downloads images and videos before a run begins, each once, into a folder."""
 
 import hashlib
 import os
@@ -16,25 +16,27 @@ from tqdm import tqdm
 from rftmega.core.errors import DataError
 from rftmega.data.media.files import MOST_BYTES
 
-FOLDER = "fetched"  # beside the images that are files
+FOLDER = "fetched"  # subfolder of the media folder
 THREADS = 8
-TIMEOUT = 30.0  # seconds without a byte
-LOOK = 0.1  # seconds between two looks at what another process fetches
-ABANDONED = 120.0  # seconds without a byte, of a process that may have ended
+TIMEOUT = 30.0  # seconds without data
+LOOK = 0.1  # seconds between checks of another process's download
+ABANDONED = 120.0  # seconds without data after which a download counts as abandoned
 PART = 2**20
 
 
 class Fetched:
-    """Fetched holds files of the web that processes share: one of them fetches, the others wait."""
+    """Fetched holds downloaded files that processes share: one of them downloads, the others
+    wait.
+    """
 
     def __init__(self, folder: Path, hosts: Collection[str]):
-        """`hosts`: those that may be asked; what they lead to must be one of them, too."""
+        """`hosts`: those allowed; redirects must lead to one of them, too."""
         self.folder, self.hosts = folder / FOLDER, frozenset(hosts)
         self._failed: dict[str, DataError] = {}
         self._opener = urllib.request.build_opener(_SameHosts(self))
 
     def ahead(self, addresses: Iterable[str]) -> None:
-        """Fetches all, several at a time; what fails is told where `file` is asked for it."""
+        """Downloads all URLs, several at a time; `file` raises the error of a failed one."""
         distinct = list(dict.fromkeys(addresses))
         with ThreadPoolExecutor(THREADS) as pool:
             done = pool.map(self._try, distinct)
@@ -42,9 +44,9 @@ class Fetched:
                 pass
 
     def file(self, address: str) -> Path:
-        """Returns the file that an address was fetched into, which keeps its ending.
+        """Returns the file that a URL was downloaded to, with the URL's file extension.
 
-        Raises DataError where its host is not among `hosts`, or it can't be fetched.
+        Raises DataError if its host is not among `hosts`, or the download fails.
         """
         self.check(address)
         if address in self._failed:
@@ -68,7 +70,7 @@ class Fetched:
         return target
 
     def check(self, address: str) -> None:
-        """Raises DataError for an address that may not be asked."""
+        """Raises DataError for a URL that is not allowed."""
         try:
             parts = urllib.parse.urlsplit(address)
             host = parts.hostname
@@ -88,8 +90,8 @@ class Fetched:
             self._failed[address] = error
 
     def _is_mine(self, claim: Path) -> bool:
-        """Returns whether this process is the one that fetches: the first that asks, or that finds
-        what another abandoned.
+        """Returns whether this process is to download: the first one does; an abandoned claim is
+        removed.
         """
         try:
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -99,7 +101,7 @@ class Fetched:
         try:
             if time.time() - claim.stat().st_mtime > ABANDONED:
                 claim.unlink()
-        except FileNotFoundError:  # it is there by now, or failed
+        except FileNotFoundError:  # downloaded meanwhile, or failed
             pass
         return False
 
@@ -132,7 +134,7 @@ class Fetched:
 
 
 class _SameHosts(urllib.request.HTTPRedirectHandler):
-    """_SameHosts follows no address that may not be asked."""
+    """_SameHosts follows redirects to allowed hosts only."""
 
     def __init__(self, fetched: Fetched):
         self._fetched = fetched

@@ -1,4 +1,4 @@
-"""Checks that a micro-batch has room for the images of every prompt."""
+"""Check that the images of every prompt fit into a micro-batch."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,9 @@ from rftmega.core.types import Prompt
 
 
 def check_patches(prompts: Sequence[Prompt], places: Sequence[str], most: int) -> None:
-    """Raises DataError for prompts whose images, videos and waveforms have more patches together than
-    a micro-batch may have (`most`; 0: any number). `places`: where each prompt stands in its file.
+    """Raises DataError for prompts whose images, videos and waveforms together have more patches
+    than a micro-batch may have (`most`; 0: unlimited). `places`: location of each prompt in its
+    file.
     """
     own = [sum(image.patches for image in prompt.images) for prompt in prompts]
     larger = [

@@ -1,14 +1,14 @@
-"""The text of each token of an answer."""
+"""The text of each token of a completion."""
 
 from collections.abc import Callable, Sequence
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of a part of a character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
 
 class Pieces:
     """Splits text by its tokens.
 
-    Together the pieces are the text; a character made of several tokens is the last one's.
+    The pieces concatenate to the text; a character of several tokens belongs to the last one.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
@@ -18,7 +18,7 @@ class Pieces:
 
     def __call__(self, token_ids: Sequence[int]) -> list[str]:
         found: list[str] = []
-        begin = 0  # of the tokens whose text is still to come
+        begin = 0  # of the tokens whose text is pending
         for end, token in enumerate(token_ids, start=1):
             text = self._piece(token) if begin == end - 1 else INCOMPLETE
             if INCOMPLETE in text:
@@ -31,7 +31,7 @@ class Pieces:
         return found
 
     def _piece(self, token: int) -> str:
-        """Decodes a token after itself: some decoders drop the space before a first token."""
+        """Decodes a token after itself, since some decoders drop the space before a first token."""
         if token not in self.known:
             self.known[token] = self.decode([token, token])[len(self.decode([token])) :]
         return self.known[token]

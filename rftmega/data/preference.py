@@ -1,7 +1,7 @@
-"""Records of prompts, each with a better and a worse answer -> pairs of rows.
+"""Preference data: records with a chosen and a rejected response, converted to pairs of rows.
 
-Published forms are read as they are: a prompt and two answers; two conversations that end with the
-answers, with the prompt beside them or without (UltraFeedback); two texts "Human: ... Assistant: ..."
+Published formats are supported: a prompt and two responses; two conversations that end with the
+responses, with or without a separate prompt (UltraFeedback); two texts "Human: ... Assistant: ..."
 (HH-RLHF); a conversation and two messages (ShareGPT).
 """
 
@@ -31,7 +31,9 @@ SPOKEN = re.compile(r"\n\n(Human|Assistant):")  # before each turn of HH-RLHF
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers, to one prompt unless the conversations of a record differ before."""
+    """A chosen and a rejected response; their prompts differ only if the record's conversations
+    do.
+    """
 
     chosen: Example
     rejected: Example
@@ -46,9 +48,9 @@ def load_preferences(
     max_response_tokens: int,
     most: int | None = None,
 ) -> list[Pair]:
-    """Reads one Pair a record.
+    """Reads one Pair per record.
 
-    `most`: records that are read, None: all. Raises DataError as `load_prompts` does.
+    `most`: records to read, None: all. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     return load_examples(
@@ -62,8 +64,8 @@ def load_preferences(
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
-    """Lays out rows 2i (chosen) and 2i + 1 (rejected), with a place for the score behind each (see
-    `Rows.with_end`).
+    """Lays out rows 2i (chosen) and 2i + 1 (rejected), with a position for the score after each
+    (see `Rows.with_end`).
     """
     return rows_of(
         [example for pair in pairs for example in (pair.chosen, pair.rejected)]
@@ -80,7 +82,7 @@ def _parse(encoder: Encoder, record: Record, index: int) -> Pair:
 
 
 def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example:
-    """Returns the answer under a key with the prompt that it answers."""
+    """Returns the response under a key with its prompt."""
     config = encoder.config
     alone = value_at(record, config.prompt_key) is None
     value = required(record, key, option)
@@ -99,10 +101,11 @@ def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example
 
 
 def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Messages | None:
-    """Returns the messages of a whole conversation, None for an answer; `alone`: no prompt is there
-    beside it.
+    """Returns the messages of a whole conversation, None for a single response; `alone`: the record
+    has no separate prompt.
 
-    Raises DataError for a conversation that does not end with an answer, and an answer alone.
+    Raises DataError for a conversation that does not end with a response, and for a response
+    without a prompt.
     """
     found = parsed(value)
     if alone and isinstance(found, str):
@@ -121,8 +124,8 @@ def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Mes
 
 
 def spoken(text: str) -> Messages | None:
-    """Returns the messages of a text of HH-RLHF, in which "Human:" and "Assistant:" behind an empty
-    line begin a turn; None for another text.
+    """Returns the messages of an HH-RLHF text, in which "Human:" and "Assistant:" after an empty
+    line begin a turn; None for any other text.
     """
     first, *turns = SPOKEN.split(text)
     if first.strip() or not turns:
@@ -134,7 +137,7 @@ def spoken(text: str) -> Messages | None:
 
 
 def _check_prompt(given: Any, context: Messages, prompt_key: str, key: str) -> None:
-    """Raises DataError for a prompt that is not what the conversation under `key` begins with."""
+    """Raises DataError for a prompt that is not the beginning of the conversation under `key`."""
     said = [message["content"] for message in context if message["role"] == "user"]
     wanted = given if isinstance(given, list) else [{"role": "user", "content": given}]
     asked = [message["content"] for message in wanted if message["role"] == "user"]

@@ -1,4 +1,6 @@
-"""Images and videos of records: what a column may hold, and where they stand among a prompt's tokens."""
+"""Images and videos of records: accepted column values, and their positions among a prompt's
+tokens.
+"""
 
 import os
 import re
@@ -33,16 +35,16 @@ from rftmega.data.records import Record, listed
 from rftmega.data.sources import addresses, decoded, folder_of, path_in
 from rftmega.data.tokenizer import Tokenizer
 
-MARK = "<image>"  # in a text, stands for an image
+MARK = "<image>"  # placeholder of an image in a text
 VIDEO_MARK = "<video>"
-MARKS = {MARK: "image", VIDEO_MARK: "video"}  # and the types of parts of chat messages
-FEW = 1000  # images that are checked without a bar
-MOST_THREADS = 8  # that decode side by side; a large image takes a gigabyte
+MARKS = {MARK: "image", VIDEO_MARK: "video"}  # -> types of chat message parts
+FEW = 1000  # images checked without a progress bar
+MOST_THREADS = 8  # of concurrent decoding; a large image takes a gigabyte
 
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """Most says how many images a prompt may have."""
+    """Most holds the maximum numbers of images and videos per prompt."""
 
     images: int
     videos: int
@@ -57,10 +59,10 @@ class Sources:
 
 
 class ImageReader:
-    """ImageReader finds the images and videos of records, and puts them among their prompts'
-    tokens.
+    """ImageReader reads the images and videos of records, and inserts their placeholders into the
+    prompts' tokens.
 
-    Its methods raise DataError that says what is wrong with a record.
+    Its methods raise DataError that describes the error in a record.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class ImageReader:
         most: Most,
         tokenizer: Tokenizer | None = None,
     ):
-        """`processor`: None for a model that sees nothing. `source`: the data's file, beside which
-        images lie unless data.media_folder says where. `tokenizer`: of words between frames.
+        """`processor`: None for a model without vision. `source`: the data file, in whose folder
+        images are unless data.media_folder is set. `tokenizer`: for the text between frames.
         """
         self.processor, self.config, self.most = processor, config, most
         self.tokenizer = tokenizer
@@ -82,7 +84,7 @@ class ImageReader:
         self._videos: dict[str, tuple[Video, tuple[int, ...], str]] = {}  # by path
 
     def sources(self, record: Record) -> Sources:
-        """Returns what a record names."""
+        """Returns the media sources in a record."""
         if heard := listed(record, self.config.audio_key):
             raise DataError(
                 f'"{self.config.audio_key}" names {len(heard)} waveform(s), and the model has no tower that hears. Take a '
@@ -107,15 +109,15 @@ class ImageReader:
         return values
 
     def fetch(self, records: Iterable[Record]) -> None:
-        """Fetches what records name by addresses of the web, several at a time."""
+        """Downloads the media that records name by URL, several at a time."""
         keys = self.config.images_key, self.config.videos_key
         self.fetched.ahead(addresses(records, keys))
 
     def marked(self, text: Any) -> Any:
-        """Returns a prompt with the model's own placeholder, or a part of its own in chat messages,
+        """Returns a prompt with the model's own placeholder, or a separate part in chat messages,
         for each mark.
 
-        VIDEO_MARK, a word of HTML, is one where prompts may have videos.
+        VIDEO_MARK, which is also an HTML tag, counts only if prompts may have videos.
         """
         if self.processor is None:
             return text
@@ -134,8 +136,8 @@ class ImageReader:
     def placed(
         self, ids: Sequence[int], sources: Sources
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns the token ids with as many placeholders as images and videos have features, and
-        these.
+        """Returns the token ids with one placeholder for each feature of images and videos, and the
+        media with their positions.
         """
         if self.processor is None:
             return tuple(ids), ()
@@ -235,11 +237,11 @@ def check_images(
     ranks: int,
     audio_processor: AudioProcessor | None = None,
 ) -> None:
-    """Decodes this process's share of all distinct images, videos and waveforms once, so that a
-    broken one is found at the start.
+    """Decodes this process's share of all distinct images, videos and waveforms once, to find
+    broken ones at the start.
 
-    `places`: where each prompt stands in its file. `ear`: of a model that hears. Raises DataError
-    that lists the broken ones.
+    `places`: location of each prompt in its file. `audio_processor`: of an audio-language model.
+    Raises DataError that lists the broken ones.
     """
     distinct: dict[str, tuple[str, Placed]] = {}
     for prompt, place in zip(prompts, places, strict=True):
@@ -256,7 +258,7 @@ def check_images(
 
 
 def expanded_within(ids: Sequence[int], limit: int, images: int) -> None:
-    """Raises TooLong where the prompt is over the limit."""
+    """Raises TooLong if the prompt is over the limit."""
     if len(ids) > limit:
         raise TooLong(
             f"the prompt has {len(ids)} tokens with its {images} image(s), video(s) or waveform(s), rollout.max_prompt_tokens"
@@ -286,7 +288,9 @@ def _problem(place: str, image: Placed, audio_processor: AudioProcessor | None) 
 
 
 def in_parts(message: Any, marks: Mapping[str, str]) -> Any:
-    """Returns a chat message with a part for each mark in its text; `marks`: mark -> type of part."""
+    """Returns a chat message split into parts at the marks in its text; `marks`: mark -> type of
+    part.
+    """
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, str):
         return message

@@ -1,4 +1,4 @@
-"""Loads Prompts from records of prompts and labels."""
+"""Loading of Prompts from records with prompts and labels."""
 
 import json
 import math
@@ -27,7 +27,9 @@ from rftmega.data.waveforms import WaveformReader
 
 
 class MediaReader(Protocol):
-    """MediaReader finds the media of records, and puts them among their prompts' tokens."""
+    """MediaReader reads the media of records, and inserts placeholders into their prompts'
+    tokens.
+    """
 
     def fetch(self, records: Iterable[Record]) -> None: ...
     def sources(self, record: Record) -> Any: ...
@@ -50,14 +52,14 @@ def load_prompts(
     places: list[str] | None = None,
     most: int | None = None,
 ) -> list[Prompt]:
-    """Returns one Prompt a record, with the record's columns where `columns` says so.
+    """Returns one Prompt per record, with the record's columns if `columns` is set.
 
-    `processor`: of a model that sees, whose prompts may have `max_images` images and
-    `max_videos` videos, or of one that hears, and `max_images` waveforms. To `places` is added
-    where each prompt stands in the file. `most`: records that are read, None: all.
+    `processor`: of a vision-language model, whose prompts may have `max_images` images and
+    `max_videos` videos, or of an audio-language model, with up to `max_images` waveforms. `places`
+    receives the location of each prompt in the file. `most`: records to read, None: all.
 
-    Raises DataError that lists where a record can't be read, lacks a key, holds the wrong type or
-    is too long.
+    Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
+    too long.
     """
     reader: MediaReader
     if isinstance(processor, AudioProcessor):
@@ -87,7 +89,7 @@ def load_prompts(
 def _placeholders(
     tokenizer: Tokenizer, processor: ImageProcessor | AudioProcessor | None
 ) -> list[str]:
-    """Returns the names of control tokens by which a prompt gives the places of its media."""
+    """Returns the names of control tokens that mark media positions in a prompt."""
     if processor is None:
         return []
     video = "" if isinstance(processor, AudioProcessor) else processor.video_text
@@ -123,7 +125,7 @@ def _parse(
 
 
 def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
-    """Returns the columns of a record as JSON, those of data.columns among them."""
+    """Returns the columns of a record as JSON, including those of data.columns."""
     named = {
         name: required(record, key, f"data.columns.{name}") for name, key in config.columns.items()
     }
@@ -131,7 +133,7 @@ def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
 
 
 def _as_json(record: Record) -> str:
-    """Returns a record as JSON; dates, times and decimals become text."""
+    """Returns a record as JSON; converts dates, times and decimals to text."""
 
     def text_of(value: Any) -> str:
         if isinstance(value, date | time | timedelta | Decimal):  # datetime is a date

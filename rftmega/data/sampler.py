@@ -1,4 +1,4 @@
-"""Orders examples: epochs without repetition, each shuffled by its own seed; sources mixed by
+"""Order of examples: epochs without repetition, each shuffled by its own seed; sources mixed by
 weight.
 """
 
@@ -20,7 +20,7 @@ def order_of(
     seed: int,
     collate: Callable[[list[T]], Any] = list,
 ) -> "PromptOrder[T]":
-    """Returns the order of data.train or data.sources; `load` gives the examples of one path."""
+    """Returns the order of data.train or data.sources; `load` returns the examples of one path."""
     if not data.sources:
         return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
     sources = [load(source) for source in data.sources]
@@ -35,8 +35,8 @@ def order_of(
 
 
 class PromptOrder(Generic[T]):
-    """An endless stream of batches of prompts, or other examples. `position` counts those handed
-    out.
+    """PromptOrder is an endless stream of batches of prompts, or other examples. `position` counts
+    the examples used.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PromptOrder(Generic[T]):
         seed: int | str,
         collate: Callable[[list[T]], Any] = list,
     ):
-        """`collate` makes a batch of `batch_size` examples."""
+        """`collate` combines `batch_size` examples into a batch."""
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
         self._mix([""], [Epochs(prompts, seed)], [1])
@@ -58,16 +58,16 @@ class PromptOrder(Generic[T]):
         self._names, self._sources, self._shares = names, sources, shares(weights)
         self._cycle = cycle(self._shares)
         taken = [0] * len(sources)
-        self._before = []  # how many of the same source come earlier in the cycle
+        self._before = []  # number of earlier occurrences of the same source in the cycle
         for source in self._cycle:
             self._before.append(taken[source])
             taken[source] += 1
-        # of each source, what it has given beyond its share of the position, under other weights
+        # for each source, the examples used beyond its share of the position, under earlier weights
         self._beyond = [0] * len(sources)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the number of examples of each source by its name; "" where there is but one."""
+        """Returns the number of examples of each source by its name; "" if there is only one."""
         return {
             name: len(source.items) for name, source in zip(self._names, self._sources, strict=True)
         }
@@ -79,23 +79,23 @@ class PromptOrder(Generic[T]):
             yield self.collate(batch)
 
     def state(self) -> dict[str, Any]:
-        """Returns the position in the order, and what was handed out of each source in its present
-        epoch, as JSON has it but for tensors.
+        """Returns the position in the order, and the examples of each source used in its current
+        epoch, JSON-serializable except for tensors.
         """
         counts = zip(self._names, self._sources, self._taken(), strict=True)
         given = {name: source.state(taken) for name, source, taken in counts}
         return {"position": self.position, "sources": given}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on behind the examples that were handed out before. Where data, seed or weights are
-        others now, each source still gives in its present epoch what it has not given in it.
+        """Continues after the examples used before. If data, seed or weights have changed, each
+        source still continues with the examples not yet used in its current epoch.
         """
         self.position = state["position"]
-        if "sources" not in state:  # of an earlier version: the same data
+        if "sources" not in state:  # of an earlier version: the data must be the same
             return
         self._beyond = [0] * len(self._sources)
         known: Mapping[str, Any] = state["sources"]
-        if len(known) == len(self._names) == 1:  # wherever it lies now
+        if len(known) == len(self._names) == 1:  # even if its path has changed
             known = dict(zip(self._names, known.values(), strict=True))
         due = self._taken()
         for number, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
@@ -104,14 +104,14 @@ class PromptOrder(Generic[T]):
             self._beyond[number] = (known[name]["taken"] if name in known else 0) - due[number]
 
     def at(self, position: int) -> T:
-        """Returns the example that is handed out after `position` others."""
+        """Returns the example at `position` of the stream."""
         number, place = divmod(position, len(self._cycle))
         source = self._cycle[place]
         taken = number * self._shares[source] + self._before[place]
         return self._sources[source].at(taken + self._beyond[source])
 
     def _taken(self) -> list[int]:
-        """Returns how many examples each source has given."""
+        """Returns the number of examples used of each source."""
         number, place = divmod(self.position, len(self._cycle))
         begun = Counter(self._cycle[:place])
         return [
@@ -121,7 +121,7 @@ class PromptOrder(Generic[T]):
 
 
 class MixedOrder(PromptOrder[T]):
-    """MixedOrder interleaves several sources, each in epochs of its own: of the first n examples a
+    """MixedOrder interleaves several sources, each with its own epochs: of the first n examples a
     source with the share w gives more than n w - 1 and less than n w + 1, for every n, and exactly
     its share after each whole cycle (see `cycle`).
     """
@@ -136,8 +136,8 @@ class MixedOrder(PromptOrder[T]):
         collate: Callable[[list[T]], Any] = list,
         names: Sequence[str] | None = None,
     ):
-        """`weights` (positive, one a source) need not add up to 1. A resume knows the sources by
-        `names`; None: by their numbers.
+        """`weights` (positive, one per source) need not add up to 1. A resume identifies the
+        sources by `names`; None: by their numbers.
         """
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
@@ -146,9 +146,9 @@ class MixedOrder(PromptOrder[T]):
 
 
 def cycle(shares: Sequence[int]) -> list[int]:
-    """Returns the source whose turn it is in each of sum(shares) places.
+    """Returns the source of each of sum(shares) positions.
 
-    Source s has shares[s] of them, spread evenly.
+    Source s has shares[s] of them, evenly spaced.
 
     Item j of a source with share a of A must stand at or after place floor(j A / a) and before
     ceil((j + 1) A / a), or its count would leave n a / A by one or more at some prefix n. Such an
@@ -167,7 +167,8 @@ def cycle(shares: Sequence[int]) -> list[int]:
 
 
 class ResumableSampler:
-    """Indices of a data set, epoch by epoch: each `iter` is (the rest of) the next one.
+    """ResumableSampler yields the indices of a dataset, epoch by epoch: each `iter` is (the rest
+    of) the next epoch.
 
     For torch's DataLoader.
     """
@@ -181,8 +182,8 @@ class ResumableSampler:
         consumed: int = 0,
         per_epoch: int | None = None,
     ):
-        """`consumed`: samples that were used before, over all epochs, of `per_epoch` each (less
-        than `size` where a last, smaller batch is dropped).
+        """`consumed`: samples used before, over all epochs, of `per_epoch` each (less than `size`
+        if a last, smaller batch is dropped).
         """
         self.size, self.shuffle = size, shuffle
         self._epochs = Epochs(range(size), seed)

@@ -1,4 +1,4 @@
-"""Reads what a column of media may hold: paths within one folder, bytes, or base64."""
+"""Accepted values of media columns: paths within one folder, URLs, bytes, or base64."""
 
 import base64
 import binascii
@@ -11,27 +11,29 @@ from rftmega.data.fetched_files import Fetched
 from rftmega.data.media.files import with_article
 from rftmega.data.records import Record, listed, value_at, with_value
 
-ADDRESS = "://"  # is in one
+ADDRESS = "://"  # substring of URLs
 
 
 def folder_of(source: str | Path, config: DataConfig) -> Path:
-    """Returns the folder that paths begin in: data.media_folder, or that of the data's file."""
+    """Returns the folder that paths are relative to: data.media_folder, or that of the data
+    file.
+    """
     path, _ = split_source(source)
     beside = path if path.is_dir() else path.parent
     return Path(config.media_folder or beside).resolve()
 
 
 def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
-    """Returns the whole path of a file in `folder`, or of what an address was fetched into; `noun`:
-    what it holds.
+    """Returns the absolute path of a file in `folder`, or of a downloaded URL; `noun`: its kind,
+    for error messages.
 
-    Raises DataError for an address that may not be asked, and for a path that leads out.
+    Raises DataError for a URL that is not allowed, and for a path outside the folder.
     """
     if ADDRESS in value:
         return str(fetched.file(value))
     try:
         path = (folder / value).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, circular links
         raise DataError(f"{shown(value)} can't be {with_article(noun)}'s path: {error}.") from error
     if not path.is_relative_to(folder):
         raise DataError(
@@ -41,9 +43,9 @@ def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
 
 
 def decoded(text: str, kind: str, example: str) -> bytes:
-    """Returns the bytes of data:`kind`/...;base64,... ; `example`: one of that kind.
+    """Decodes data:`kind`/...;base64,... ; `example`: noun of that kind, for error messages.
 
-    Raises DataError for another text.
+    Raises DataError for any other text.
     """
     head, _, content = text.partition(",")
     if not head.startswith(f"data:{kind}/") or not head.endswith(";base64"):
@@ -55,13 +57,13 @@ def decoded(text: str, kind: str, example: str) -> bytes:
 
 
 def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
-    """Returns the addresses of the web under these keys of records."""
+    """Returns the URLs under these keys of records."""
     values = [each for record in records for key in keys for each in listed(record, key)]
     return [each for each in values if isinstance(each, str) and ADDRESS in each]
 
 
 def without_contents(record: Record, config: DataConfig) -> Record:
-    """Returns a record without what is inside its images and waveforms; their paths stay."""
+    """Returns a record without the content of its images and waveforms; their paths stay."""
     for key in (config.images_key, config.audio_key):
         if value_at(record, key) is None:
             continue
@@ -75,7 +77,7 @@ def without_contents(record: Record, config: DataConfig) -> Record:
 
 
 def refuse_media(record: Record, config: DataConfig) -> None:
-    """Raises DataError for a record of given answers that names images, videos or waveforms."""
+    """Raises DataError for a supervised record that names images, videos or waveforms."""
     for option in ("images_key", "videos_key", "audio_key"):
         if value_at(record, key := getattr(config, option)):
             raise DataError(

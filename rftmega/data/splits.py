@@ -1,4 +1,6 @@
-"""Loads the data that a config names: training batches in their order, and held-out sets by name."""
+"""Loading of the datasets in a config: training batches in their order, and evaluation sets by
+name.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,11 +28,11 @@ def prompts_of(
     ranks: int = 1,
     most: int | None = None,
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
-    """Loads prompts, those of each file checked by `check`, which raises DataError for what speaks
-    against them; the file is named before it.
+    """Loads prompts; `check` validates those of each file, and raises DataError, to which the file
+    name is added.
 
-    Each of the `ranks` processes that load the same decodes its share of the images and waveforms.
-    `most`: records of a file that are read, None: all.
+    Each of the `ranks` processes that load the same files decodes its share of the images and
+    waveforms. `most`: records to read per file, None: all.
     """
     audio_processor = audio_processor_of(config.model.path)
     processor = audio_processor or processor_of(config.model.path)
@@ -66,9 +68,9 @@ def prompts_of(
 def given_of(
     config: RunConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> tuple[PromptOrder[Any], dict[str, Rows]]:
-    """Loads rows of answers to learn (algorithm.task=sft) or of preferences (reward_model).
+    """Loads rows for supervised fine-tuning (algorithm.task=sft) or of preferences (reward_model).
 
-    `most`: records of a file that are read, None: all.
+    `most`: records to read per file, None: all.
     """
     read, rows = (
         (load_supervised, rows_of)
@@ -87,8 +89,8 @@ def given_of(
 def ptx_of(
     config: RunConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> PromptOrder[Example] | None:
-    """Loads rows of the answers that are learnt beside those that are rewarded, where data.ptx
-    gives any.
+    """Loads the supervised rows of data.ptx that are trained beside rewarded completions; returns
+    None if data.ptx is empty.
     """
     if not config.data.ptx:
         return None

@@ -1,8 +1,9 @@
-"""Records of prompts and the answers to learn -> rows. What is learnt is the answer and its end,
-nothing of the prompt.
+"""Supervised fine-tuning data: records with prompts and responses, converted to rows. Only the
+response and its end are trained on, not the prompt.
 
 A record has data.prompt_key and data.response_key; or the prompt is chat messages that end with the
-assistant's. Of several answers the last is learnt, or by data.trained_turns=all each of them.
+assistant's. Of several assistant turns the last is trained, or with data.trained_turns=all each of
+them.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ from rftmega.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and an answer to it, which ends in its end-of-sequence token; or several answers,
-    with what was said between them.
+    """A prompt and a response that ends in its end-of-sequence token; or several responses, with
+    the messages between them.
     """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    between: tuple[range, ...] = ()  # places of response_ids that are no answer, and not learnt
+    between: tuple[range, ...] = ()  # ranges of response_ids that are not trained on
 
 
 def load_supervised(
@@ -45,10 +46,10 @@ def load_supervised(
     max_response_tokens: int,
     most: int | None = None,
 ) -> list[Example]:
-    """Reads one Example a record; of several learnt turns, another one where the chat template
-    rewrites what stands before a turn.
+    """Reads one Example per record; with several trained turns, another one wherever the chat
+    template rewrites the text before a turn.
 
-    `most`: records that are read, None: all. Raises DataError as `load_prompts` does.
+    `most`: records to read, None: all. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     found = load_examples(
@@ -63,7 +64,7 @@ def load_supervised(
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
-    """Lays out one row an example; 0 behind its end, which nothing reads."""
+    """Lays out one row per example, padded with 0."""
     width = max(len(example.prompt_ids) + len(example.response_ids) for example in examples)
     tokens = torch.zeros(len(examples), width, dtype=torch.int64)
     for row, example in enumerate(examples):
@@ -77,7 +78,7 @@ def rows_of(examples: Sequence[Example]) -> Rows:
     )
     for row, example in enumerate(examples):
         for places in example.between:
-            first = len(example.prompt_ids) - 1  # the mask has a place for each token but the first
+            first = len(example.prompt_ids) - 1  # the mask covers each token but the first
             rows.mask[row, first + places.start : first + places.stop] = False
     return rows
 
@@ -103,8 +104,8 @@ def _parse(encoder: Encoder, record: Record, index: int) -> list[Example]:
 
 
 def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> list[Example]:
-    """Returns all answers of a conversation, in one row as far as the chat template only goes on:
-    where it rewrites what stands before an answer (drops thinking), another row begins.
+    """Returns all assistant turns of a conversation, in one row while the chat template only
+    appends; begins another row where it rewrites the text before a turn (drops reasoning).
     """
     rows: list[Example] = []
     asked = [
@@ -122,7 +123,7 @@ def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> lis
 
 
 def _joined(row: Example, turn: Example) -> Example | None:
-    """Returns a row with a further turn, None where the turn's context is not what the row says."""
+    """Returns a row with a further turn, None if the turn's context does not extend the row."""
     ids = row.prompt_ids + row.response_ids
     if turn.prompt_ids[: len(ids)] != ids:
         return None
@@ -132,7 +133,7 @@ def _joined(row: Example, turn: Example) -> Example | None:
 
 
 def refuse_two_completions(context: Any, config: DataConfig) -> None:
-    """Raises DataError where an answer to learn stands behind another message of the assistant's."""
+    """Raises DataError if the response follows another assistant message."""
     if by_assistant(context):
         raise DataError(
             f'"{config.prompt_key}" has two messages of the assistant behind each other, and engines answer once. Join them to '

@@ -1,4 +1,6 @@
-"""Converts text to token ids and back; the only file that says `transformers` for a tokenizer."""
+"""Tokenizer converts text to token ids and back; the only module that loads a tokenizer with
+transformers.
+"""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +16,7 @@ from rftmega.data.chat.template import Chat, ChatTemplate, answered
 from rftmega.data.chat.template_forms import Messages
 from rftmega.data.pieces import Pieces
 
-Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them
+Specs = Sequence[Mapping[str, Any]]  # of functions, in OpenAI's format
 FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -25,7 +27,7 @@ FILES = (
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder."""
+    """Tokenizer wraps the tokenizer of a Hugging Face folder."""
 
     def __init__(
         self,
@@ -35,11 +37,11 @@ class Tokenizer:
         chat: Chat | None = None,
         control_tokens: str = "reject",
     ):
-        """Python files in the folder are run only with `trust_remote_code`. `control_tokens`: what
-        becomes of their names in prompts and answers, as data.control_tokens says.
+        """Python files in the folder are run only with `trust_remote_code`. `control_tokens`:
+        treatment of their names in prompts and responses, as in data.control_tokens.
 
-        Raises CheckpointError where the folder holds no tokenizer, one that needs them, or one
-        without an end of sequence.
+        Raises CheckpointError if the folder holds no tokenizer, one that needs Python files, or one
+        without an end-of-sequence token.
         """
         folder = Path(folder)
         self._chat = chat or Chat()
@@ -48,7 +50,7 @@ class Tokenizer:
         self._template = ChatTemplate(self._inner, self._chat)
         self.control = self._template.control
         self._control_tokens = control_tokens
-        self.named = 0  # control tokens that records name, where they are let in
+        self.named = 0  # control-token names in records, if they are permitted
         if self._chat.system:
             self._use_system(self._chat)
         self._template.refuse_unread(folder)
@@ -59,7 +61,7 @@ class Tokenizer:
             folder / "generation_config.json"
         )
         self.stop_ids = sorted(set(stops))
-        """Every id that ends an answer: the tokenizer's end of sequence and those of
+        """Every id that ends a completion: the tokenizer's end of sequence and those of
         generation_config.json.
         """
         if not self.stop_ids:
@@ -81,12 +83,12 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Returns the token ids of a prompt.
 
-        Chat messages always go through the template, strings where `chat_template` says so.
-        `placeholders`: names of control tokens that stand for media, and may be in a prompt. `tools`
-        None: those of the run.
+        Chat messages always go through the template, strings if `chat_template` is set.
+        `placeholders`: names of control tokens that stand for media, and are permitted in a prompt.
+        `tools` None: those of the run.
 
-        Raises DataError for an id that the model does not know, and for control tokens in the prompt
-        where the run rejects them.
+        Raises DataError for an id outside the model's vocabulary, and for control tokens in the
+        prompt if the run rejects them.
         """
         prompt = self._given(prompt, placeholders)
         if self._plain(prompt, chat_template):
@@ -95,23 +97,23 @@ class Tokenizer:
         return self.encode_reply(self._template.text(messages_of(prompt), open_=True, tools=tools))
 
     def encode_said(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of what a tool or an environment says: names of control tokens in it
-        stay text.
+        """Returns the token ids of text from a tool or an environment; control-token names in it
+        are encoded as plain text.
 
-        Raises DataError for an id that the model does not know.
+        Raises DataError for an id outside the model's vocabulary.
         """
         return self.encode_reply(self.control.hidden(text, words=True))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of text within a conversation: no special token is put before it, and
-        those that it names are control tokens.
+        """Returns the token ids of text within a conversation: adds no special token before it, and
+        encodes special-token names in it as control tokens.
 
-        Raises DataError for an id that the model does not know.
+        Raises DataError for an id outside the model's vocabulary.
         """
         return self._known(self.control.encode(text))
 
     def recorded(self, messages: Messages) -> Messages:
-        """Returns messages of a record that was encoded, with control tokens as they were in it."""
+        """Returns messages of an encoded record, with control tokens treated as in the encoding."""
         if self._control_tokens != "text":
             return messages
         hidden: Messages = self.control.hidden(messages)
@@ -124,25 +126,25 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Returns how many ids there are that both the tokenizer and the model know."""
+        """Returns the number of ids in the vocabularies of both the tokenizer and the model."""
         own = len(self._inner)
         return own if self._vocabulary is None else min(own, self._vocabulary)
 
     @property
     def chat(self) -> Chat:
-        """Returns how messages become text."""
+        """Returns the rendering options of messages."""
         return self._chat
 
     @property
     def template(self) -> ChatTemplate:
-        """Returns what makes text of messages."""
+        """Returns the chat template."""
         return self._template
 
     def encode_behind(self, before: str, text: str) -> tuple[int, ...]:
-        """Returns the token ids of `text` as they are behind `before`, the text in front of it, in
-        which special tokens stand by their names.
+        """Returns the token ids of `text` as a continuation of `before`, in which special tokens
+        are written by name.
 
-        Raises DataError for an id that the model does not know.
+        Raises DataError for an id outside the model's vocabulary.
         """
         return self._known(self._behind(before, text, special=False))
 
@@ -154,11 +156,12 @@ class Tokenizer:
         chat_template: bool,
         tools: Specs | None = None,
     ) -> tuple[int, ...]:
-        """Returns the token ids of `answer`, text or a message of the assistant's, behind
-        `encode(prompt)`, as an engine would give them: they end in a token that stops it.
+        """Returns the token ids of `completion`, text or an assistant message, after
+        `encode(prompt)`, as an engine would return them: they end in a stop token.
 
-        With a chat template, that is what the template writes for the assistant's turn, up to its
-        end. Raises DataError for a template that does not continue the prompt with the answer.
+        With a chat template, these are the tokens that the template writes for the assistant's
+        turn, up to its end. Raises DataError for a template that does not continue the prompt with
+        the response.
         """
         prompt, completion = self._given(prompt, counted=False), self._given(completion)
         if self._plain(prompt, chat_template):
@@ -178,16 +181,16 @@ class Tokenizer:
             )
         ids = self._behind(before, whole[len(before) :], special=False)
         for last in (place for place in reversed(range(len(ids))) if ids[place] in self.stop_ids):
-            # many templates write a line feed behind the end
+            # many templates write a line feed after the end
             if not self.decode(ids[last + 1 :]).strip():
                 return self._known(ids[: last + 1])
             break
         return self._known((*ids, self._end))
 
     def _plain(self, prompt: str | Messages, chat_template: bool) -> bool:
-        """Returns whether a prompt goes to the tokenizer as it is.
+        """Returns whether a prompt is encoded without the chat template.
 
-        Raises DataError where options of the chat template would be passed over.
+        Raises DataError if options of the chat template would be ignored.
         """
         if not isinstance(prompt, str) or chat_template:
             return False
@@ -201,9 +204,10 @@ class Tokenizer:
     def _given(
         self, value: Any, placeholders: Collection[str] = (), *, counted: bool = True
     ) -> Any:
-        """Returns text or messages of a record with control tokens as the run wants them.
+        """Returns text or messages of a record, with control tokens treated as in
+        data.control_tokens.
 
-        Raises DataError where it rejects them.
+        Raises DataError if they are rejected.
         """
         found = [name for name in self.control.found(value) if name not in placeholders]
         if not found:
@@ -222,7 +226,7 @@ class Tokenizer:
         )
 
     def _use_system(self, chat: Chat) -> None:
-        """Has the run's system message begin conversations, with control tokens as in the data."""
+        """Sets the run's system message, with control tokens treated as in the data."""
         try:
             system = self._given(chat.system)
         except DataError as error:
@@ -231,18 +235,18 @@ class Tokenizer:
         self._template = ChatTemplate(self._inner, self._chat)
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns `ids`, all of which the model knows.
+        """Returns `ids`, checked against the model's vocabulary.
 
-        Raises DataError.
+        Raises DataError for an id outside it.
         """
         if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
             raise DataError(f"{self._stranger(ids)}")
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Describes, in a sentence, the first of `ids` that the model has no row for.
+        """Describes, in a sentence, the first of `ids` outside the model's vocabulary.
 
-        None where it has all.
+        Returns None if there is none.
         """
         assert self._vocabulary is not None
         for number in ids:
@@ -254,8 +258,8 @@ class Tokenizer:
         return None
 
     def _behind(self, before: str, after: str, *, special: bool) -> list[int]:
-        """Returns the ids of `after`, cut out of the whole where that begins like the prompt:
-        alone, some tokenizers would add a space.
+        """Returns the ids of `after`, cut out of the encoded whole if that begins with the prompt's
+        ids: alone, some tokenizers would add a space.
         """
         prompt, whole = (
             self.control.encode(text, add_special_tokens=special)
@@ -266,7 +270,7 @@ class Tokenizer:
         return self.control.encode(after)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of an answer, without special tokens."""
+        """Returns the text of a completion, without special tokens."""
         text = self._inner.decode(list(token_ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
@@ -277,14 +281,14 @@ class Tokenizer:
 
 
 def messages_of(prompt: str | Messages) -> Messages:
-    """Returns the messages of a prompt, of which a string is one of the user's."""
+    """Returns the messages of a prompt; a string becomes one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _loaded(folder: Path, trust_remote_code: bool) -> Any:
-    """Returns transformers' tokenizer, which has encoded something.
+    """Returns transformers' tokenizer, tested with a short text.
 
-    Raises CheckpointError for whatever makes it stumble.
+    Raises CheckpointError if it fails.
     """
     try:
         found = AutoTokenizer.from_pretrained(
@@ -306,9 +310,9 @@ def _loaded(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the fields of a file that transformers will read; none where it is not there.
+    """Returns the fields of a JSON file that transformers will read; none if it does not exist.
 
-    Raises CheckpointError where it could not.
+    Raises CheckpointError if transformers could not read it.
     """
     if not os.path.lexists(path):
         return {}
@@ -324,16 +328,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _vocabulary(config: dict[str, Any], otherwise: Any = None) -> Any:
-    """Returns vocab_size of config.json, which a model that sees has in its text_config."""
+    """Returns vocab_size of config.json, which a vision-language model has in its text_config."""
     text = config.get("text_config")
     nested = text if isinstance(text, dict) else {}
     return config.get("vocab_size", nested.get("vocab_size", otherwise))
 
 
 def _generation_stops(path: Path) -> list[int]:
-    """Returns the ids that end an answer by generation_config.json.
+    """Returns the ids that end a completion by generation_config.json.
 
-    Raises CheckpointError for what is none.
+    Raises CheckpointError for invalid ids.
     """
     said = read_json_object(path).get("eos_token_id") if os.path.lexists(path) else None
     stops = _listed(said)

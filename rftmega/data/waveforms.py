@@ -1,4 +1,4 @@
-"""Waveforms of records: what a column may hold, and where they stand among a prompt's tokens."""
+"""Waveforms of records: accepted column values, and their positions among a prompt's tokens."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,20 +14,21 @@ from rftmega.data.prompt_images import in_parts
 from rftmega.data.records import Record, listed
 from rftmega.data.sources import addresses, decoded, folder_of, path_in
 
-MARK = "<audio>"  # in a text, stands for a waveform
+MARK = "<audio>"  # placeholder of a waveform in a text
 
 
 class WaveformReader:
-    """WaveformReader finds the waveforms of records, and puts them among their prompts' tokens.
+    """WaveformReader reads the waveforms of records, and inserts their placeholders into the
+    prompts' tokens.
 
-    Its methods raise DataError that says what is wrong with a record.
+    Its methods raise DataError that describes the error in a record.
     """
 
     def __init__(
         self, processor: AudioProcessor, config: DataConfig, source: str | Path, most: int
     ):
-        """`source`: the data's file, beside which waveforms lie unless data.media_folder says
-        where. `most`: waveforms a prompt may have.
+        """`source`: the data file, in whose folder waveforms are unless data.media_folder is set.
+        `most`: waveforms per prompt.
         """
         self.processor, self.config, self.most = processor, config, most
         self.folder = folder_of(source, config)
@@ -51,11 +52,11 @@ class WaveformReader:
         return [self._source(value) for value in values]
 
     def fetch(self, records: Iterable[Record]) -> None:
-        """Fetches what records name by addresses of the web, several at a time."""
+        """Downloads the waveforms that records name by URL, several at a time."""
         self.fetched.ahead(addresses(records, (self.config.audio_key,)))
 
     def marked(self, text: Any) -> Any:
-        """Returns a prompt with the model's own placeholder, or a part of its own in chat messages,
+        """Returns a prompt with the model's own placeholder, or a separate part in chat messages,
         for each MARK.
         """
         if isinstance(text, str):
@@ -67,7 +68,9 @@ class WaveformReader:
     def placed(
         self, ids: Sequence[int], sources: Sequence[str | bytes]
     ) -> tuple[tuple[int, ...], tuple[PlacedWaveform, ...]]:
-        """Returns the token ids with as many placeholders as waveforms have features, and these."""
+        """Returns the token ids with one placeholder for each feature of waveforms, and the
+        waveforms with their positions.
+        """
         placeholder = self.processor.placeholder
         found = list(ids).count(placeholder)
         if found != len(sources):

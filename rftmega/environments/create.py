@@ -1,4 +1,4 @@
-"""Builds an environment from a run's options."""
+"""Construction of an environment from a run's options."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 from rftmega.config.options.parts import IMPLEMENTATIONS, EnvironmentPart
 from rftmega.core.interfaces import Environment
 from rftmega.core.types import Prompt
+from rftmega.environments import given, single_turn, tool_environment  # noqa: F401  they register
+from rftmega.environments.agents import agent, verifiers  # noqa: F401  they register
 
 
 def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
-    """Returns the tools that the environment offers, as OpenAI's API has them; none of most.
+    """Returns the specs of the environment's tools in OpenAI's format; none for most environments.
 
-    The chat template tells the model of them, so they come before the tokenizer.
+    The chat template presents them to the model, so they are needed before the tokenizer.
     """
     specs = getattr(IMPLEMENTATIONS[type(options)], "specs", None)
     found: list[dict[str, Any]] = specs(options) if specs else []
@@ -19,16 +21,16 @@ def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
 
 
 def check(environment: Environment, prompts: Sequence[Prompt]) -> None:
-    """Raises DataError for tasks that the environment can't do, as far as the first one tells."""
+    """Raises DataError if the first prompt is not a valid task of the environment."""
     own = getattr(environment, "check", None)
     if own is not None and prompts:
         own(prompts[0])
 
 
 def create(options: EnvironmentPart, tokenizer: Any) -> Environment:
-    """Creates the environment whose options these are.
+    """Creates the environment that the options describe.
 
-    `tokenizer` (data.Tokenizer) turns what the environment says into token ids.
+    `tokenizer` (data.Tokenizer) converts the environment's messages into token ids.
     """
     environment: Environment = IMPLEMENTATIONS[type(options)](options, tokenizer)
     return environment

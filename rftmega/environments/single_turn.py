@@ -1,4 +1,4 @@
-"""SingleTurnEnvironment asks the model once."""
+"""SingleTurnEnvironment generates one completion per rollout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from rftmega.core.types import Prompt, Trajectory
 
 @implements(SingleTurn)
 class SingleTurnEnvironment:
-    """SingleTurnEnvironment makes one trajectory of the prompt and one answer."""
+    """SingleTurnEnvironment returns one trajectory of the prompt and one completion."""
 
     def __init__(self, options: SingleTurn = SingleTurn(), tokenizer: Any = None):  # noqa: B008
-        """Neither is needed here; every environment gets both."""
+        """Accepts the arguments of all environments; neither is used."""
 
     async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
         return [Trajectory.of(task.token_ids, await model.generate(task.token_ids))]

@@ -1,4 +1,4 @@
-"""ToolsEnvironment lets the model call tools, turn by turn."""
+"""ToolsEnvironment runs multi-turn rollouts with tool calls."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,38 +16,40 @@ from rftmega.data.chat.replies import Reply, Specs, ToolCall
 from rftmega.environments.tools.create import toolsets_of
 from rftmega.environments.tools.tool_runner import OpenTools, ToolRunner
 
-LIMITS = ("turns", "tokens", "tool_seconds")  # that a rollout may run over
+LIMITS = ("turns", "tokens", "tool_seconds")  # limits that a rollout may exceed
 
 
 @implements(Tools)
 class ToolsEnvironment:
-    """ToolsEnvironment asks the model, runs the tools that its answer calls, and asks again with their
-    replies, until an answer calls none or a limit is reached.
+    """ToolsEnvironment generates a completion, runs its tool calls, and generates again with their
+    replies, until a completion has no calls or a limit is reached.
     """
 
     def __init__(self, options: Tools, tokenizer: Any):
-        """`tokenizer`: data.Tokenizer, whose chat template has the tools (`specs`)."""
+        """`tokenizer`: data.Tokenizer, whose chat template includes the tools (`specs`)."""
         self.options = options
         self.tools = OpenTools(toolsets_of(options), options.limits)
         self.renderer = ConversationRenderer.of(
             tokenizer, options.renderer, tool_parser=options.tool_parser
         )
         self.stop_ids: Sequence[int] = self.renderer.stop_ids
-        # the task whose tokens were last found to be what the chat template makes of it: the samples
-        # of one prompt come together
+        # the last task whose tokens were checked against the chat template: samples of one prompt
+        # arrive together
         self._known: tuple[str, tuple[int, ...]] | None = None
 
     @staticmethod
     def specs(options: Tools) -> list[dict[str, Any]]:
-        """Returns the tools as OpenAI's API has them.
+        """Returns the specs of the tools in OpenAI's format.
 
-        Raises ConfigError for options that name none, InfrastructureFault where a server can't be
+        Raises ConfigError for options without a tool, InfrastructureFault if a server can't be
         reached.
         """
         return asyncio.run(_listed(options))
 
     def check(self, task: Prompt) -> None:
-        """Raises DataError for a task that is not what the chat template makes of it and the tools."""
+        """Raises DataError for a task whose tokens differ from the chat template's rendering with
+        the tools.
+        """
         Conversation.of(task, self.renderer, self.renderer.tokenizer.chat.tools)
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
@@ -67,7 +69,9 @@ class ToolsEnvironment:
         return self._limited(Rollout(tuple(trajectories), rewards=rewards, measures=measures), over)
 
     def _begun(self, task: Prompt, specs: Specs) -> Conversation:
-        """Begins the conversation of a task. Raises DataError for one as `check` does."""
+        """Begins the conversation of a task. Raises DataError under the same condition as
+        `check`.
+        """
         known = task.record, task.token_ids
         checked, self._known = known == self._known, None
         found = Conversation.of(task, self.renderer, specs, checked=checked)
@@ -75,12 +79,12 @@ class ToolsEnvironment:
         return found
 
     async def close(self) -> None:
-        """Ends what tools began: servers, processes and threads."""
+        """Closes the tools: servers, processes and threads."""
         await self.tools.close()
 
     async def _converse(self, conversation: Conversation, runner: ToolRunner, model: Model) -> str:
-        """Runs turns. Returns which of LIMITS ended them; "" where the model did."""
-        said = 0  # tokens of answers
+        """Runs turns. Returns the entry of LIMITS that ended them; "" if the model ended them."""
+        said = 0  # completion tokens so far
         while True:
             most = self._most_tokens(said)
             try:
@@ -107,14 +111,16 @@ class ToolsEnvironment:
                 return "tokens"
 
     def _most_tokens(self, said: int) -> int | None:
-        """Returns how many tokens the next answer may have; None: as many as there is room for."""
+        """Returns the maximum number of tokens of the next completion; None: up to the context
+        limit.
+        """
         bounds = [bound for bound in (self.options.max_turn_tokens,) if bound]
         if self.options.max_tokens:
             bounds.append(self.options.max_tokens - said)
         return min(bounds) if bounds else None
 
     def _limited(self, rollout: Rollout, over: str) -> Rollout:
-        """Returns the rollout as options say of one that ran over a limit."""
+        """Applies the option over_limit to a rollout that exceeded a limit."""
         if not over or self.options.over_limit == "learn":
             return rollout
         if self.options.over_limit == "zero":
@@ -123,10 +129,10 @@ class ToolsEnvironment:
 
 
 def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply) -> None:
-    """Says what the tools replied. Where a call could not be read, and a template takes a tool's
-    words behind a readable call alone, the user says them.
+    """Adds the tools' replies. If a call could not be parsed, and the template takes tool replies
+    only after a valid call, adds them as user messages.
 
-    Raises DataError for a template that takes neither.
+    Raises DataError if the template takes neither.
     """
     try:
         conversation.reply(replies)
@@ -137,7 +143,7 @@ def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply
 
 
 async def _called(runner: ToolRunner, call: ToolCall, reply: Reply) -> dict[str, Any]:
-    """Returns the message that replies to a call."""
+    """Runs a call and returns the message that replies to it."""
     message = {"role": "tool", "name": call.name, "tool_call_id": call.id}
     if call.arguments is None:
         runner.refuse()

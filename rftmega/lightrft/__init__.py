@@ -1,1 +1,1 @@
-"""LightRFT's names over the parts of this package. Nothing in the package imports it."""
+"""Compatibility layer that offers LightRFT's API on top of rftmega. No other module imports it."""

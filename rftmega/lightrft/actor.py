@@ -1,4 +1,4 @@
-"""PolicyActor: a policy, called as LightRFT's users call their actors."""
+"""PolicyActor: a policy with the call interface of LightRFT's actors."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -11,7 +11,7 @@ from rftmega.core.types import Metrics, Rows, TokenStats
 from rftmega.lightrft.padded_experience import Samples, per_action, rows_of_canvas
 
 Processor = TypeVar("Processor")
-# keyword there -> what decides it here
+# LightRFT's keyword -> what determines it in rftmega
 REPLACED = {
     "use_flash_attention_2": "nothing: what is installed",
     "bf16": "model.dtype of the config",
@@ -25,7 +25,7 @@ REPLACED = {
 
 
 class PolicyActor(Generic[Processor]):
-    """PolicyActor gives log-probs of responses; `module` is the policy itself."""
+    """PolicyActor computes log-probs of responses; `module` is the policy itself."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class PolicyActor(Generic[Processor]):
         **settings: Any,
     ):
         """`pretrain_or_model`: the policy that a strategy has built (LightRFTStrategy.policy).
-        `packing_samples`: sequences are one row, with `packed_seq_lens`. `processor`: the
-        strategy's.
+        `packing_samples`: sequences are packed into one row, with `packed_seq_lens`. `processor`:
+        the strategy's.
 
-        Raises ValueError for a path, and for settings of LightRFT's that something else decides
-        here.
+        Raises ValueError for a path, and for LightRFT settings that are determined elsewhere in
+        rftmega.
         """
         if isinstance(pretrain_or_model, str):
             raise ValueError(
@@ -63,7 +63,7 @@ class PolicyActor(Generic[Processor]):
         return self.module.step(*given, **settings)
 
     def generate(self, *given: Any, **settings: Any) -> Any:
-        """Raises NotImplementedError: an engine answers."""
+        """Raises NotImplementedError: engines generate, not actors."""
         raise NotImplementedError(
             f"{type(self).__name__}.generate: an engine answers. Call gather_and_generate of the strategy."
         )
@@ -79,7 +79,7 @@ class PolicyActor(Generic[Processor]):
         attention_mask: Tensor | None,
         packed_seq_lens: Sequence[int] | Tensor | None,
     ) -> Rows:
-        """Returns the rows of what an actor is called with."""
+        """Converts the arguments of `forward` to rows."""
         if num_actions is None:
             raise ValueError(
                 "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."
@@ -92,7 +92,7 @@ class PolicyActor(Generic[Processor]):
         return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
 
     def _completion(self, rows: Rows, return_output: bool) -> Any:
-        """Returns what an actor answers about rows that have their media."""
+        """Returns the result of `forward` for rows whose media are attached."""
         stats = self.log_probs(rows)
         found = per_action(stats.logp, rows)
         if self.packing_samples:

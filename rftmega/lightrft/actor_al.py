@@ -1,4 +1,4 @@
-"""ActorAL: a policy that hears, called as LightRFT's users call theirs."""
+"""ActorAL: an audio-language policy with the call interface of LightRFT's ActorAL."""
 
 import hashlib
 from collections import deque
@@ -16,7 +16,9 @@ from rftmega.lightrft.actor import PolicyActor
 
 
 class ActorAL(PolicyActor[AudioProcessor]):
-    """ActorAL gives log-probs of responses to prompts with waveforms; `module` is the policy itself."""
+    """ActorAL computes log-probs of responses to prompts with waveforms; `module` is the policy
+    itself.
+    """
 
     def forward(
         self,
@@ -33,14 +35,15 @@ class ActorAL(PolicyActor[AudioProcessor]):
         audio_values: Tensor | None = None,
         feature_attention_mask: Tensor | None = None,
     ) -> Any:
-        """Returns log-probs of the responses [B, A], 0 where one has ended; packed [1, all of them].
+        """Returns log-probs of the responses [B, A], 0 after a response's end; packed [1, all of
+        them].
 
-        `audio_values` [I, M, T] are frames of the rows' waveforms, row by row, of which
-        `feature_attention_mask` [I, T] marks those that hold sound. Prompts have a placeholder for
-        each feature. Every process calls it with the whole batch; there is no gradient (a loss is
-        learnt in `step`). With `return_output` (log-probs, TokenStats of all targets), with
-        `return_aligned_inputs` the sequences and their mask behind them, as they were given.
-        Raises ValueError for images and videos, and where rows and waveforms don't add up.
+        `audio_values` [I, M, T] are frames of the rows' waveforms, row by row;
+        `feature_attention_mask` [I, T] marks the frames that hold sound. Prompts have a placeholder
+        for each feature. Every process calls it with the whole batch; it computes no gradient
+        (losses are trained in `step`). `return_output` returns (log-probs, TokenStats of all
+        targets); `return_aligned_inputs` appends the sequences and their mask, as they were given.
+        Raises ValueError for images and videos, and if rows and waveforms don't match.
         """
         seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         if any(each is not None for each in seen):
@@ -55,10 +58,10 @@ class ActorAL(PolicyActor[AudioProcessor]):
 
 @dataclass(frozen=True, slots=True)
 class GivenWaveform:
-    """GivenWaveform is a waveform that stands nowhere yet."""
+    """GivenWaveform is a waveform that has no position in a prompt yet."""
 
     frames: Tensor  # [M, T]
-    length: int  # of them that hold sound
+    length: int  # frames that hold sound
 
     @property
     def digest(self) -> str:
@@ -72,11 +75,11 @@ def with_frames(
     feature_attention_mask: Tensor | None,
     processor: AudioProcessor | None,
 ) -> Rows:
-    """Returns the rows with the waveforms that were given as frames; unchanged where they have
-    theirs, or none were given.
+    """Returns the rows with the waveforms that were given as frames; unchanged if they already have
+    waveforms, or none were given.
 
     Raises ValueError for frames without their mask or a `processor`, for a window other than the
-    model's, and where rows and waveforms don't add up.
+    model's, and if rows and waveforms don't match.
     """
     if rows.images is not None or audio_values is None:
         return rows
@@ -107,7 +110,7 @@ def with_frames(
 def _placed(
     ids: list[int], left: deque[GivenWaveform], processor: AudioProcessor, row: int
 ) -> list[PlacedWaveform]:
-    """Takes the next waveforms for the placeholders of a prompt."""
+    """Assigns the next waveforms to the placeholders of a prompt."""
     placed: list[PlacedWaveform] = []
     at = 0
     while processor.placeholder in ids[at:]:

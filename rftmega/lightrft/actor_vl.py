@@ -1,4 +1,4 @@
-"""ActorVL: a policy that sees, called as LightRFT's users call theirs."""
+"""ActorVL: a vision-language policy with the call interface of LightRFT's ActorVL."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from rftmega.lightrft.padded_experience import with_patches
 
 
 class ActorVL(PolicyActor[ImageProcessor]):
-    """ActorVL gives log-probs of responses to prompts with images and videos; `module` is the policy
-    itself.
+    """ActorVL computes log-probs of responses to prompts with images and videos; `module` is the
+    policy itself.
     """
 
     def forward(
@@ -28,12 +28,13 @@ class ActorVL(PolicyActor[ImageProcessor]):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | Tensor | None = None,
     ) -> Any:
-        """Returns log-probs of the responses [B, A], 0 where one has ended; packed [1, all of them].
+        """Returns log-probs of the responses [B, A], 0 after a response's end; packed [1, all of
+        them].
 
-        Every process calls it with the whole batch; there is no gradient (a loss is learnt in
-        `step`). With `return_output` (log-probs, TokenStats of all targets). A pair of frames lasts
-        a second, as it does in transformers where nobody says how long. Raises ValueError where rows
-        and images don't add up.
+        Every process calls it with the whole batch; it computes no gradient (losses are trained in
+        `step`). `return_output` returns (log-probs, TokenStats of all targets). A pair of frames
+        lasts a second, the default of transformers. Raises ValueError if rows and images don't
+        match.
         """
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)

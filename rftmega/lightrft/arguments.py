@@ -1,16 +1,16 @@
-"""Gives a run's options the names that they have in LightRFT."""
+"""Translates a run's options to LightRFT's names."""
 
 from types import SimpleNamespace
 
 from rftmega.config import AlgorithmConfig, RunConfig
 from rftmega.config.options.algorithms import GroupNorm
 
-ESTIMATORS = {"leave_one_out": "rloo"}  # others have one name
+ESTIMATORS = {"leave_one_out": "rloo"}  # other estimators have the same name in both
 
 
 def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
     """Returns the options that `StrategyBase.args` and NaiveExperienceMaker read, and others that
-    have a counterpart.
+    have a counterpart in LightRFT.
     """
     algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
     return SimpleNamespace(
@@ -43,12 +43,14 @@ def _estimator(algorithm: AlgorithmConfig) -> str:
 
 
 def rows_per_update(config: RunConfig) -> int:
-    """Returns the answers that one optimizer step learns from."""
+    """Returns the number of completions per optimizer step."""
     completions = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
     return config.trainer.prompts_per_step * completions // config.algorithm.updates_per_epoch
 
 
 def rows_per_micro_batch(config: RunConfig) -> int:
-    """Returns the answers of full length that fit a micro-batch, which is bounded by tokens here."""
+    """Returns how many completions of maximum length fit a micro-batch, which rftmega bounds by
+    tokens.
+    """
     longest = config.rollout.max_row_tokens
     return max(1, config.trainer.max_tokens_per_micro_batch // longest)

@@ -1,4 +1,4 @@
-"""Puts images and videos, as callers give them, among the tokens of their prompts."""
+"""Inserts images and videos, in the forms that callers pass, into the tokens of their prompts."""
 
 import hashlib
 import os
@@ -30,19 +30,19 @@ from rftmega.data.media.videos import (
 from rftmega.data.prompt_images import ImageReader, Most
 
 Encode = Callable[[str], Sequence[int]]
-ANY_NUMBER = Most(sys.maxsize, sys.maxsize)  # of a prompt
-UNTOLD_RATE = 2.0  # frames a second of patches: transformers takes a second for each pair of frames
+ANY_NUMBER = Most(sys.maxsize, sys.maxsize)  # per prompt
+UNTOLD_RATE = 2.0  # frames per second of videos given as patches, as in transformers
 
 
 @dataclass(frozen=True)
 class GivenImage:
-    """GivenImage is an image or a video that stands nowhere yet."""
+    """GivenImage is an image or a video that has no position in a prompt yet."""
 
     source: str | bytes | Tensor  # see PlacedImage
     digest: str
     grid: tuple[int, int, int]
-    tokens: tuple[int, ...]  # that stand in its place
-    frames: Frames | None = None  # of a video
+    tokens: tuple[int, ...]  # the tokens that represent it in a prompt
+    frames: Frames | None = None  # of a video only
 
     def at(self, start: int) -> PlacedImage:
         return PlacedImage(
@@ -52,7 +52,9 @@ class GivenImage:
 
 @dataclass(frozen=True)
 class Patches:
-    """Patches are those of the images and videos of rows, row by row, by transformers' names."""
+    """Patches holds the patches of the rows' images and videos, row by row, under transformers'
+    names.
+    """
 
     pixel_values: Tensor | None = None  # [P, C] float, of images
     image_grid_thw: Tensor | None = None  # [I, 3] int64
@@ -61,8 +63,8 @@ class Patches:
 
     @staticmethod
     def of(images: RowImages | None, processor: ImageProcessor | None) -> "Patches":
-        """Returns those of all rows; no values where they are files and no `processor` is there to
-        read them.
+        """Returns the patches of all rows; the values are None if some images are files and there
+        is no `processor` to read them.
         """
         rows = () if images is None else images.rows
         held = images_of(each for row in rows for each in row)
@@ -72,7 +74,7 @@ class Patches:
 
     @staticmethod
     def held_by(given: Any) -> "Patches":
-        """Returns those that are attributes of `given`."""
+        """Returns the patches that are attributes of `given`."""
         return Patches(**{name: getattr(given, name) for name in PATCHES})
 
     def __bool__(self) -> bool:
@@ -83,8 +85,8 @@ PATCHES = tuple(Patches.__dataclass_fields__)
 
 
 class ImageInputs:
-    """ImageInputs knows which tokens stand for an image or a video of the model that `processor`
-    is of.
+    """ImageInputs inserts images and videos into prompts of the model that `processor`
+    belongs to.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class ImageInputs:
         most: Most = ANY_NUMBER,
         options: DataConfig | None = None,
     ):
-        """`encode` gives a text's tokens, for prompts that are texts and words between frames.
-        `options` say which frames are shown.
+        """`encode` tokenizes a text, for text prompts and for the text between video frames.
+        `options` select the frames of a video.
         """
         self.processor, self.encode, self.most = processor, encode, most
         self.options = replace(
@@ -108,9 +110,9 @@ class ImageInputs:
         self.reader = ImageReader(processor, self.options, "/", most)
 
     def read(self, images: Sequence[Any]) -> list[GivenImage]:
-        """Returns images given as PIL's, paths, bytes, base64 (data:image/...) or GivenImage.
+        """Returns images given as PIL images, paths, bytes, base64 (data:image/...) or GivenImage.
 
-        Raises DataError for what is none.
+        Raises DataError for anything else.
         """
         found: list[GivenImage] = []
         for image in images:
@@ -126,11 +128,11 @@ class ImageInputs:
         return found
 
     def read_videos(self, videos: Sequence[Any]) -> list[GivenImage]:
-        """Returns videos given as paths, of which `options` says what is shown, as frames (PIL's,
-        arrays [height, width, 3], or one of them all, tensors [T, 3, height, width]), all of which
-        are shown, or as GivenImage.
+        """Returns videos given as paths, of which `options` select the frames; as frames (PIL
+        images, arrays [height, width, 3], or one array of all, tensors [T, 3, height, width]), all
+        of which are used; or as GivenImage.
 
-        Raises DataError for what is none.
+        Raises DataError for anything else.
         """
         return [self._film(video) for video in videos]
 
@@ -163,9 +165,9 @@ class ImageInputs:
         return GivenImage(patches, _digest(grid, patches), grid, tuple(tokens), frames)
 
     def cut(self, pixel_values: Tensor, image_grid_thw: Tensor) -> list[GivenImage]:
-        """Returns the images whose patches [P, C] lie behind each other, of grids [I, 3].
+        """Splits concatenated patches [P, C] into images by their grids [I, 3].
 
-        Raises ValueError where patches and grids don't add up.
+        Raises ValueError if patches and grids don't match.
         """
         grids = [tuple(grid) for grid in image_grid_thw.tolist()]
         sizes = [time * height * width for time, height, width in grids]
@@ -181,9 +183,10 @@ class ImageInputs:
         ]
 
     def cut_videos(self, pixel_values_videos: Tensor, video_grid_thw: Tensor) -> list[GivenImage]:
-        """Returns the videos of patches [Q, C] and grids [V, 3]; a pair of frames lasts a second.
+        """Splits concatenated patches [Q, C] into videos by their grids [V, 3]; a pair of frames
+        lasts a second.
 
-        Raises ValueError where patches and grids don't add up.
+        Raises ValueError if patches and grids don't match.
         """
         assert self.encode is not None
         found = []
@@ -199,10 +202,10 @@ class ImageInputs:
     def prompt(
         self, given: str | Sequence[int], images: Sequence[Any], videos: Sequence[Any] = ()
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns the token ids of a text, or ids, with the placeholders of all features, and the
-        images and videos in their places.
+        """Returns the token ids of a prompt (text or ids) with the placeholders of all features,
+        and the images and videos with their positions.
 
-        Raises DataError where places and images don't add up, or there are too many of them.
+        Raises DataError if placeholders and media don't match, or if there are too many of them.
         """
         for noun, own, most in (
             ("image", images, self.most.images),
@@ -223,8 +226,8 @@ class ImageInputs:
         images: Sequence[GivenImage],
         videos: Sequence[GivenImage] = (),
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns the same for ids that have either one placeholder an image or video, or what
-        stands in its place.
+        """Does as `prompt` for ids that have either one placeholder per image or video, or already
+        all tokens that represent it.
         """
         ids = list(ids)
         left = {
@@ -264,10 +267,9 @@ class ImageInputs:
         return tuple(kept), tuple(placed)
 
     def of_rows(self, rows: Rows, patches: Patches) -> RowImages | None:
-        """Returns which of the images and videos each row has: their placeholders stand in its
-        prompt.
+        """Returns the images and videos of each row, assigned by the placeholders in its prompt.
 
-        Raises ValueError where rows and images don't add up.
+        Raises ValueError if rows and images don't match.
         """
         images = self._cut_of(patches.pixel_values, patches.image_grid_thw, "")
         videos = self._cut_of(patches.pixel_values_videos, patches.video_grid_thw, "_videos")
@@ -300,7 +302,7 @@ class ImageInputs:
     def _next(
         self, ids: list[int], row: int, left: deque[GivenImage], placeholder: int, name: str
     ) -> list[GivenImage]:
-        """Takes as many of those that are left as fill the row's placeholders."""
+        """Takes as many of the remaining images as the row's placeholders need."""
         missing = found = ids.count(placeholder)
         own: list[GivenImage] = []
         while missing > 0 and left:
@@ -314,10 +316,10 @@ class ImageInputs:
         return own
 
     def _film_of_row(self, film: GivenImage, ids: list[int], at: int) -> PlacedImage:
-        """Returns where a video of patches stands behind token `at` of a row: at one run of
-        placeholders, or at one for each time.
+        """Returns the position of a video after token `at` of a row: at one run of placeholders, or
+        at one run per timestamp.
 
-        Raises ValueError where it is torn apart otherwise.
+        Raises ValueError if its placeholders are split in another way.
         """
         token = self.processor.video_placeholder
         runs = film.grid[0] if self.processor.tells_times else 1
@@ -345,9 +347,9 @@ class ImageInputs:
 
 
 def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], noun: str) -> bool:
-    """Returns whether ids have a placeholder a feature, and not one for each.
+    """Returns whether the ids have one placeholder per feature instead of one per image or video.
 
-    Raises DataError where they have neither.
+    Raises DataError if they have neither.
     """
     found = ids.count(placeholder)
     features = sum(each.tokens.count(placeholder) for each in given)
@@ -358,7 +360,7 @@ def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], 
         )
     if len(given) != features or not given:
         return found == features
-    first = given[0].tokens  # all have one feature: words around it tell
+    first = given[0].tokens  # all have one feature: check the tokens around it
     begin = ids.index(placeholder) - first.index(placeholder)
     return ids[max(begin, 0) : begin + len(first)] == list(first)
 
@@ -366,7 +368,9 @@ def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], 
 def _joined(
     held: Sequence[PlacedImage], processor: ImageProcessor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the patches [P, C] and grids [I, 3] of images; (None, None) without any."""
+    """Returns the concatenated patches [P, C] and grids [I, 3] of images; (None, None)
+    without any.
+    """
     if not held:
         return None, None
     grids = torch.tensor([image.grid for image in held])
@@ -382,7 +386,7 @@ def _joined(
 def _frames(given: Any) -> np.ndarray:
     """Returns frames [T, height, width, 3], uint8.
 
-    Raises DataError for what is none, or fewer than two.
+    Raises DataError for input in another form, or for fewer than two frames.
     """
     if isinstance(given, Tensor):
         if given.dim() != 4 or given.shape[1] != 3:

@@ -1,4 +1,4 @@
-"""LightRFTStrategy presents a ReinforcementStrategy under the names that LightRFT's users know."""
+"""LightRFTStrategy presents a ReinforcementStrategy under LightRFT's names."""
 
 import json
 from functools import cached_property
@@ -11,10 +11,10 @@ from rftmega.checkpoints.run_checkpoints import TrainedModel, TrainingCheckpoint
 from rftmega.core.errors import ConfigError
 from rftmega.core.interfaces import Policy, RolloutEngine, ValueModel
 from rftmega.core.types import Completion, Prompt, Sampling
-from rftmega.data import Tokenizer
 from rftmega.data.media.audio_processor import AudioProcessor, audio_processor_of
 from rftmega.data.media.image_processor import ImageProcessor, processor_of
 from rftmega.data.prompt_images import Most
+from rftmega.data.tokenizer import Tokenizer
 from rftmega.lightrft.arguments import lightrft_arguments, rows_per_micro_batch, rows_per_update
 from rftmega.lightrft.requests import GenerationOutput, completion_of
 from rftmega.lightrft.strategy import StrategyBase
@@ -27,10 +27,10 @@ from rftmega.trainer.experience import complete
 
 
 class LightRFTStrategy(StrategyBase):
-    """LightRFTStrategy hands each call on to the parts of the ReinforcementStrategy that it wraps."""
+    """LightRFTStrategy delegates each call to the ReinforcementStrategy that it wraps."""
 
     def __init__(self, strategy: ReinforcementStrategy):
-        """Raises ConfigError for what LightRFT's experiences have no place for."""
+        """Raises ConfigError for options that LightRFT's experiences can't represent."""
         config = strategy.config
         if (replay := config.rollout.router_replay) != "none":
             raise ConfigError(
@@ -57,16 +57,16 @@ class LightRFTStrategy(StrategyBase):
         self.critic: ValueModel | None = strategy.critic
         self.reward_model: ValueModel | None = strategy.reward_model
         self.engine: RolloutEngine = strategy.engine
-        self._versions = count()  # of pushes asked for through `update_engine_weights`
+        self._versions = count()  # versions of the pushes of `update_engine_weights`
 
     def close(self) -> None:
-        """Ends the engine, which must be gone before the process groups are."""
+        """Ends the engine; must be called before the process groups are destroyed."""
         self.strategy.close()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """Returns the tokenizer of the model's folder, read when it is first needed. Texts come with
-        the control tokens that the caller's chat template wrote.
+        """Returns the tokenizer of the model's folder, loaded on first use. Control tokens that the
+        caller's chat template wrote into texts are encoded as such.
         """
         return Tokenizer(
             self.config.model.path,
@@ -76,34 +76,34 @@ class LightRFTStrategy(StrategyBase):
 
     @cached_property
     def processor(self) -> ImageProcessor | None:  # type: ignore[override]
-        """Returns what makes patches of images, as the model's folder says; None for a model that
-        sees nothing.
+        """Returns the image processor of the model's folder; None if the model is not a
+        vision-language model.
         """
         return processor_of(self.config.model.path)
 
     @cached_property
     def audio_processor(self) -> AudioProcessor | None:
-        """Returns what makes frames of waveforms, as the model's folder says; None for a model that
-        hears nothing.
+        """Returns the audio processor of the model's folder; None if the model is not an
+        audio-language model.
         """
         return audio_processor_of(self.config.model.path)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError: a loss that was computed elsewhere can't go backward through
-        Megatron's schedule.
+        """Raises NotImplementedError: Megatron's schedule can't run the backward pass of a loss
+        that was computed elsewhere.
         """
         raise _the_schedules("backward")
 
     def optimizer_step(
         self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> None:
-        """Raises NotImplementedError, as `backward`: the step belongs to the same call."""
+        """Raises NotImplementedError, as `backward`: the step is part of the same call."""
         raise _the_schedules("optimizer_step")
 
     def create_optimizer(self, model: Any, **kwargs: Any) -> Any:
         """Returns the optimizer that the model was built with.
 
-        Raises ValueError for settings: they are optimizer.* of the config.
+        Raises ValueError if settings are passed: optimizer.* of the config determines them.
         """
         if kwargs:
             raise ValueError(
@@ -126,26 +126,24 @@ class LightRFTStrategy(StrategyBase):
     def unwrap_model(self, model: Any) -> Any:
         """Returns the MegatronActor (MegatronCritic) of this strategy's policy (critic).
 
-        A bare Megatron module of a wrapped one.
+        For other wrapped models, returns the bare Megatron module.
         """
-        if isinstance(
-            getattr(model, "module", None), ColocatedPolicy
-        ):  # as ActorVL and ActorAL have it
+        if isinstance(getattr(model, "module", None), ColocatedPolicy):  # an ActorVL or ActorAL
             model = model.module
         if isinstance(model, ColocatedPolicy):
             return model.actor
         return model.model if isinstance(model, ColocatedValues) else super().unwrap_model(model)
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Brings Adam's state and the main parameters back.
+        """Moves Adam's state and the main parameters back to the device.
 
-        They come to the device that they left, whatever `device` is.
+        They return to the device that they came from, whatever `device` is.
         """
         self.strategy.actor.residency.on(MAIN_PARAMETERS, ADAM)
         return optimizer
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
-        """Moves Adam's state and the main parameters to the host where trainer.offload says so."""
+        """Moves Adam's state and the main parameters to the host if trainer.offload is set."""
         if self.config.trainer.offload:
             self.strategy.actor.residency.off(MAIN_PARAMETERS, ADAM)
         return optimizer
@@ -153,7 +151,7 @@ class LightRFTStrategy(StrategyBase):
     def _build_engine(self, args: Any, engine_type: str) -> Engine:
         """Returns the engine that this strategy was built with.
 
-        Raises ValueError for another type: rollout.engine decides it.
+        Raises ValueError for another type than rollout.engine.
         """
         if engine_type != self.config.rollout.engine:
             raise ValueError(
@@ -162,7 +160,7 @@ class LightRFTStrategy(StrategyBase):
         return self.strategy.local_engine
 
     def update_engine_weights(self, actor: Any) -> None:
-        """Pushes the policy's weights. Raises ValueError for another model's."""
+        """Pushes the policy's weights to the engine. Raises ValueError for another model."""
         self._refuse_another(actor)
         self.strategy.weights.push(version=next(self._versions))
 
@@ -171,7 +169,8 @@ class LightRFTStrategy(StrategyBase):
     ) -> list[GenerationOutput]:
         """Generates as StrategyBase does.
 
-        Raises NotImplementedError for strategy=separate: one process asks its servers.
+        Raises NotImplementedError for strategy=separate, where one process sends requests to the
+        servers.
         """
         if self.config.strategy == "separate":
             raise NotImplementedError(
@@ -201,12 +200,12 @@ class LightRFTStrategy(StrategyBase):
         save_latest: bool = True,
     ) -> None:
         """Saves the policy's (or the critic's) weights, optimizer and schedule as a training
-        checkpoint `save_dir`/`tag`, with `client_state`, which must be what JSON has; then at most
-        `max_num` of them of at most `max_mem` MB stay. Every process calls it; it waits for the
-        disk. Raises CheckpointError where the folder can't be written, TypeError for a
-        `client_state` that JSON has not.
+        checkpoint `save_dir`/`tag`, with `client_state`, which must be JSON-serializable; keeps at
+        most `max_num` checkpoints of at most `max_mem` MB in total. Every process calls it; it
+        waits until the checkpoint is on disk. Raises CheckpointError if the folder can't be
+        written, TypeError for a `client_state` that is not JSON-serializable.
         """
-        # as it will come back: JSON's keys are strings
+        # as it will be loaded: JSON's keys are strings
         state = json.loads(json.dumps(client_state or {}))
         name = tag or f"version{self.strategy.local_engine.version or 0}"
         kept = TrainingCheckpoints(
@@ -224,14 +223,15 @@ class LightRFTStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Takes back what `save_ckpt` wrote, under whatever layout.
+        """Loads a checkpoint of `save_ckpt`, written under any layout.
 
-        The engine must be given a policy's weights before its next answer. `load_module_only`:
-        weights alone, as without both of the flags before it; the optimizer's main parameters
-        follow. Without `load_module_strict` weights that the checkpoint lacks stay.
+        A policy's weights must be pushed to the engine before it generates again.
+        `load_module_only`: weights alone, as if both of the flags before it were off; the
+        optimizer's main parameters follow. Without `load_module_strict`, weights that the
+        checkpoint lacks stay unchanged.
 
-        Raises CheckpointError where there is no such checkpoint, it is another model's, or not as
-        it was written.
+        Raises CheckpointError if there is no such checkpoint, or if it is another model's or
+        corrupt.
         """
         models = self._named(model)
         found = retention.find(Path(load_dir), tag)
@@ -247,9 +247,9 @@ class LightRFTStrategy(StrategyBase):
         return str(found), state
 
     def _named(self, model: Any) -> dict[str, TrainedModel]:
-        """Returns a model that is trained here, by its name.
+        """Returns {name: model} of a model that this strategy trains.
 
-        Raises ValueError for another one.
+        Raises ValueError for another model.
         """
         for name, trained in self.strategy.trained.items():
             if self.unwrap_model(model) is trained:

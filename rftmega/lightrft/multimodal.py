@@ -1,4 +1,4 @@
-"""Turns prompts with images and films into inputs of an engine."""
+"""Builds engine inputs from prompts with images and videos."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ def build_inputs(
     videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Builds one dict a prompt: "prompt" and, where it has any, "multi_modal_data" with lists under
-    "image" and "video".
+    """Builds one dict per prompt: "prompt" and, if it has any media, "multi_modal_data" with lists
+    under "image" and "video".
 
     Media are nested (a list, or None, for each prompt) or flat, of which each prompt takes the next
-    `images_num[i]`; flat without numbers is one for each prompt. Raises ValueError where numbers,
-    media and prompts don't add up.
+    `images_num[i]`; flat without numbers is one for each prompt. Raises ValueError if numbers,
+    media and prompts don't match.
     """
     image_lists = _by_prompt("images", len(prompts), images, images_num)
     films = _by_prompt("videos", len(prompts), videos, videos_num)
@@ -43,7 +43,7 @@ def _by_prompt(
     nested = len(media) == prompts and all(
         each is None or isinstance(each, list | tuple) for each in media
     )
-    # A film may be a list of its frames: then the numbers tell flat from nested.
+    # A video may be a list of frames: then the numbers tell flat from nested.
     if nested and (numbers is None or [len(each or ()) for each in media] == list(numbers)):
         return [list(each or ()) for each in media]
     if numbers is None:

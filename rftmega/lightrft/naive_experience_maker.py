@@ -1,6 +1,6 @@
-"""NaiveExperienceMaker: LightRFT's interface to what happens between prompts and advantages.
+"""NaiveExperienceMaker: LightRFT's interface from prompts to advantages.
 
-It delegates; it has no formula.
+It delegates to rftmega and contains no formula of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "gamma": 1.0,
     "lambd": 0.95,
 }
-# what a call may give besides
+# further keywords of a call
 BESIDE = {
     "labels",
     "all_images",
@@ -52,7 +52,7 @@ BESIDE = {
     "videos_num",
     *PATCHES,
 }
-REPLACED = {  # keyword of a rollout there -> what decides it here
+REPLACED = {  # LightRFT's rollout keyword -> what determines it in rftmega
     "max_new_tokens": "rollout.max_response_tokens of the engine",
     "max_length": "rollout.max_prompt_tokens and rollout.max_response_tokens of the engine",
     "eos_token_id": "the engine's stop_ids",
@@ -69,15 +69,15 @@ SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Panel:
-    """Panel presents several rewards as one, which scores under each one's place among them."""
+    """Panel combines several rewards into one, which reports each score under the
+    reward's index.
+    """
 
     def __init__(self, rewards: Mapping[int, Reward]):
         self.rewards = rewards
 
     def part(self, *, whole_groups: bool) -> "Panel":
-        """Returns the rewards that compare the answers to a prompt with each other, or those that
-        don't.
-        """
+        """Returns the rewards that compare the completions of a group, or those that don't."""
         return Panel(
             {
                 place: r
@@ -96,9 +96,9 @@ class Panel:
         return found
 
     def judged(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the answers with all scores.
+        """Returns the rollouts with all scores.
 
-        Those that they have brought along are not asked for again.
+        Scores that the rollouts already have are not computed again.
         """
         known = (
             set.intersection(*(set(rollout.scores or {}) for rollout in rollouts))
@@ -118,7 +118,9 @@ class Panel:
 
 
 class NaiveExperienceMaker:
-    """Generates, scores and judges, every process with the whole batch."""
+    """NaiveExperienceMaker generates samples and computes their experiences; every process makes
+    the same calls with the whole batch.
+    """
 
     def __init__(
         self,
@@ -136,25 +138,23 @@ class NaiveExperienceMaker:
         reward_recipe: dict[str, Any] | None = None,
         processor: ImageProcessor | None = None,
     ):
-        """Takes its parts, which must offer:
+        """Takes LightRFT's arguments, which must provide:
 
-        actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` a RolloutEngine as
-        well. critic: `values(rows) -> [B, T]`, or None where no value model is used. reward_model:
-        a Reward, `(prompts, rollouts) -> [{"reward": float, ...}]`, or a list of them with a
-        `reward_fn`. initial_model: the reference: a Policy; the actor itself, whose
-        `reference_log_probs(rows)` are asked; None: no KL. tokenizer: rftmega.data.Tokenizer, or
-        one of transformers. Prompts that are `Prompt`s don't need it. kl_controller: `.value` is
-        the weight of each token's KL in its reward; None: none, as where the KL is in the loss.
+        actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` it must be a
+        RolloutEngine as well. critic: `values(rows) -> [B, T]`, or None without a value model.
+        reward_model: a Reward, `(prompts, rollouts) -> [{"reward": float, ...}]`, or a list of them
+        with a `reward_fn`. initial_model: the reference: a Policy; or the actor itself, whose
+        `reference_log_probs(rows)` is called; None: no KL. tokenizer: rftmega.data.tokenizer.Tokenizer, or
+        one of transformers; not needed for prompts that are `Prompt`s. kl_controller: `.value` is
+        the weight of each token's KL in its reward; None: none, as when the KL is in the loss.
         strategy: `.engine` is the RolloutEngine; `.args` may hold options (those of DEFAULTS,
-        `advantage_estimator`,
-            `kl_estimator`). LightRFTStrategy offers both.
-        reward_fn: `(list of rewards [B], one a reward model) -> [B]`. Where given, `label_map` and
-        `recipe`, and with either of
-            them `labels`, are handed on as keyword arguments.
-        processor: of a model that sees; None: the strategy's, where it has one.
+        `advantage_estimator`, `kl_estimator`). LightRFTStrategy offers both. reward_fn: `(list of
+        rewards [B], one per reward model) -> [B]`. `label_map` and `recipe`, if given, are passed
+        to it as keyword arguments, and with either of them also `labels`. processor: of a
+        vision-language model; None: the strategy's, if it has one.
 
-        Raises ValueError where rewards can't be combined, or for `remote_rm_url`: a remote reward
-        is a Reward as well.
+        Raises ValueError if several rewards have no `reward_fn`, or for `remote_rm_url`: pass a
+        remote reward as a Reward.
         """
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
         rewards: list[Reward] = (
@@ -193,20 +193,20 @@ class NaiveExperienceMaker:
                 "advantage_estimator='gae' needs values: give a critic, or choose another estimator."
             )
         self.kl = kl.ESTIMATORS[getattr(self.args, "kl_estimator", "k1")]
-        self.tasks = 0  # prompts so far, so that no two of them draw alike
+        self.tasks = 0  # prompts so far, so that each gets its own seed
 
     def generate_samples(self, all_prompts: Sequence[str | Prompt], **kw: Any) -> list[Samples]:
-        """Generates answers in batches of `micro_rollout_batch_size`, `n_samples_per_prompt` of
-        each prompt side by side.
+        """Generates completions in batches of `micro_rollout_batch_size`, with the
+        `n_samples_per_prompt` of each prompt side by side.
 
-        `labels` (a string a prompt) is what a reward compares with; a Prompt brings its own.
-        Options are those of DEFAULTS. The engine is asked once for all: an answer depends on its
+        `labels` (a string per prompt) are passed to the rewards; a Prompt brings its own. Options
+        are those of DEFAULTS. The engine gets all requests in one call: a completion depends on its
         own seed, not on its batch. `all_images` and `images_num`, `all_videos` and `videos_num` are
         images and videos as `gather_and_generate` takes them; `pixel_values` and `image_grid_thw`,
-        `pixel_values_videos` and `video_grid_thw`, are there instead where somebody has cut them
-        into patches: a pair of frames of these lasts a second. It may judge answers where and while it gives them; a reward
-        that compares the answers to a prompt is asked once all are there. Raises ValueError for an
-        option that nothing here reads.
+        `pixel_values_videos` and `video_grid_thw` replace them for media that are already patches:
+        a pair of their frames lasts a second. The engine may score completions as they arrive; a
+        reward that compares the completions of a group is called at the end. Raises ValueError for
+        an unknown option.
         """
         option = self._options(kw)
         prompts = self._prompts(all_prompts, kw)
@@ -237,7 +237,7 @@ class NaiveExperienceMaker:
     def make_experience(self, samples: Samples) -> Experience:
         """Returns log-probs, values, KL and, in `info`, rewards of one batch.
 
-        Advantages and returns are still to come.
+        Advantages and returns are not computed yet.
         """
         patches = Patches.held_by(samples)
         rows = with_patches(samples.rows(), patches, self.processor)
@@ -279,8 +279,8 @@ class NaiveExperienceMaker:
     def make_experience_list(
         self, all_prompts: Sequence[str | Prompt], **kw: Any
     ) -> list[Experience]:
-        """Generates and judges all, then shapes rewards as a whole, then finds each batch's
-        advantages and returns.
+        """Generates and scores all samples, then shapes rewards over all of them, then computes
+        each batch's advantages and returns.
 
         `kw` as for `generate_samples`; `gamma` and `lambd` are read here.
         """
@@ -316,9 +316,7 @@ class NaiveExperienceMaker:
     ) -> tuple[list[Experience], list[Tensor]]:
         """Returns (experiences, their rewards [B]), rewards shaped over all batches at once.
 
-        Override it to filter.
-
-        A group may lie in several batches.
+        Override it to filter. A group may be spread over several batches.
         """
         if not experiences:
             return [], []
@@ -342,8 +340,8 @@ class NaiveExperienceMaker:
     def tokenize_fn(
         self, texts: str | list[str], max_length: int, padding: bool = True, device: Any = None
     ) -> Any:
-        """Returns token ids, cut off after `max_length`: a dict of left-padded input_ids and
-        attention_mask [B, S] on `device`, or, without `padding`, a list of ids a text.
+        """Returns token ids, truncated to `max_length`: a dict of left-padded input_ids and
+        attention_mask [B, S] on `device`, or, without `padding`, a list of ids per text.
         """
         ids = [
             self._ids(text)[:max_length] for text in ([texts] if isinstance(texts, str) else texts)
@@ -361,7 +359,7 @@ class NaiveExperienceMaker:
         }
 
     def _ids(self, text: str) -> list[int]:
-        if callable(self.tokenizer):  # one of transformers
+        if callable(self.tokenizer):  # a tokenizer of transformers
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self.tokenizer.encode(text, chat_template=False))
 
@@ -448,7 +446,7 @@ class NaiveExperienceMaker:
         }
 
     def _samples(self, prompts: list[Prompt], rollouts: list[Rollout], group: Tensor) -> Samples:
-        # a panel has no sum: rows only
+        # dummy rewards: only the rows are used
         silent = [replace(completion, scores={"reward": 0.0}) for completion in rollouts]
         rows = collect(prompts, silent, self.panel, samples_per_prompt=1).rows.padded()
         made = Samples.of(
@@ -464,7 +462,9 @@ class NaiveExperienceMaker:
         return made
 
     def _completions(self, samples: Samples) -> list[Rollout]:
-        """Returns the engine's answers, or what can be told of answers that came from elsewhere."""
+        """Returns the engine's rollouts, or rollouts built from the rows if the samples
+        have none.
+        """
         if samples.rollouts is not None:
             return samples.rollouts
         rows = samples.rows()
@@ -504,7 +504,7 @@ class NaiveExperienceMaker:
 
 
 def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:
-    """Returns [B, A]: the engine's log-probs; 0 where an answer has ended."""
+    """Returns the engine's log-probs [B, A]; 0 after the end of a completion."""
     found = torch.zeros(mask.shape)
     chosen = (own for completion in completions for own in completion.trajectories)
     found[mask] = torch.from_numpy(np.concatenate([own.logprobs[own.loss_mask] for own in chosen]))
@@ -512,5 +512,5 @@ def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:
 
 
 def _given(prompt: list[int], response: list[int]) -> Trajectory:
-    """Returns a trajectory that no engine sampled here."""
+    """Returns a trajectory of a completion that no engine here has sampled."""
     return Trajectory.of(prompt, Completion(response, (), "stop", -1))

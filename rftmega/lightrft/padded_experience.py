@@ -1,10 +1,9 @@
-"""Samples and Experience as users of LightRFT know them: one canvas of left-padded prompts and
-right-padded responses.
+"""LightRFT's Samples and Experience: one canvas of left-padded prompts and right-padded responses.
 
 Column c of `sequences` is a prompt token up to P and a response token from P on; a per-action
-tensor [B, A] has the response's i-th token in column i. `rftmega.core.types` starts its rows at column 0
-and aligns with targets: the functions at the end go from one to the other. Everything is found from
-lengths, never from token values.
+tensor [B, A] has the response's i-th token in column i. `rftmega.core.types` starts its rows at
+column 0 and aligns with targets: the functions at the end convert between the two. Positions are
+derived from lengths, never from token values.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:
 
 def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
     """Copies a tensor, or a list of them, to page-locked memory, from which copies to a device are
-    quick; as it is without a device.
+    fast; returns it unchanged without a device.
     """
     if not torch.accelerator.is_available():
         return tensor
@@ -37,9 +36,9 @@ def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `value` with `change` done to every tensor in it.
+    """Returns `value` with `change` applied to every tensor in it.
 
-    What is no tensor, nor a list or dict of some, stays.
+    Values other than tensors, or lists or dicts of them, stay unchanged.
     """
     if isinstance(value, dict):
         return {name: _changed(each, change) for name, each in value.items()}
@@ -51,8 +50,8 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class Experience:
-    """Experience holds a rollout's rows for training: B rows, S columns (all rows alike), A of them
-    for the response.
+    """Experience holds a rollout's rows for training: B rows, S columns (the same for all rows), A
+    of them for the response.
     """
 
     sequences: Tensor  # [B, S] int64, left-padded prompts and right-padded responses
@@ -63,27 +62,27 @@ class Experience:
     advantages: Tensor | None  # [B, A]
     attention_mask: Tensor | None  # [B, S] bool
     action_mask: Tensor | None  # [B, A] bool
-    info: dict[str, Any] | None  # name -> [B] or [B, A], or what is no tensor
+    info: dict[str, Any] | None  # name -> [B] or [B, A], or a value that is no tensor
     kl: Tensor | None = None  # [B, A]
-    # [B, A], for learning from tokens of high entropy only (arXiv:2506.01939)
+    # [B, A], for training on high-entropy tokens only (arXiv:2506.01939)
     action_entropy: Tensor | None = None
     # [P, C] float: patches of the images of all rows, row by row; None where there are none
     pixel_values: Tensor | None = None
     # [I, 3] int64: patches of each along time, height and width
     image_grid_thw: Tensor | None = None
-    pixel_values_videos: Tensor | None = None  # the same of videos
+    pixel_values_videos: Tensor | None = None  # the same for videos
     video_grid_thw: Tensor | None = None
-    # what rftmega knows of them, of an experience that it made
+    # rftmega's own record of them, in experiences that it made
     images: RowImages | None = None
 
     def to_device(self, device: torch.device | str) -> "Experience":
-        """Moves every tensor, those of `info` too; returns itself."""
+        """Moves every tensor, including those of `info`; returns itself."""
         return self._change(lambda value: to(value, device))
 
     def pin_memory(self) -> "Experience":
-        """Pins every tensor, those of `info` too; returns itself.
+        """Pins every tensor, including those of `info`; returns itself.
 
-        Nothing happens on a machine without a device.
+        It has no effect on a machine without a device.
         """
         return self._change(pin_memory)
 
@@ -95,8 +94,8 @@ class Experience:
 
 @dataclass
 class Samples:
-    """Answers of one rollout, batched ([B, S], padded) or packed (one row of all tokens, B
-    sequences behind each other).
+    """Samples holds the completions of one rollout, batched ([B, S], padded) or packed (one row of
+    all tokens, B sequences one after another).
     """
 
     sequences: Tensor  # [B, S] int64; packed [1, total]
@@ -110,11 +109,11 @@ class Samples:
     prompts: list[Any]  # as they were given
     labels: list[str]
     pad_len: int | None  # packed: padding tokens behind the last sequence
-    # the engine's answers, where it made these
+    # the engine's rollouts, if it generated these
     rollouts: list[Rollout] | None = field(default=None, init=False)
-    # [B] int64; rows with equal numbers answer the same prompt
+    # [B] int64; rows with equal numbers have the same prompt
     group: Tensor | None = field(default=None, init=False)
-    pixel_values: Tensor | None = None  # as of Experience
+    pixel_values: Tensor | None = None  # as in Experience
     image_grid_thw: Tensor | None = None
     pixel_values_videos: Tensor | None = None
     video_grid_thw: Tensor | None = None
@@ -122,7 +121,7 @@ class Samples:
 
     @classmethod
     def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
-        """Lays `rows` out as a canvas as wide as the longest prompt and the longest response."""
+        """Arranges `rows` as a canvas as wide as the longest prompt plus the longest response."""
         lengths = rows.lengths - rows.prompt_lengths
         width, actions = _widest(rows.prompt_lengths), _widest(lengths)
         sequences, attention_mask = canvas(rows, width, actions, pad_id=pad_id)
@@ -141,10 +140,10 @@ class Samples:
         )
 
     def rows(self) -> Rows:
-        """Returns the rows that start at column 0; padding becomes 0.
+        """Returns the rows, starting at column 0; padding becomes 0.
 
-        Raises ValueError where `action_mask` leaves out tokens of a response: a row of rftmega
-        can't say so.
+        Raises ValueError if `action_mask` omits tokens of a response: rows of rftmega can't
+        represent that.
         """
         if self.packed_seq_lens is not None:
             ends = self.packed_seq_lens.cumsum(0)
@@ -169,8 +168,8 @@ class Samples:
         return replace(rows, images=self.images)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
-        """Returns the same answers without padding, in one row, but for `pad_len` tokens at its
-        end.
+        """Returns the same samples in one row without padding, except `pad_len` tokens
+        at its end.
         """
         rows = self.rows()
         kept = _begun(rows.lengths)
@@ -191,12 +190,12 @@ class Samples:
         return self._beside(found)
 
     def batched(self, *, pad_id: int = 0) -> "Samples":
-        """Returns the same answers as a canvas, no wider than they need."""
+        """Returns the same samples as a canvas of minimal width."""
         found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
         return self._beside(found)
 
     def _beside(self, found: "Samples") -> "Samples":
-        """Gives what no layout changes to other samples of the same rows; returns them."""
+        """Copies the layout-independent fields to other samples of the same rows; returns those."""
         found.rollouts, found.group = self.rollouts, self.group
         for name in PATCHES:
             setattr(found, name, getattr(self, name))
@@ -219,7 +218,7 @@ def _widest(lengths: Tensor) -> int:
 
 
 def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
-    """Returns [B, width], or as wide as the longest: True in the first lengths[b] columns."""
+    """Returns a mask [B, width or the longest]: True in the first lengths[b] columns."""
     return (
         torch.arange(_widest(lengths) if width is None else width, device=lengths.device)
         < lengths[:, None]
@@ -229,7 +228,7 @@ def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
 def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
     """Returns out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`.
 
-    X [B, N], by [B], kept [B, width] bool.
+    x [B, N], by [B], kept [B, width] bool.
     """
     if not x.shape[1]:
         return x.new_full(kept.shape, fill)
@@ -250,17 +249,17 @@ def canvas(
 
 
 def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
-    """Returns [B, longest]: each row of a canvas from its first token, column by[b], on.
+    """Returns [B, longest]: each row of a canvas from its first token, in column by[b], on.
 
-    0 behind its end.
+    Columns after its end are 0.
     """
     return shifted(sequences, by, _begun(lengths))
 
 
 def per_action(x: Tensor, rows: Rows) -> Tensor:
-    """Maps [B, T] aligned with targets to [B, A], the response's tokens only.
+    """Converts [B, T] aligned with targets to [B, A], the response's tokens only.
 
-    0 where a response has ended.
+    0 after the end of a response.
 
     Raises ValueError for an empty prompt: nothing predicts the first token of its response.
     """
@@ -270,7 +269,7 @@ def per_action(x: Tensor, rows: Rows) -> Tensor:
 
 
 def per_target(x: Tensor, rows: Rows) -> Tensor:
-    """Maps [B, A] to [B, T] aligned with targets; 0 outside the response.
+    """Converts [B, A] to [B, T] aligned with targets; 0 outside the response.
 
     Raises ValueError for an empty prompt.
     """
@@ -286,7 +285,7 @@ def _refuse_empty(prompt_lengths: Tensor) -> None:
         )
 
 
-BEHAVIOUR = "behaviour_log_probs"  # of `info`: [B, A] as the engine reported them
+BEHAVIOUR = "behaviour_log_probs"  # key of `info`: [B, A], log-probs reported by the engine
 
 
 def with_patches(
@@ -294,10 +293,10 @@ def with_patches(
     patches: Patches,
     processor: ImageProcessor | None,
 ) -> Rows:
-    """Returns the rows with the images and videos that were given as patches; unchanged where they
-    have theirs, or none were given.
+    """Returns the rows with the images and videos that were given as patches; unchanged if they
+    already have images, or none were given.
 
-    Raises ValueError for patches without a `processor`, and where rows and patches don't add up.
+    Raises ValueError for patches without a `processor`, and if rows and patches don't match.
     """
     if rows.images is not None or not patches:
         return rows
@@ -318,11 +317,11 @@ def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> R
 
 
 def to_experience(padded: Experience, processor: ImageProcessor | None = None) -> types.Experience:
-    """Converts to the Experience of rftmega. Without info["behaviour_log_probs"] the trainer's
-    log-probs stand in for the engine's.
+    """Converts to rftmega's Experience. Without info["behaviour_log_probs"] the trainer's log-probs
+    replace the engine's.
 
-    `processor`: of a model that sees, for pixel_values that rftmega did not make. Raises ValueError
-    where masks or advantages are missing, or a prompt is empty, or as `with_patches`.
+    `processor`: of a vision-language model, for pixel_values that rftmega did not make. Raises
+    ValueError if masks or advantages are missing, if a prompt is empty, or as `with_patches`.
     """
     missing = [
         name
@@ -365,10 +364,10 @@ def to_experience(padded: Experience, processor: ImageProcessor | None = None) -
 def of_experience(
     own: types.Experience[Any], *, pad_id: int = 0, processor: ImageProcessor | None = None
 ) -> Experience:
-    """Returns the canvas of an experience of rftmega, padded or not.
+    """Converts rftmega's Experience, padded or not, to a canvas.
 
-    What it does not hold (kl, and whatever is None there) is None; so is pixel_values where images
-    are files and no `processor` is given.
+    Fields that it lacks (kl, and those that are None) are None; so is pixel_values if images are
+    files and no `processor` is given.
     """
     own = own.padded()
     rows = own.rows

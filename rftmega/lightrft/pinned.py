@@ -1,4 +1,4 @@
-"""`pinned` moves a tensor to page-locked memory."""
+"""`pinned` copies a tensor to page-locked memory."""
 
 import torch
 from torch import Tensor

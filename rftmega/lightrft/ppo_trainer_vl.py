@@ -1,5 +1,6 @@
-"""PPOTrainerVL: LightRFT's loop of rollout, learning and weights into the engine, over rftmega's
-parts. It delegates; it has no formula.
+"""PPOTrainerVL: LightRFT's training loop (rollout, update, weight sync) on top of rftmega.
+
+It delegates to rftmega and contains no formula of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import Experience, Samples, per_target, to_experience
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
 
-# argument there -> its default, and what decides it here
+# LightRFT's argument -> its default, and what determines it in rftmega
 DECIDED: dict[str, tuple[Any, str]] = {
     "ema_beta": (0.992, "algorithm.ema_beta of the config"),
     "ptx_coef": (0, "algorithm.ptx_coef and data.ptx of train_rl.py"),
@@ -32,7 +33,9 @@ DECIDED: dict[str, tuple[Any, str]] = {
 
 
 class PPOTrainerVL:
-    """PPOTrainerVL trains a policy that sees; every process calls its methods with the whole batch."""
+    """PPOTrainerVL trains a vision-language policy; every process calls its methods with the whole
+    batch.
+    """
 
     def __init__(
         self,
@@ -75,14 +78,15 @@ class PPOTrainerVL:
         """Takes LightRFT's arguments.
 
         `strategy`: a LightRFTStrategy. `actor`, `critic`, `reward_model`, `initial_model`,
-        `tokenizer`, `processor` and what follows them: as NaiveExperienceMaker takes them. Models
-        hold their optimizers and schedules, so those given are not looked at; what is kept is on
-        the host anyway and goes to a device without a loader, so `buffer_cpu_offload` and
-        `dataloader_pin_memory` change nothing. `kl_target` None: the weight stays. `args.use_kl_loss`
-        of the strategy puts the KL into the loss. `buffer_limit`: rows that are kept, 0: all.
+        `tokenizer`, `processor` and the arguments after them: as NaiveExperienceMaker takes them.
+        Models hold their own optimizers and schedules, so those given are ignored; the buffer is on
+        the host anyway and is moved to a device without a loader, so `buffer_cpu_offload` and
+        `dataloader_pin_memory` have no effect. `kl_target` None: a constant KL weight.
+        `args.use_kl_loss` of the strategy moves the KL into the loss. `buffer_limit`: maximum
+        number of rows in the buffer, 0: unlimited.
 
-        Raises ValueError for an argument of DECIDED that is neither its default nor what the config
-        says, and for an `ema_model`: the policy keeps its own average.
+        Raises ValueError for an argument of DECIDED that is neither its default nor the config's
+        value, and for an `ema_model`: the policy keeps its own average.
         """
         self.strategy, self.actor, self.critic = strategy, actor, critic
         said = {
@@ -149,12 +153,12 @@ class PPOTrainerVL:
         consumed_samples: int = 0,
         num_update_steps_per_episodes: int = 1,
     ) -> None:
-        """Trains `args.num_episodes` times (1) over the batches, without the first `consumed_samples`
-        prompts of all episodes.
+        """Trains for `args.num_episodes` (1) passes over the batches, skipping the first
+        `consumed_samples` prompts of all episodes.
 
         A batch is a dict of prompts, images and labels, or a tuple (prompts, images, references,
-        labels) of which the last ones may be missing. `num_update_steps_per_episodes`: rollouts in an
-        episode, for the place where an interrupted training goes on. `args.eval_steps` (-1: never),
+        labels) of which the last ones may be missing. `num_update_steps_per_episodes`: rollouts per
+        episode, from which the position to resume at is computed. `args.eval_steps` (-1: never),
         `save_steps` (-1), `logging_steps` (1), `ckpt_path`, `save_path` as in LightRFT. Raises
         ValueError for a `pretrain_dataloader`: see `ptx_coef`.
         """
@@ -182,7 +186,8 @@ class PPOTrainerVL:
             skipped = 0
 
     def rollout(self, batch: Any) -> Metrics:
-        """Adds what is made of a batch of prompts to the buffer; returns the answers' means.
+        """Adds the experiences of a batch of prompts to the buffer; returns their mean reward and
+        response length.
 
         The engine must have the policy's weights.
         """
@@ -196,8 +201,8 @@ class PPOTrainerVL:
         return {f"rollout_{name}": value for name, value in _means(made).items()}
 
     def ppo_train(self, global_steps: int = 0) -> Metrics:
-        """Learns `max_epochs` times from the buffer, `train_batch_size` rows a step; returns means of
-        all steps.
+        """Trains `max_epochs` times on the buffer, `train_batch_size` rows per step; returns the
+        means of all steps' metrics.
         """
         whole = OwnExperience.join([self._own(each).ragged() for each in self.replay_buffer])
         parts = max(len(whole) // self.strategy.train_batch_size, 1)
@@ -215,7 +220,7 @@ class PPOTrainerVL:
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
     ) -> Metrics:
-        """Takes an optimizer step of the actor, and one of the critic where there is one."""
+        """Takes an optimizer step of the actor, and one of the critic if there is one."""
         found = self.training_step_actor(experience, entropy_mask)
         return found if self.critic is None else found | self.training_step_critic(experience)
 
@@ -224,7 +229,7 @@ class PPOTrainerVL:
     ) -> Metrics:
         """Takes an optimizer step of the actor.
 
-        `entropy_mask` [B, A]: learns from its tokens only.
+        `entropy_mask` [B, A]: restricts the loss to its tokens.
         """
         own = self._own(experience)
         if entropy_mask is not None:
@@ -237,7 +242,8 @@ class PPOTrainerVL:
         return _shown(_of_critic(self.critic.step(own, self.value_loss_fn)))
 
     def evaluate(self, eval_dataloader: Iterable[Any], global_step: int) -> Metrics:
-        """Returns the means of answers to held-out prompts, one each, greedily; learns nothing.
+        """Returns the mean reward and response length of greedy completions of evaluation prompts,
+        one each; trains nothing.
 
         The engine must have the policy's weights.
         """
@@ -249,8 +255,8 @@ class PPOTrainerVL:
             samples += maker.generate_samples(
                 prompts, **asked, **(self.generate_kwargs | asked_for)
             )
-        found = [maker.make_experience(each) for each in samples]  # takes the device
-        maker.tasks = tasks  # training draws what it would have drawn
+        found = [maker.make_experience(each) for each in samples]  # moves the models to the device
+        maker.tasks = tasks  # training's seeds are the same as without the evaluation
         return {f"eval_{name}": value for name, value in _means(found).items()}
 
     def save_logs_and_checkpoints(
@@ -262,8 +268,8 @@ class PPOTrainerVL:
         client_states: dict[str, Any] | None = None,
         episode: int = 0,
     ) -> None:
-        """Prints what is known of a step, and saves where `args.save_steps` says so: to
-        `args.ckpt_path` what training goes on from, to `args.save_path` Hugging Face's folder.
+        """Prints the metrics of a step, and saves at multiples of `args.save_steps`: training
+        checkpoints to `args.ckpt_path`, Hugging Face folders to `args.save_path`.
         """
         if global_step % getattr(args, "logging_steps", 1) == 0:
             numbers = [f"{name} {value:.4g}" for name, value in (logs_dict or {}).items()]
@@ -288,7 +294,9 @@ class PPOTrainerVL:
 
 
 def _asked(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns prompts, and what else a batch of a loader has."""
+    """Returns the prompts of a loader's batch, and its other fields as keywords of
+    `generate_samples`.
+    """
     if not isinstance(batch, Mapping):
         names = ("prompts", "images", "references", "labels")
         batch = dict(zip(names, batch, strict=False))
@@ -304,7 +312,7 @@ def _means(experiences: Sequence[Experience]) -> Metrics:
 
 
 def _of_critic(metrics: Metrics) -> Metrics:
-    """Returns the metrics of a value model by LightRFT's names."""
+    """Returns the metrics of a value model under LightRFT's names."""
     found = {
         f"critic_{name}": value for name, value in metrics.items() if not name.startswith(COUNT)
     }

@@ -1,4 +1,6 @@
-"""Translates LightRFT's requests into those of rftmega's engines: ids, a seed each, a temperature."""
+"""Translates LightRFT's requests to those of rftmega's engines: token ids, a seed each, a
+temperature.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +8,7 @@ from typing import Any
 from rftmega.core.sampling_seeds import request_seed
 from rftmega.core.types import Completion, Rollout
 
-# settings that change nothing at these values, and are not offered at others
+# settings that have no effect at these values, and are not supported at others
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_p": (1, None),
@@ -29,7 +31,7 @@ OF_TEXT = (
 
 
 class GenerationOutput(dict[str, Any]):
-    """A dict whose keys are attributes too, as LightRFT's EasyDict."""
+    """GenerationOutput is a dict whose keys are also attributes, like LightRFT's EasyDict."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,7 +44,7 @@ class GenerationOutput(dict[str, Any]):
 
 
 def completion_of(rollout: Rollout) -> Completion:
-    """Returns the only answer of a rollout of one turn."""
+    """Returns the only completion of a single-turn rollout."""
     (trajectory,) = rollout.trajectories
     (version,) = rollout.versions
     begin = trajectory.prompt_length
@@ -57,7 +59,9 @@ def completion_of(rollout: Rollout) -> Completion:
 def completions(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> list[GenerationOutput]:
-    """Returns prompt and output ids, and what else the engine said, a dict an answer."""
+    """Returns one dict per completion: prompt and output ids, log-probs, finish reason
+    and version.
+    """
     return [
         GenerationOutput(
             prompt_token_ids=list(ids),
@@ -74,8 +78,8 @@ def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, 
     """Returns (temperature, seed or None) of a dict, or of an object with such attributes (vLLM's
     SamplingParams).
 
-    Raises ValueError for a setting that would be dropped: an engine samples from the whole
-    distribution, and ends an answer after the `longest` tokens it was built for.
+    Raises ValueError for a setting that would be ignored: an engine samples from the whole
+    distribution, and ends a completion after the `longest` tokens it was built for.
     """
     given = dict(sampling_params) if isinstance(sampling_params, Mapping) else None
     names = ("temperature", "seed", "max_tokens", "max_new_tokens", *NEUTRAL)
@@ -106,16 +110,15 @@ def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, 
 
 
 def token_lists(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
-    """Returns one prompt (a list of ids) or several (a list of lists), as several."""
+    """Returns prompts as a list of id lists, for one prompt (a list of ids) or several."""
     if prompt_token_ids and isinstance(prompt_token_ids[0], int):
         return [list(prompt_token_ids)]
     return [list(ids) for ids in prompt_token_ids]
 
 
 def seeds_of(source: str, first: int, count: int) -> list[int]:
-    """Returns a seed for each of the requests first ... first + count - 1 of those that `source`
-    names.
+    """Returns the seeds of requests first ... first + count - 1 of a source.
 
-    Others get others.
+    Different sources and numbers have different seeds.
     """
     return [request_seed(source, number) for number in range(first, first + count)]

@@ -1,8 +1,8 @@
-"""Translates LightRFT's options of DeepSpeed and FSDP into overrides of a rftmega config."""
+"""Translates LightRFT's DeepSpeed and FSDP options to overrides of an rftmega config."""
 
 from typing import Any
 
-# DeepSpeed's stages, by what is sharded (Rajbhandari et al., arXiv:1910.02054)
+# DeepSpeed's ZeRO stages (Rajbhandari et al., arXiv:1910.02054)
 STAGES = {
     1: ("backend=megatron", "optimizer.distributed=true"),
     2: ("backend=fsdp", "parallel.reshard_after_forward=false"),
@@ -11,10 +11,12 @@ STAGES = {
 
 
 def sharding_overrides(args: Any) -> list[str]:
-    """Returns the overrides that `args` of a LightRFT run mean, for `rftmega.config.load`.
+    """Returns the overrides, for `rftmega.config.load`, that correspond to `args` of a LightRFT
+    run.
 
-    Read are `fsdp`, `zero_stage` (2 where it is missing), `fsdp_cpu_offload`, `adam_offload`,
-    `bf16`, `gradient_checkpointing` and `sp_size`. Raises ValueError for what has no counterpart.
+    It reads `fsdp`, `zero_stage` (2 if missing), `fsdp_cpu_offload`, `adam_offload`, `bf16`,
+    `gradient_checkpointing` and `sp_size`. Raises ValueError for a combination without a
+    counterpart.
     """
     given = vars(args)
     stage = 3 if given.get("fsdp") else given.get("zero_stage", 2)

@@ -1,8 +1,8 @@
-"""StrategyBase: the interface that users of LightRFT know, over rftmega's parts. It delegates; it
-computes nothing itself.
+"""StrategyBase: LightRFT's strategy interface on top of rftmega. It delegates, and computes nothing
+itself.
 
-Importable without Megatron. What a strategy must fill in: the abstract methods, and
-`_build_engine`, `update_engine_weights`.
+Importable without Megatron. A subclass must implement the abstract methods, and `_build_engine` and
+`update_engine_weights`.
 """
 
 import os
@@ -43,15 +43,17 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_actor(model: Any) -> bool:
-    """Returns whether `model`, in whatever wrapping, is a policy: something with log-probs.
+    """Returns whether `model`, however it is wrapped, is a policy, that is, has `log_probs`.
 
-    A value model is none.
+    A value model is not.
     """
     return callable(getattr(_unwrapped(model), "log_probs", None))
 
 
 def _as_list(given: Any) -> Sequence[Any]:
-    """Returns the images or videos of a prompt, of which one may stand alone."""
+    """Returns the images or videos of a prompt as a list; a single one may be given
+    without a list.
+    """
     if given is None:
         return []
     return given if isinstance(given, list | tuple) else [given]
@@ -66,15 +68,15 @@ def _unwrapped(model: Any) -> Any:
 class StrategyBase(ABC):
     """StrategyBase runs models and engines.
 
-    `inference_engine` is this process's engine, or its slice of one; None at first.
+    `inference_engine` is this process's engine, or its slice of one; None until it is set up.
     """
 
-    # makes ids of prompts that are texts: `encode(text, chat_template=False)`
+    # encodes text prompts: `encode(text, chat_template=False)`
     tokenizer: Any = None
-    # of a model that sees
+    # of a vision-language model
     processor: ImageProcessor | None = None
-    most_images = ANY_NUMBER  # that a prompt may have
-    data_options: DataConfig | None = None  # which say what is shown of a video
+    most_images = ANY_NUMBER  # maximum per prompt
+    data_options: DataConfig | None = None  # options that select the frames of a video
     engine_processes = 1  # consecutive ranks that share an engine
 
     def __init__(
@@ -85,9 +87,9 @@ class StrategyBase(ABC):
         train_batch_size: int,
         args: Any = None,
     ) -> None:
-        """`max_norm`: gradients are clipped to it.
+        """`max_norm`: the norm to which gradients are clipped.
 
-        `args`: options by their names in LightRFT; missing ones have its defaults.
+        `args`: options under LightRFT's names; missing ones have LightRFT's defaults.
         """
         self.seed = seed
         self.max_norm = max_norm
@@ -97,7 +99,7 @@ class StrategyBase(ABC):
         self.is_rlhf = False
         self.inference_engine: Engine | None = None
         self.inference_engine_type: str | None = None
-        self._calls = 0  # of the engine, so that no two draw alike
+        self._calls = 0  # engine calls so far, so that each has its own seeds
         self._joined = ExitStack()
 
     # Processes.
@@ -105,11 +107,12 @@ class StrategyBase(ABC):
     def setup_distributed(
         self, timeout: timedelta | None = None, num_gpu_per_node: int = 8
     ) -> None:
-        """Joins the processes that torchrun started, and seeds this one. Nothing is joined twice.
+        """Joins the processes that torchrun started, unless they are joined already, and seeds this
+        one.
 
-        `num_gpu_per_node` counts where the launcher does not say (LOCAL_WORLD_SIZE). Raises
-        RuntimeError where the launcher's variables are missing, ValueError where `args.engine_type`
-        is no engine.
+        `num_gpu_per_node` is used if the launcher does not set LOCAL_WORLD_SIZE. Raises
+        RuntimeError if the launcher's variables are missing, ValueError if `args.engine_type` is
+        not an engine type.
         """
         _check_engine_type(getattr(self.args, "engine_type", "vllm"))
         if not dist.is_initialized():
@@ -125,7 +128,7 @@ class StrategyBase(ABC):
         self.set_seed(self.seed)
 
     def get_rank(self) -> int:
-        """Returns the rank; 0 where no processes were joined."""
+        """Returns the rank; 0 if there is no process group."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @classmethod
@@ -137,10 +140,10 @@ class StrategyBase(ABC):
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
-        """Returns a tensor of every process, behind each other in the order of ranks.
+        """Returns the tensors of all processes, concatenated in rank order.
 
-        A dict of tensors (the same keys everywhere), key by key. First dimensions may differ. See
-        `collectives.all_gather`.
+        A dict of tensors (the same keys everywhere) is gathered key by key. First dimensions may
+        differ. See `collectives.all_gather`.
         """
         if isinstance(data, dict):
             return _by_key(data, collectives.all_gather)
@@ -148,7 +151,7 @@ class StrategyBase(ABC):
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
         """Returns the mean, max or sum over all processes of a tensor, a number, or a dict of them
-        (the same keys everywhere); in the form it was given. Raises AssertionError for another
+        (the same keys everywhere), in the form it was given. Raises AssertionError for another
         `op`. See `collectives.all_reduce`.
         """
         assert op in collectives.OPERATIONS, (
@@ -167,7 +170,7 @@ class StrategyBase(ABC):
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> None:
-        """Prints what this device's memory holds, in MiB."""
+        """Prints this device's memory statistics, in MiB."""
         held = ", ".join(
             f"{name} {size / 2**20:.1f} MiB" for name, size in device.current().memory().items()
         )
@@ -175,7 +178,7 @@ class StrategyBase(ABC):
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
-        """Waits for the device, then for all processes, then gives unused memory back."""
+        """Waits for the device, then for all processes, then releases unused memory."""
         device.current().synchronize()
         if dist.is_initialized():
             dist.barrier()
@@ -185,13 +188,13 @@ class StrategyBase(ABC):
 
     @contextmanager
     def init_model_context(self) -> Iterator[None]:
-        """Models are built within; does nothing but report memory at the end."""
+        """Context in which models are built; it only reports memory at the end."""
         yield
         self.report_memory("models built")
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
-        """Returns each model, or (model, optimizer), made ready; in a list, or alone where one was
-        given.
+        """Returns each model, or (model, optimizer), prepared for training; in a list, or alone if
+        one was given.
         """
         self.is_rlhf = is_rlhf
         ready = [
@@ -215,7 +218,7 @@ class StrategyBase(ABC):
         """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models,
         initial model).
 
-        Three times None for a critic that is None.
+        The critic's tuple is three times None if it is None.
         """
         return (
             self._trained(actor, max_steps),
@@ -231,13 +234,13 @@ class StrategyBase(ABC):
         return self._prepare(model), optimizer, self._scheduler(model, optimizer, max_steps)
 
     def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
-        """Returns the learning rate's schedule over `max_steps` optimizer steps; None where it is
+        """Returns the learning-rate schedule over `max_steps` optimizer steps; None if it is
         constant.
         """
         return None
 
     def unwrap_model(self, model: Any) -> Any:
-        """Returns `model` without what a strategy wrapped round it."""
+        """Returns `model` without a strategy's wrappers."""
         while hasattr(model, "module"):
             model = model.module
         return model
@@ -255,13 +258,13 @@ class StrategyBase(ABC):
         """`name` is for logs only."""
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Brings optimizer state to `device` (None: this process's) where the strategy keeps it
+        """Moves optimizer state to `device` (None: this process's) if the strategy keeps it
         elsewhere.
         """
         return optimizer
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
-        """Moves optimizer state to the host where the strategy does so."""
+        """Moves optimizer state to the host if the strategy does so."""
         return optimizer
 
     @abstractmethod
@@ -275,7 +278,7 @@ class StrategyBase(ABC):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """`max_mem` is in MB (10^6 bytes), of all checkpoints of `save_dir` together."""
+        """`max_mem` is in MB (10^6 bytes), for all checkpoints of `save_dir` together."""
 
     @abstractmethod
     def load_ckpt(
@@ -301,11 +304,11 @@ class StrategyBase(ABC):
         sampler: Any = None,
         consumed_samples: int = 0,
     ) -> DataLoader[Any]:
-        """Batches of `replay_buffer`, on every process alike. Iterated again and again it gives
-        epoch after epoch, each shuffled by its own seed; `consumed_samples` (over all epochs) goes
-        on where another loader stopped.
+        """Returns a loader of batches of `replay_buffer`, the same on every process. Each iteration
+        is one epoch, shuffled with its own seed; `consumed_samples` (over all epochs) resumes where
+        another loader stopped.
 
-        Raises ValueError for `consumed_samples` with a `sampler`, which alone knows where it was.
+        Raises ValueError for `consumed_samples` with a `sampler`, which must resume by itself.
         """
         if sampler is not None and consumed_samples:
             raise ValueError(
@@ -334,7 +337,7 @@ class StrategyBase(ABC):
     def setup_inference_engine(
         self, args: Any, engine_type: str = "vllm", actor: Any = None
     ) -> Any:
-        """Builds the engine and, where an actor is given, brings its weights in.
+        """Builds the engine and, if an actor is given, loads its weights.
 
         Raises ValueError for an unknown type.
         """
@@ -357,9 +360,9 @@ class StrategyBase(ABC):
         raise NotImplementedError(f"{type(self).__name__} moves no weights. Take LightRFTStrategy.")
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Gives an engine's memory back, weights too, if `args.enable_engine_sleep` (default: yes):
-        an `update_engine_weights` must come before the next answer. Does nothing without an engine.
-        Raises ValueError where it is none of ENGINE_TYPES.
+        """Frees an engine's memory, weights included, if `args.enable_engine_sleep` (default: yes):
+        `update_engine_weights` must be called before it generates again. No effect without an
+        engine. Raises ValueError if its type is not one of ENGINE_TYPES.
         """
         if self.inference_engine is None or not getattr(self.args, "enable_engine_sleep", True):
             return
@@ -368,8 +371,8 @@ class StrategyBase(ABC):
         self.sync_and_clear_cache()
 
     def wakeup_inference_engine(self) -> None:
-        """Clears what is unused, then wakes the engine, so that both need not fit. Raises
-        ValueError where it is none of ENGINE_TYPES.
+        """Releases unused memory, then wakes the engine, so that both need not fit. Raises
+        ValueError if its type is not one of ENGINE_TYPES.
         """
         _check_engine_type(self.inference_engine_type)
         assert self.inference_engine is not None
@@ -380,20 +383,19 @@ class StrategyBase(ABC):
     def _build_multimodal_inputs(
         cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
     ) -> list[dict[str, Any]]:
-        """Builds inputs, see `build_inputs`."""
+        """Builds engine inputs, see `build_inputs`."""
         return build_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """Answers `prompt_token_ids` with this process's engine: one prompt or a list of them.
+        """Generates completions of `prompt_token_ids` with this process's engine: of one prompt or
+        a list of them. Processes that share the engine make the same call.
 
-        Processes that share it call alike.
-
-        `multi_modal_inputs`: what `_build_multimodal_inputs` builds; "prompt" is a text or ids.
+        `multi_modal_inputs`: the result of `_build_multimodal_inputs`; "prompt" is a text or ids.
         `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
-        ValueError where both or none of the prompts are given, EngineError for images and videos
-        where the model sees nothing, DataError for those that can't be used.
+        ValueError if both or none of the prompts are given, EngineError for images and videos if
+        the strategy has no `processor`, DataError for those that can't be read.
         """
         if (prompt_token_ids is None) == (multi_modal_inputs is None):
             raise ValueError("Give prompt_token_ids or multi_modal_inputs: exactly one of them.")
@@ -417,19 +419,20 @@ class StrategyBase(ABC):
         all_videos: Any = None,
         videos_num: Any = None,
     ) -> list[GenerationOutput]:
-        """Returns answers to this process's prompts, in their order: those of all processes of an
-        engine are asked in one batch.
+        """Returns completions of this process's prompts, in their order; the prompts of all
+        processes that share an engine are generated in one batch.
 
-        Every process calls it, with as many prompts as it has, or none. Prompts are ids, or texts
-        where no ids are given. An answer depends on its prompt's place among all processes'
-        prompts, not on who shares an engine.
+        Every process calls it, with any number of prompts, or none. Prompts are ids, or texts if no
+        ids are given. A completion depends on its prompt's position among all processes' prompts,
+        not on which processes share an engine.
 
-        `all_images` are PIL's, paths, bytes or base64, nested or flat (`images_num`); a prompt has
-        <image>, or the model's own placeholder, for each, and comes back with as many placeholders
-        as features. `all_videos` are paths, or frames (`ImageInputs.read_videos`), in the places of
-        <video>. Raises NotImplementedError without an engine, ValueError without prompts, and, on
-        every process, EngineError for images and videos where the model sees nothing, DataError
-        for those that can't be used (EngineError where they are another process's).
+        `all_images` are PIL images, paths, bytes or base64, nested or flat (`images_num`); a prompt
+        has <image>, or the model's own placeholder, for each, and is returned with as many
+        placeholders as features. `all_videos` are paths, or frames (`ImageInputs.read_videos`), for
+        the <video> placeholders. Raises NotImplementedError without an engine, ValueError without
+        prompts, and, on every process, EngineError for images and videos if the strategy has no
+        `processor`, DataError for those that can't be read (EngineError if they are another
+        process's).
         """
         engine = self._the_engine()
         if all_prompt_token_ids is None and all_prompts is None:
@@ -509,8 +512,8 @@ class StrategyBase(ABC):
         return Prompt(ids, images=placed)
 
     def _source(self, seed: int | None) -> str:
-        """Returns the source of a call's seeds: the seed it was given, otherwise the strategy's and
-        the number of the call.
+        """Returns the seed source of a call: the seed it was given, otherwise the strategy's seed
+        and the number of the call.
         """
         self._calls += 1
         return f"{self.seed}/call {self._calls}" if seed is None else f"given {seed}"
@@ -523,8 +526,8 @@ class StrategyBase(ABC):
         return list(self.tokenizer.encode(text, chat_template=False))
 
     def _neighbours(self) -> tuple[Any, int]:
-        """Returns (the group of those that share this process's engine, this one's place among
-        them).
+        """Returns (the group of processes that share this process's engine, this process's index in
+        it).
         """
         if self.engine_processes == 1:
             return None, 0

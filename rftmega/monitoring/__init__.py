@@ -1,3 +1,3 @@
-"""Observers that compare all processes: throughput, stragglers, timelines, and the list of a run's
-callbacks.
+"""Monitoring: metrics, evaluation, checkpoints, trajectories, performance over all processes, and
+the list of a run's callbacks.
 """

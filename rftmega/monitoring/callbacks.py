@@ -1,6 +1,4 @@
-"""`callbacks_of` builds the callbacks of a run: the trainer's own, and those that compare all
-processes.
-"""
+"""`callbacks_of` builds the callbacks of a run, including those that compare all processes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,9 +28,9 @@ def callbacks_of(
     is_main: bool,
     grading: Grading | None = None,
 ) -> list[Callback]:
-    """Builds the callbacks of a run in the order in which they are told.
+    """Builds the callbacks of a run in the order in which they are called.
 
-    A checkpoint holds the state of `parts`; `grading` says what of a response is graded.
+    A checkpoint holds the state of `parts`; `grading` returns the graded part of a response.
     """
     found: list[Callback] = [
         *observers_of(
@@ -45,10 +43,10 @@ def callbacks_of(
             grading=grading,
         )
     ]
-    if is_main and config.trainer.export:  # after the export, into whose folder it goes
+    if is_main and config.trainer.export:  # after the export, which makes the folder
         metrics = Path(config.trainer.output) / "metrics.jsonl"
         found.append(AtEnd(lambda: write_model_card(config, metrics)))
-    if config.checkpoint.every:  # after what watches a step, which is saved with it
+    if config.checkpoint.every:  # after the observers whose output belongs to the checkpoint
         found.append(
             Checkpointing(
                 strategy.checkpoints,
@@ -57,18 +55,18 @@ def callbacks_of(
                 last=config.trainer.steps,
             )
         )
-    return [*found, *timeline_of(config, strategy.label)]  # after all that it records
+    return [*found, *timeline_of(config, strategy.label)]  # last, to record the others
 
 
 def measures_of(config: RunConfig) -> list[Observer]:
-    """Returns the observers that add metrics, and warn of what they say."""
+    """Returns the observers that add performance metrics and warn of stragglers."""
     given = config.logging.peak_tflops
     known = device.current().peak_tflops() if config.model.dtype != "float32" else None
     return [Throughput(peak_tflops=given or known), Stragglers()]
 
 
 def timeline_of(config: RunConfig, label: str) -> list[Timeline]:
-    """Returns the observers that record steps, where any are chosen."""
+    """Returns the observer that records the steps of logging.timeline, if they are set."""
     if not config.logging.timeline:
         return []
     first, last = config.logging.timeline

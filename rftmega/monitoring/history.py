@@ -1,4 +1,4 @@
-"""Reads what a run has written down of its steps."""
+"""Reader of the metrics that a run recorded for its steps."""
 
 import json
 import re
@@ -9,14 +9,16 @@ from typing import NamedTuple
 from rftmega.core.errors import DataError
 
 Step = Mapping[str, float | None]
-"""Step is a line of metrics.jsonl: "step", "time" and metrics; None for what was not finite."""
+"""Step is a line of metrics.jsonl: "step", "time" and metrics; None for values that were not
+finite.
+"""
 
-# what tells at first sight how a run went
+# metrics that summarize a run
 CHIEF = re.compile(r"eval_(?!seconds$).*|reward|loss|kl|entropy|response_length|logprob_gap_max")
 
 
 class Change(NamedTuple):
-    """Change is a metric's first and last value, and the steps that they are of."""
+    """Change is a metric's first and last value, with their steps."""
 
     first_step: int
     first: float
@@ -25,8 +27,8 @@ class Change(NamedTuple):
 
 
 def read_history(path: Path) -> list[Step]:
-    """Returns all lines of metrics.jsonl; none where there is no such file on this host. The first is
-    that before training.
+    """Returns all lines of metrics.jsonl, or none if the file does not exist on this host. The
+    first line is from before training.
     """
     if not path.is_file():
         return []
@@ -35,8 +37,8 @@ def read_history(path: Path) -> list[Step]:
 
 
 def curves_of(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns metric -> (step, value) of metrics.jsonl, of the chief ones; none where there is no
-    such file. Raises DataError for one that can't be read.
+    """Returns metric -> (step, value) for the chief metrics of metrics.jsonl; empty if the file
+    does not exist. Raises DataError if it can't be read.
     """
     found: dict[str, list[tuple[int, float]]] = {}
     try:
@@ -50,7 +52,7 @@ def curves_of(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def changes(history: Iterable[Step], chosen: re.Pattern[str] = CHIEF) -> dict[str, Change]:
-    """Returns first and last value of each metric whose name matches `chosen`, by name."""
+    """Returns the first and last value of each metric whose name matches `chosen`, by name."""
     found: dict[str, Change] = {}
     for line in history:
         step = int(line["step"] or 0)

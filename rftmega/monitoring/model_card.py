@@ -1,4 +1,4 @@
-"""Writes a model card: what a model was made of, with which options, and what was measured."""
+"""Writer of model cards: base model, training options and results."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rftmega.config.load import flatten
 from rftmega.models.hf.export_folder import MARK
 from rftmega.monitoring.history import Step, changes, read_history
 
-# a repository's folder in the hub's cache
+# a repository's folder in the Hugging Face cache
 CACHED = re.compile(r"models--(.+?)--(.+)/snapshots/(\w+)")
 TASKS = {
     "rl": "reinforcement learning",
@@ -23,8 +23,8 @@ TASKS = {
 
 
 def write_model_card(config: RunConfig, metrics: Path) -> None:
-    """Writes README.md into the exported folder, from the run's options and its metrics.jsonl; not where
-    another folder kept the name, and the export went beside it.
+    """Writes README.md into the exported folder, from the run's options and its metrics.jsonl;
+    skips a folder that is not this export.
     """
     folder = Path(config.exported)
     if not (folder / MARK).is_file():
@@ -33,8 +33,8 @@ def write_model_card(config: RunConfig, metrics: Path) -> None:
 
 
 def model_card(config: RunConfig, history: Sequence[Step]) -> str:
-    """Returns the card as Markdown, with the head that the hub reads. `history`: metrics of all
-    steps, the first of which are those before training.
+    """Returns the card as Markdown, with the metadata header that the Hugging Face Hub reads.
+    `history`: metrics of all steps, starting with those before training.
     """
     name = config.trainer.push_to_hub or Path(config.trainer.output).name
     base, revision = base_of(config.model.path)
@@ -64,8 +64,8 @@ def model_card(config: RunConfig, history: Sequence[Step]) -> str:
 
 
 def base_of(path: str) -> tuple[str, str]:
-    """Returns name and revision of a repository whose folder in the hub's cache this is; of another
-    folder its name and "".
+    """Returns repository name and revision if `path` is in the Hugging Face cache; otherwise the
+    folder's name and "".
     """
     if cached := CACHED.search(path):
         organisation, name, revision = cached.groups()
@@ -74,14 +74,16 @@ def base_of(path: str) -> tuple[str, str]:
 
 
 def chosen_options(config: RunConfig) -> dict[str, Any]:
-    """Returns dotted name -> value of the options that are not the defaults, secrets left out."""
+    """Returns dotted name -> value of the options that differ from the defaults, without
+    secrets.
+    """
     defaults = flatten(without_secrets(RunConfig()))
     now = flatten(without_secrets(config))
     return {name: value for name, value in now.items() if value != defaults.get(name)}
 
 
 def _table(history: Sequence[Step]) -> str:
-    """Returns first and last value of each metric that is shown, as a Markdown table."""
+    """Returns the first and last value of each chief metric, as a Markdown table."""
     found = changes(history)
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Rewards turn the text of an answer into a number."""
+"""Rewards score the text of responses."""
 
 from rftmega.rewards.create import check_prompts, create
 from rftmega.rewards.majority import MajorityReward

@@ -1,4 +1,4 @@
-"""Extracts the answer from a response."""
+"""Extraction of the answer from a response."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ from rftmega.rewards.patterns import Pattern
 
 
 def answer_of(pattern: str) -> Callable[[str], str | None]:
-    """Returns a function from a response to its answer: the last match of `pattern`, its first
-    group where it has one.
+    """Returns a function that extracts a response's answer: the last match of `pattern`, or its
+    first group if it has one.
 
-    None where nothing matches; the whole response where `pattern` is empty. Raises ConfigError for
-    what is no regular expression.
+    The function returns None without a match, and the whole response if `pattern` is empty. Raises
+    ConfigError if `pattern` is not a regular expression.
     """
     if not pattern:
         return lambda response: response

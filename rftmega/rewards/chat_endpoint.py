@@ -1,4 +1,4 @@
-"""Asks a server of chat completions, as OpenAI's API has them."""
+"""Client of an OpenAI-compatible chat completions API."""
 
 import json
 import os
@@ -17,19 +17,19 @@ LONGEST_PAUSE = 60.0  # seconds between two attempts, unless the server says mor
 LONGEST_WAIT = 600.0  # seconds that a server may ask to wait for (Retry-After)
 LARGEST_REPLY = 4 << 20  # bytes
 SHOWN = 200  # characters of a reply that an error quotes
-# of one question, such as a too long one; others say that no question would be answered
+# status codes that concern one question, such as a too long one; others concern all questions
 OF_THE_QUESTION = (400, 413, 422)
 
 
 class Refused(Exception):  # noqa: N818  it tells what happened
-    """The server refused a question; another one may be answered."""
+    """The server rejected a question; it may accept another one."""
 
 
 class Pace:
-    """Pace lets at most so many begin in a second."""
+    """Pace limits the rate at which requests begin."""
 
     def __init__(self, per_second: float):
-        """`per_second` 0: any number."""
+        """`per_second`: maximum rate; 0: unlimited."""
         self._interval = 1 / per_second if per_second else 0.0
         self._next = 0.0
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class Pace:
 
 
 class ChatEndpoint:
-    """ChatEndpoint posts questions, from any thread."""
+    """ChatEndpoint sends questions to a chat completions API, from any thread."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class ChatEndpoint:
         pause: float = 0.5,
     ):
         """`url`: of the API or of its chat completions. `key`: a bearer token; "": none. `timeout`:
-        seconds of one attempt; `retries` come after it, `pause` seconds later and twice as long
-        each time.
+        seconds per attempt; up to `retries` more follow, the first after `pause` seconds, with
+        doubling pauses.
         """
         self._url = url if url.endswith(PATH) else url.rstrip("/") + PATH
         # without secrets
@@ -71,10 +71,10 @@ class ChatEndpoint:
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits())
 
     def answer(self, asked: dict[str, Any]) -> str:
-        """Returns the text of the first choice; "" where it has none.
+        """Sends a request and returns the text of the first choice; "" if it has none.
 
-        Raises Refused where the server won't answer this question, RewardError where it answers
-        none, or not in all attempts.
+        Raises Refused if the server rejects this question, and RewardError if it rejects all
+        questions or no attempt succeeds.
         """
         content, failures = json.dumps(asked).encode(), []
         pause = 0.0
@@ -105,8 +105,8 @@ class ChatEndpoint:
         )
 
     def _attempt(self, content: bytes) -> tuple[int, str, float]:
-        """Returns (status, reply, seconds to wait before the next attempt). Raises ReadTimeout
-        where the reply takes longer than the time-out as a whole.
+        """Returns (status, reply, seconds to wait before the next attempt). Raises ReadTimeout if
+        the whole reply takes longer than the timeout.
         """
         end, reply = time.monotonic() + self._timeout, bytearray()
         with self._client.stream("POST", self._url, content=content) as response:
@@ -131,9 +131,10 @@ class ChatEndpoint:
 
 
 def key_of(variable: str) -> str:
-    """Returns the key that an environment variable holds; "" without a name.
+    """Returns the API key in an environment variable; "" if no variable is named.
 
-    Raises ConfigError, which does not show the key, where it is not set or can't be sent.
+    Raises ConfigError, which does not show the key, if the variable is not set or its value cannot
+    be sent.
     """
     if not variable:
         return ""
@@ -146,8 +147,8 @@ def key_of(variable: str) -> str:
 
 
 def waiting_time(retry_after: str) -> float:
-    """Returns the seconds that a header Retry-After asks to wait, LONGEST_WAIT at most; 0 where it
-    says nothing that can be read. It has seconds, or a date.
+    """Returns the waiting time in seconds of a Retry-After header (seconds or a date), at most
+    LONGEST_WAIT; 0 if it cannot be parsed.
     """
     try:
         seconds = float(retry_after)
@@ -158,7 +159,7 @@ def waiting_time(retry_after: str) -> float:
             return 0.0
         then = then if then.tzinfo else then.replace(tzinfo=UTC)
         seconds = (then - datetime.now(UTC)).total_seconds()
-    # not so of NaN
+    # False for NaN
     return min(seconds, LONGEST_WAIT) if seconds > 0 else 0.0
 
 

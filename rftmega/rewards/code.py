@@ -1,9 +1,9 @@
-"""Programs, judged by tests. What the sandbox promises, and what it doesn't, is in docs/rewards.md.
+"""Code reward: runs the program of a response against tests. docs/rewards.md describes what the
+sandbox guarantees.
 
-Tests run in a process of their own that asks the answer's process through pipes, and programs with
-inputs and outputs are compared outside, where an answer can't reach. Only with `inside` do tests
-share the answer's interpreter, where an answer that was written against this very runner can pass
-them.
+Tests run in a separate process that talks to the answer's process through pipes, and outputs of
+programs are compared outside the sandbox, where an answer cannot interfere. Only with `inside` do
+tests share the answer's interpreter, where an answer written against this runner can forge a pass.
 """
 
 import ast
@@ -29,20 +29,20 @@ log = logging.getLogger(__name__)
 _BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 ROOT = Path(__file__).parents[2]
 GRACE = 60.0  # seconds for the sandbox itself to start and end, on a busy machine
-SELF_TEST = 60.0  # seconds that the sandbox's test of itself may take
-MARGIN = 4096  # bytes that an output may be longer than the expected one, in white space
+SELF_TEST = 60.0  # time limit of the sandbox's self-test, in seconds
+MARGIN = 4096  # bytes by which an output may exceed the expected one, for white space
 
 
 def code_of(response: str) -> str:
-    """Returns the last closed ```python block, or else the whole response."""
+    """Returns the last closed ```python block, or the whole response if there is none."""
     blocks = _BLOCK.findall(response)
     return blocks[-1] if blocks else response
 
 
 def read_tests(label: str) -> dict[str, Any]:
-    """Reads {"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
+    """Parses a label: {"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
 
-    Raises ValueError that says what it is instead.
+    Raises ValueError with the reason if it is neither.
     """
     try:
         held = json.loads(label)
@@ -68,7 +68,7 @@ def _texts(held: Any) -> bool:
 
 
 def complaint(label: str) -> str | None:
-    """Explains why this label can't be one; None where it can."""
+    """Returns the reason why a label is invalid; None if it is valid."""
     try:
         read_tests(label)
     except ValueError as error:
@@ -77,8 +77,8 @@ def complaint(label: str) -> str | None:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Returns whether the lines of two outputs agree, white space at their ends and empty lines at
-    the end aside.
+    """Returns whether the lines of two outputs are equal, except for white space at the end of
+    lines and empty lines at the end.
     """
     return _lines(found) == _lines(expected)
 
@@ -88,30 +88,29 @@ def _lines(text: str) -> list[str]:
 
 
 class CodePart:
-    """Scores `workers` answers at a time, whichever threads ask."""
+    """CodePart runs the programs of up to `workers` responses at a time, for all threads."""
 
     def __init__(self, *, workers: int, seconds: float, memory_mib: int, inside: bool = False):
-        """`inside`: tests run in the answer's own interpreter, where an answer can forge their
-        outcome.
+        """`inside`: tests run in the answer's own interpreter, where an answer can forge the
+        result.
         """
         self.inside = inside
         self.seconds, self.memory = seconds, memory_mib << 20
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="code-reward")
-        self.namespaces: bool | None = None  # whether they can be had here; None: nobody has looked
+        self.namespaces: bool | None = None  # whether they are available; None: not checked yet
         self.tested, self.testing = False, threading.Lock()
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns 1 where the answer's code passes all tests.
+        """Returns 1 for each answer whose code passes all tests.
 
-        Raises RewardError where a label holds none, or without any sandbox.
+        Raises RewardError if a label has no tests, or if no sandbox is available.
         """
         self.test()
         return list(self.threads.map(self._score, answers))
 
     def test(self) -> None:
-        """Raises RewardError where answers could not import in the sandbox what answers import.
-
-        Looks once.
+        """Tests once whether the sandbox works and can import the usual modules; raises RewardError
+        if not.
         """
         with self.testing:
             if self.tested:
@@ -154,9 +153,10 @@ class CodePart:
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
-        """Returns the outcome.
+        """Runs a job and returns the outcome.
 
-        Undecided where the sandbox or the machine failed, or the tests can't be run from outside.
+        Returns Undecided if the sandbox or the machine failed, or the tests cannot run outside the
+        answer's interpreter.
         """
         outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
@@ -182,13 +182,14 @@ class CodePart:
 
 
 def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Runs a job in `python -m rftmega.sandbox` and returns its outcome: {"undecided": why} where a
+    """Runs a job in `python -m rftmega.sandbox` and returns its outcome: {"undecided": reason} if a
     signal ended it.
 
-    Raises RewardError where it says nothing within `seconds`, or what is no outcome of such a job.
+    Raises RewardError if it returns nothing within `seconds`, or something that is no outcome of
+    such a job.
     """
-    # As -I would have it, an environment of our own; but -I also forgets the seed of hashes, and
-    # ranks must agree on scores.
+    # An isolated environment as with -I, which would also drop the hash seed; but
+    # scores must be the same on all ranks.
     command = [sys.executable, "-s", "-P", "-m", "rftmega.sandbox"]
     pipe = subprocess.PIPE
     tests = job.get("tests", "").encode(errors="surrogatepass")
@@ -211,7 +212,7 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
             end = time.monotonic() + seconds
             said = _until_end(process.stdout.fileno(), end)
             late = time.monotonic() >= end
-            process.stdin.close()  # only now: its end is the sandbox's order to stop
+            process.stdin.close()  # only now: closing stdin makes the sandbox stop
         except BrokenPipeError:
             pass
         finally:
@@ -231,10 +232,9 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the outcome.
+    """Parses and returns the outcome.
 
-    Raises RewardError where it is not one of such a job: a default would be a score that nobody
-    gave.
+    Raises RewardError if it is not an outcome of such a job: a default would be an invented score.
     """
     wanted: tuple[str, type] = ("outputs", list) if "inputs" in job else ("passed", bool)
     try:
@@ -256,9 +256,9 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Waits GRACE seconds for a process that has closed its standard output.
+    """Waits up to GRACE seconds for a process that has closed its standard output to exit.
 
-    Returns whether it ended.
+    Returns whether it did.
     """
     try:
         process.wait(GRACE)
@@ -268,7 +268,9 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _until_end(descriptor: int, end: float) -> bytes:
-    """Reads to the end: the sandbox bounds what it says by what the job allows."""
+    """Reads up to a line end, the end of the pipe, or the time `end`; the job limits the outcome's
+    size.
+    """
     said = b""
     while not said.endswith(b"\n") and (left := end - time.monotonic()) > 0:
         if select.select([descriptor], [], [], left)[0]:

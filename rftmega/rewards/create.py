@@ -1,4 +1,4 @@
-"""Builds a reward from a run's options."""
+"""Builds the reward of a run from its options."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     ),
     "judge": lambda config, decode: JudgePart(config, decode),
 }
-# part -> label -> why it can't work with it, of the labels given
+# component -> function that returns label -> complaint for invalid labels
 LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
     "code": lambda config, labels: told(code.complaint, labels),
     "math": lambda config, labels: math_complaints(labels, workers=config.workers),
@@ -50,12 +50,11 @@ LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
 
 
 def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = None) -> MixedReward:
-    """Creates the reward of `config`, with the parts that have a weight.
+    """Returns the reward of `config`, with the components that have a weight.
 
-    `decode` turns token ids into text; `reasoning` removes what isn't graded, None: <think> blocks.
-
-    Raises ConfigError where reward.format_pattern or reward.answer_pattern is no regular
-    expression, or reads reasoning.
+    `decode` converts token ids to text; `reasoning` removes reasoning before grading, None: <think>
+    blocks. Raises ConfigError if reward.format_pattern or reward.answer_pattern is not a regular
+    expression, or the latter searches for reasoning markers.
     """
     reasoning = reasoning or Reasoning.plain(decode)
     reasoning.refuse(config.answer_pattern, "reward.answer_pattern")
@@ -72,15 +71,15 @@ def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = N
 
 
 def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:
-    """Returns name -> function of reward.functions. Raises ConfigError where there is none."""
+    """Returns name -> function of reward.functions. Raises ConfigError if one cannot be found."""
     return {name_of(reference): function_of(reference) for reference in config.functions}
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raises DataError for what would fail once training has begun: kinds without weights, labels
-    that a part can't read, columns that a function asks for and that are not there.
+    """Raises DataError for prompts that could not be scored during training: task types without
+    weights, labels that a component cannot read, missing columns that a function needs.
 
-    With reward.majority nothing reads either.
+    With reward.majority nothing is checked.
     """
     prompts = [] if config.majority else list(prompts)
     unknown = Counter(
@@ -106,12 +105,12 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
 
 
 def told(complaint: Callable[[str], str | None], labels: Iterable[str]) -> dict[str, str]:
-    """Returns label -> complaint, of those labels that have one."""
+    """Returns label -> complaint for the labels that have one."""
     return {label: why for label in labels if (why := complaint(label))}
 
 
 def _unreadable(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
-    """Lists the prompts whose label a part that scores them can't read."""
+    """Returns messages for the prompts whose label cannot be read by a component that scores them."""
     scored = {prompt.kind: weights_of(config, prompt.kind).keys() for prompt in prompts}
     found = {}
     for name, complaints in LABELS.items():

@@ -1,14 +1,14 @@
-"""Rewards an answer that equals the label."""
+"""Reward for answers that equal the label."""
 
 from rftmega.rewards.answer import answer_of
 from rftmega.rewards.part import Rule
 
 
 def exact_match_rule(pattern: str) -> Rule:
-    """Returns a rule that gives 1 where the answer (see `answer_of`) is the label, surrounding
-    white space aside; 0 for a response without an answer.
+    """Returns a rule that scores 1 if the answer (see `answer_of`) equals the label, except for
+    surrounding white space; 0 for a response without an answer.
 
-    Raises ConfigError where `pattern` is no regular expression.
+    Raises ConfigError if `pattern` is not a regular expression.
     """
     answered = answer_of(pattern)
 

@@ -1,4 +1,4 @@
-"""Scores answers by a function of a user's own, with the signature that TRL's users know."""
+"""User-defined reward functions with TRL's signature."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ from rftmega.core.errors import RewardError
 from rftmega.core.types import Prompt
 from rftmega.rewards.part import Answer, Decode, Part
 
-OURS = ("prompts", "completions", "completion_ids", "trajectories")  # keywords that are no columns
+OURS = ("prompts", "completions", "completion_ids", "trajectories")  # keywords other than columns
 NEVER_COLUMNS = ("prompt", "completion", *OURS)
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -21,14 +21,14 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 def function_part(
     function: RewardFunction, where: str, decode: Decode, *, options: Any = None
 ) -> Part:
-    """Returns a part that calls `function` with keywords, a list each: prompts, completions,
-    completion_ids, trajectories (a tuple of types.Trajectory a rollout), and the columns of the
-    data set; besides `options` where there are any.
+    """Returns a reward component that calls `function` with keyword arguments, one list each:
+    prompts, completions, completion_ids, trajectories (a tuple of types.Trajectory per rollout),
+    and the columns of the data set; also `options` if given.
 
-    Prompts and completions are text, or lists of chat messages where the data holds messages. A
-    column that a record lacks is None there. A function without **keywords gets those that it
-    names. Calls wait for each other, except of an `async def`. The part raises RewardError, which
-    begins with `where`, for what the function raises and for what are no scores.
+    Prompts and completions are text, or lists of chat messages if the data has messages. A column
+    that a record lacks is None there. A function without **keywords gets only the arguments that it
+    names. Calls are serialised, except of an `async def`. The component raises RewardError, whose
+    message begins with `where`, if the function raises an error or does not return scores.
     """
     taken, _ = _parameters(function)
     one_at_a_time = threading.Lock()
@@ -53,8 +53,8 @@ def function_part(
 
 
 def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
-    """Returns the arguments of `function` that no column of the prompt's record gives; "" for
-    none.
+    """Returns the required arguments of `function` for which the prompt's record has no column; ""
+    if there are none.
     """
     _, needed = _parameters(function)
     known = {*OURS, *_columns(prompt.record, prompt.label)}
@@ -62,10 +62,10 @@ def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
 
 
 def _parameters(function: RewardFunction) -> tuple[set[str] | None, set[str]]:
-    """Returns the keywords that a function takes (None: any), and those that it needs."""
+    """Returns the keywords that a function accepts (None: any), and those that it requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in ones have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return None, set()
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     named = [each for each in parameters if each.kind in NAMED]
@@ -95,14 +95,14 @@ def _keywords(answers: Sequence[Answer], decode: Decode) -> dict[str, list[Any]]
 
 
 def _columns(record: str, label: str) -> dict[str, Any]:
-    """Returns the columns of a record; of a prompt without one, its label."""
+    """Returns the columns of a record; only the label if there is no record."""
     if not record:
         return {"label": label}
     return {name: value for name, value in json.loads(record).items() if name not in NEVER_COLUMNS}
 
 
 def _prompt(answer: Answer, decode: Decode) -> Any:
-    """Returns the text or the messages as the data has them; decoded where there is no record."""
+    """Returns the text or messages of the data; the decoded prompt if there is no record."""
     return json.loads(answer.record)["prompt"] if answer.record else decode(answer.prompt_ids)
 
 
@@ -113,7 +113,7 @@ def _completion(answer: Answer, prompt: Any) -> Any:
 
 
 def _scores(given: Any, count: int, where: str) -> list[float | None]:
-    """Returns the numbers that a function gave.
+    """Returns the scores of a function's result.
 
     Raises RewardError for anything but `count` numbers, each of which may be None.
     """
@@ -136,7 +136,7 @@ def _scores(given: Any, count: int, where: str) -> list[float | None]:
 
 
 def _told(error: BaseException, function: RewardFunction) -> str:
-    """Returns the error, and where in the user's file it was raised."""
+    """Returns the error's message with its location in the user's file."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

@@ -1,4 +1,4 @@
-"""A judge: a language model at an endpoint like OpenAI's reads an answer and says a number."""
+"""LLM-as-a-judge reward: a language model behind an OpenAI-compatible API rates each response."""
 
 import json
 import logging
@@ -38,12 +38,12 @@ Think briefly, then end with a line that says: Score: N"""
 
 
 class JudgePart:
-    """JudgePart asks the judge about each answer, several at a time."""
+    """JudgePart asks the judge about each response, several at a time."""
 
     def __init__(self, config: RewardConfig, decode: Decode, *, pause: float = 0.5):
         """`pause`: seconds before the second attempt of a request; it doubles.
 
-        Raises ConfigError for a template, a pattern or a key that can't be used.
+        Raises ConfigError for an unusable template, pattern or key.
         """
         self._decode = decode
         self._template = template_of(config.judge_template)
@@ -66,10 +66,10 @@ class JudgePart:
         self._threads = ThreadPoolExecutor(config.judge_concurrency, thread_name_prefix="judge")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns what the judge says, the scale's low end as 0 and its high end as 1.
+        """Returns the judge's ratings, mapped linearly from the scale to 0 to 1.
 
-        Undecided where it says no number of the scale, or refuses the question. Raises RewardError
-        where it gives nothing after all attempts, or no answers to anybody.
+        A score is Undecided if the judge returns no number on the scale or rejects the question.
+        Raises RewardError if all attempts fail, or the server rejects all requests.
         """
         return list(self._threads.map(self._score, answers))
 
@@ -89,9 +89,11 @@ class JudgePart:
 
 
 def template_of(given: str) -> str:
-    """Returns the template: the text itself, what a file of FILES holds, or TEMPLATE for "".
+    """Returns the template: the text itself, the content of a file of type FILES, or TEMPLATE for
+    "".
 
-    Raises ConfigError where there is no such file, or no {completion} in the text.
+    Raises ConfigError if the file cannot be read, or the text has neither {completion} nor
+    {messages}.
     """
     text = given or TEMPLATE
     if given.endswith(FILES) and "\n" not in given:
@@ -108,15 +110,15 @@ def template_of(given: str) -> str:
 
 
 def filled(template: str, places: Mapping[str, str]) -> str:
-    """Returns the template with its places filled; what an answer has in braces stays as it is."""
+    """Returns the template with its placeholders filled; braces within a response stay as they are."""
     return PLACES.sub(lambda place: places[place[1]], template)
 
 
 def places_of(answer: Answer, decode: Decode) -> dict[str, str]:
-    """Returns what is filled into a template.
+    """Returns the values of a template's placeholders.
 
-    The prompt is the text of the data, or the last message that is not the model's; `messages` are
-    all of them and the answer, as JSON.
+    The prompt is the text of the data, or the last message of the conversation; `messages` is the
+    conversation including the response, as JSON.
     """
     prompt: Any = decode(answer.prompt_ids)
     if answer.record:
@@ -132,7 +134,7 @@ def places_of(answer: Answer, decode: Decode) -> dict[str, str]:
 
 
 def _text(content: Any) -> str:
-    """Returns the text of a message's content, which may be a list of parts."""
+    """Returns the text of a message's content, which may be a list of content parts."""
     if isinstance(content, str):
         return content
     return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))

@@ -1,4 +1,4 @@
-"""Keeps what a judge said, so that one question is asked once."""
+"""Cache of a judge's answers, so that each question is asked once."""
 
 import hashlib
 import json
@@ -10,16 +10,18 @@ from concurrent.futures import Future
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-MOST = 200_000  # answers in memory; the oldest go first
+MOST = 200_000  # answers in memory; the oldest are evicted first
 
 
 class KeptAnswers:
-    """KeptAnswers is kept in memory, and in a file where there is one, which several processes and
+    """KeptAnswers caches answers in memory and optionally in a file, which several processes and
     runs may share.
     """
 
     def __init__(self, path: str = ""):
-        """Reads the file's lines, {"key": ..., "answer": ...}; broken ones are left aside."""
+        """Reads the lines of the file `path`, {"key": ..., "answer": ...}; broken lines are
+        skipped.
+        """
         self._path = path
         self._lock = threading.Lock()
         self._answers: dict[str, Future[str]] = {}
@@ -27,9 +29,10 @@ class KeptAnswers:
             self._read(Path(path))
 
     def answer(self, key: str, ask: Callable[[], str]) -> str:
-        """Returns the answer to what `key` names; `ask` is called where it is not known.
+        """Returns the cached answer of `key`, or calls `ask` for it.
 
-        Who asks the same meanwhile waits. What `ask` raises is raised to all of them, and not kept.
+        Concurrent calls with the same key wait for the first. An exception of `ask` is raised to
+        all of them and not cached.
         """
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         with self._lock:
@@ -67,7 +70,7 @@ class KeptAnswers:
             log.warning("reward.judge_cache: %d line(s) of %s can't be read.", broken, path)
 
     def _write(self, digest: str, said: str) -> None:
-        """Appends a line in one piece, so that lines of several processes stay apart."""
+        """Appends a line in a single write, so that lines of several processes do not mix."""
         if not self._path:
             return
         line = json.dumps({"key": digest, "answer": said}).encode() + b"\n"

@@ -1,6 +1,4 @@
-"""Rewards agreement with the majority's answer in place of a label (TTRL, arXiv:2504.16084, section
-2), for prompts without labels.
-"""
+"""Majority-vote reward (TTRL, arXiv:2504.16084, section 2) for prompts without labels."""
 
 from collections.abc import Sequence
 
@@ -11,26 +9,27 @@ from rftmega.rewards.vote import vote_rewards
 
 
 class MajorityReward:
-    """1 for answers that the most answers to the same prompt agree with, see `vote_rewards`.
+    """MajorityReward scores 1 for completions whose answer is the majority's among those of the
+    same prompt, see `vote_rewards`.
 
-    Reads no label.
+    It reads no label.
     """
 
     whole_groups = True
 
     def __init__(self, reasoning: Reasoning, size: int, pattern: str = ""):
-        """`reasoning` reads responses; one that doesn't finish its reasoning does not vote. `size`:
-        answers a prompt. `pattern`: of what in a response votes, see `answer_of`; raises ConfigError
-        where it is no regular expression.
+        """`reasoning` reads responses; one with unfinished reasoning does not vote. `size`:
+        completions per prompt. `pattern`: extracts the answer that votes, see `answer_of`; raises
+        ConfigError if it is not a regular expression.
         """
         self.reasoning, self.size, self.answer_of = reasoning, size, answer_of(pattern)
 
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Scores whole groups: the answers to a prompt side by side.
+        """Scores whole groups, with the completions of a prompt next to each other.
 
-        The part's name is "majority".
+        The component's name is "majority".
         """
         assert len(rollouts) % self.size == 0, (
             f"{len(rollouts)} answers are no whole groups of {self.size}"

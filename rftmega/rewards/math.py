@@ -1,5 +1,5 @@
-"""Mathematical equality, by math-verify, in processes of its own: nothing else bounds its time but
-signals to a main thread.
+"""Math reward: equality of expressions by math-verify, in worker processes, because math-verify
+limits its time only with signals to a main thread.
 """
 
 import json
@@ -16,13 +16,14 @@ from rftmega.core.errors import RewardError
 from rftmega.rewards.part import Answer, Undecided
 
 STARTING = 120.0  # seconds: imports from a cold disk
-LABEL_SECONDS = 60.0  # that reading a label may take, before training on a machine that is busy
-NUMBER = re.compile(r"-?\d+(\.\d+)?")  # what certainly can be read
+LABEL_SECONDS = 60.0  # time limit for parsing a label, before training on a busy machine
+NUMBER = re.compile(r"-?\d+(\.\d+)?")  # labels that certainly can be parsed
 GRACE = 10.0  # seconds beyond the worker's own alarm, before it is killed from here
 
 
 class MathWorker:
-    """One process, started when it is first asked and after every time-out.
+    """MathWorker is one worker process, started at the first question and again after every
+    timeout.
 
     For one thread at a time.
     """
@@ -32,15 +33,14 @@ class MathWorker:
         self.process: subprocess.Popen[str] | None = None
 
     def equal(self, response: str | None, label: str) -> float:
-        """Returns 1 where the response's last expression equals the label's, 0 otherwise; of a
-        response None, 1 where an expression can be read of the label.
+        """Returns 1 if the response's last expression equals the label's, 0 otherwise; for a
+        response None, 1 if the label can be parsed as an expression.
 
-        Undecided where telling takes too long or ends the process.
-
-        Raises RewardError where the process can't be started.
+        Returns Undecided if the comparison takes too long or ends the process. Raises RewardError
+        if the process cannot be started.
         """
         if self.process and self.process.poll() is not None:
-            self.close()  # somebody ended it since: that says nothing about this answer
+            self.close()  # it was ended meanwhile, for reasons unrelated to this response
         process = self.process or self._start()
         said = ""
         try:
@@ -56,7 +56,7 @@ class MathWorker:
         return float(said) if said in ("0\n", "1\n") else Undecided()
 
     def close(self) -> None:
-        """Ends the process; the next question starts another."""
+        """Kills the process; the next question starts another."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -65,13 +65,13 @@ class MathWorker:
                     assert pipe is not None
                     pipe.close()
                 except BrokenPipeError:
-                    pass  # what was not written to the dead
+                    pass  # unwritten data for the dead process
             self.process = None
 
     def _start(self) -> "subprocess.Popen[str]":
         script = Path(__file__).with_name("math_worker.py")
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        # -P: "math" is not to be the module beside the script
+        # -P: keeps math.py beside the script from shadowing the module math
         command = [sys.executable, "-P", str(script)]
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, encoding="utf-8"
@@ -91,11 +91,13 @@ class MathWorker:
 
 
 class MathPart:
-    """Shares `workers` processes between all threads that score."""
+    """MathPart shares `workers` processes between all scoring threads."""
 
     def __init__(self, *, workers: int, seconds: float):
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="math-reward")
-        self.free: queue.LifoQueue[MathWorker] = queue.LifoQueue()  # the last one used is warm
+        self.free: queue.LifoQueue[MathWorker] = (
+            queue.LifoQueue()
+        )  # the last used worker first: it is warm
         for _ in range(workers):
             self.free.put(MathWorker(seconds))
 
@@ -104,11 +106,11 @@ class MathPart:
         return list(self.threads.map(self._score, asked))
 
     def read(self, labels: Sequence[str]) -> list[float]:
-        """Returns 1 for each label of which an expression can be read."""
+        """Returns 1 for each label that can be parsed as an expression."""
         return list(self.threads.map(self._score, [(None, label) for label in labels]))
 
     def close(self) -> None:
-        """Ends the processes; they end with this one anyway."""
+        """Ends the worker processes, which would otherwise end with this process."""
         self.threads.shutdown()
         while not self.free.empty():
             self.free.get().close()
@@ -122,7 +124,7 @@ class MathPart:
 
 
 def complaints(labels: Iterable[str], *, workers: int) -> dict[str, str]:
-    """Returns label -> why no answer could equal it, of those that can't be read."""
+    """Returns label -> complaint for the labels that cannot be parsed."""
     unsure = [label for label in dict.fromkeys(labels) if not NUMBER.fullmatch(label)]
     part = MathPart(workers=workers, seconds=LABEL_SECONDS)
     try:

@@ -1,9 +1,9 @@
-"""A process that compares expressions, run as a script: a JSON line [response, label, seconds] in,
-a JSON line of 0 or 1 out. A response null asks whether anything can be read of the label.
+"""Worker process that compares expressions, run as a script: reads JSON lines [response, label,
+seconds] and writes lines of 0 or 1. A response null asks whether the label can be parsed.
 
-Started by `math.py`, which ends it; imports nothing of this package, so that it starts in half a
-second. What math-verify misreads (currency, numbers in a base, congruences, scientific notation)
-or takes for equal (sets and tuples, e and E, tiny numbers) is looked at here.
+`math.py` starts and ends it; it imports nothing of this package, so that it starts in half a
+second. Expressions that math-verify misreads (currency, numbers in a base, congruences, scientific
+notation) or wrongly takes for equal (sets and tuples, e and E, tiny numbers) are handled here.
 """
 
 import json
@@ -22,7 +22,7 @@ from sympy import E, Eq, Expr, N, Symbol, UnevaluatedExpr
 
 MEMORY = 4 << 30  # bytes of address space
 FAR = 5e-4  # relative: numbers below 1 that differ by more are not equal
-NOTHING = 1e-40  # smaller is the rounding of an expression that is 0
+NOTHING = 1e-40  # smaller numbers are rounding errors of expressions that are 0
 LARGEST_EXPONENT = 400
 MARKS = ("$", "\\boxed", "\\(", "\\[")
 CURRENCY = re.compile(r"(?<!\\)\\\$")
@@ -45,8 +45,8 @@ MATH = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOT
 
 
 def equal(response: str, label: str) -> bool:
-    """Returns whether the response's last expression equals the label's. math-verify's time-outs
-    are off: the alarm ends this process.
+    """Returns whether the response's last expression equals the label's. math-verify's timeouts are
+    off: the alarm ends this process.
     """
     response, label = plain(response), plain(label)
     said, right = final(response), final(label)
@@ -64,14 +64,14 @@ def equal(response: str, label: str) -> bool:
 
 
 def expressions(label: str) -> list[Any]:
-    """Returns what can be read of a label: an expression, or text with one in it."""
+    """Returns the expressions parsed from a label: an expression, or text that contains one."""
     marked = any(sign in label for sign in MARKS)
     found = parse(label, parsing_timeout=None) if marked else []
     return list(found or parse(f"\\boxed{{{label.replace('$', '')}}}", parsing_timeout=None))
 
 
 def plain(text: str) -> str:
-    """Returns text without currency signs, and numbers without scientific notation."""
+    """Returns the text without currency signs, and with scientific notation written out."""
     return SCIENTIFIC.sub(_decimal, CURRENCY.sub("", text))
 
 
@@ -81,8 +81,8 @@ def _decimal(number: re.Match[str]) -> str:
 
 
 def final(text: str) -> str:
-    """Returns the last expression as it is written, words apart by one space: that of the last box,
-    else of the last formula, else the last line.
+    """Returns the source of the last expression, with single spaces between words: of the last box,
+    else the last formula, else the last line.
     """
     found = text.strip()
     if (at := found.rfind("\\boxed{")) >= 0:
@@ -97,8 +97,8 @@ def final(text: str) -> str:
 
 
 def closing(text: str) -> int:
-    """Returns the place of what closes the bracket that the text begins with; its length where
-    nothing does.
+    """Returns the position of the bracket that closes the one at the start of the text; its length
+    if none does.
     """
     depth, opening = 0, text[0]
     for at, sign in enumerate(text):
@@ -109,8 +109,8 @@ def closing(text: str) -> int:
 
 
 def compared(said: str, right: str) -> bool | None:
-    """Returns whether two expressions are equal by what math-verify passes over; None where it can
-    tell.
+    """Returns whether two expressions are equal by rules that math-verify lacks; None if it can
+    decide.
     """
     one, other = based(said), based(right)
     if one != other:
@@ -124,7 +124,7 @@ def compared(said: str, right: str) -> bool | None:
 
 
 def based(text: str) -> tuple[str, str] | None:
-    """Returns digits and base of the last number in another base than ten; None for no such."""
+    """Returns digits and base of the last number in a base other than ten; None if there is none."""
     for found in reversed(list(BASED.finditer(text))):
         base = found["one"] or found["base"] or found["word"]
         base = BASES.get(base, base)
@@ -133,7 +133,7 @@ def based(text: str) -> tuple[str, str] | None:
 
 
 def congruence(text: str) -> tuple[int, str] | str:
-    """Returns residue and modulus of a congruence; the text itself for no such."""
+    """Returns residue and modulus of a congruence; the text itself if it is none."""
     simple = re.sub(r"\\text\{(\w*)\}", r"\1", text)
     found = CONGRUENCE.fullmatch(simple)
     if found is None:
@@ -142,7 +142,7 @@ def congruence(text: str) -> tuple[int, str] | str:
 
 
 def listed(text: str) -> str:
-    """Returns the bracket around two or more elements; "" for anything else."""
+    """Returns the opening bracket of a list of two or more elements; "" for anything else."""
     inner = text.replace("\\{", "{").replace("\\}", "}")
     if inner[:1] not in BRACKETS or closing(inner) != len(inner) - 1:
         return ""
@@ -155,7 +155,7 @@ def listed(text: str) -> str:
 
 
 def misjudged(gold: Any, answer: Any) -> bool:
-    """Returns whether math-verify finds two expressions equal that are not."""
+    """Returns whether two expressions that math-verify finds equal differ."""
     one, other = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
     if any(side == E for side in (one, other)) and any(
         isinstance(side, Symbol) and side.name == "e" for side in (one, other)
@@ -173,15 +173,15 @@ def misjudged(gold: Any, answer: Any) -> bool:
 def main() -> None:
     logging.disable(logging.CRITICAL)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library's prints are no answers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # keeps a library's prints out of the answers
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(
         resource.RLIMIT_AS, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard)
     )
     # Ctrl-C is the trainer's; this process ends with its input
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel's own action: it ends the process inside one long multiplication, too, and with
-    # nobody watching.
+    # The default action of the signal ends the process even within one long multiplication, and
+    # without any supervisor.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     answers.write("ready\n")
     answers.flush()
@@ -191,7 +191,7 @@ def main() -> None:
         try:
             readable = response is None and expressions(plain(label))
             score = int(bool(readable) or (response is not None and equal(response, label)))
-        # whatever a parser of free text finds to raise, MemoryError and RecursionError among it
+        # any error of parsing free text, including MemoryError and RecursionError
         except Exception:
             score = 0
         signal.setitimer(signal.ITIMER_REAL, 0)

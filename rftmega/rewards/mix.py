@@ -1,4 +1,4 @@
-"""Mixes the parts of a reward into one number."""
+"""Combines reward components into one weighted sum."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,18 @@ from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards.part import Answer, Decode, Part, Undecided
 from rftmega.rewards.reasoning import Reasoning
 
-ALWAYS = "exact_match"  # scored whatever its weight where there is a label: evaluation shows it
-TURNS = "turns"  # the rewards that an environment gave for turns, which weigh 1
+ALWAYS = (
+    "exact_match"  # scored for every prompt with a label, even without weight: evaluation shows it
+)
+TURNS = "turns"  # the environment's turn rewards, with weight 1
 MAY_BE_UNDECIDED = ("math", "code", "judge")
-OF_ALL = "format"  # sees reasoning, which a pattern may ask for
+OF_ALL = "format"  # sees reasoning, which its pattern may match
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
-    """Returns part -> weight for prompts of `kind`, without zeros.
+    """Returns component -> weight for prompts of a task type, without zeros.
 
-    Raises RewardError for a kind that a recipe doesn't hold.
+    Raises RewardError for a task type that the recipe lacks.
     """
     if config.recipe and kind not in config.recipe:
         raise RewardError(f"{unknown_kind(config, kind)}.")
@@ -35,14 +37,14 @@ def unknown_kind(config: RewardConfig, kind: str) -> str:
 
 
 def parts_of(config: RewardConfig) -> set[str]:
-    """Returns the parts that some prompt is scored with."""
+    """Returns the components used by any prompt."""
     return {ALWAYS}.union(*(weights_of(config, kind) for kind in config.recipe or [""]))
 
 
 class MixedReward:
-    """Every prompt's own weighted sum of parts.
+    """MixedReward computes each prompt's own weighted sum of components.
 
-    Holds nothing that changes, so threads may share it as far as the parts do.
+    It has no mutable state, so threads may share it if its components allow.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class MixedReward:
         decode: Decode,
         reasoning: Reasoning | None = None,
     ):
-        """`parts`: at least those of `parts_of(config)`. `reasoning`: reads responses; None: as
-        `Reasoning.plain` does.
+        """`parts`: at least those of `parts_of(config)`. `reasoning`: reads responses; None:
+        `Reasoning.plain`.
         """
         self.config, self.parts = config, parts
         self.reasoning = reasoning or Reasoning.plain(decode)
@@ -62,10 +64,10 @@ class MixedReward:
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Scores each rollout with a dict: the parts that its prompt's kind asks for (and
-        exact_match), and their sum as "reward".
+        """Returns one dict per rollout: the components of its prompt's task type (and exact_match),
+        and their sum as "reward".
 
-        Raises RewardError for a kind that the recipe doesn't hold, a part that fails or a score
+        Raises RewardError for a task type that the recipe lacks, a component that fails or a score
         that is not finite.
         """
         pairs = zip(prompts, rollouts, strict=True)
@@ -107,8 +109,8 @@ class MixedReward:
         ]
 
     def _values(self, name: str, part: Part, answers: Sequence[Answer]) -> Sequence[float | None]:
-        """Returns what a part gives for answers; built-in parts give 0 where the reasoning is not
-        finished, without being asked.
+        """Returns a component's scores; built-in components are not called for unfinished
+        reasoning, which scores 0.
         """
         if name in self._own:
             return part(answers) if answers else []
@@ -121,9 +123,9 @@ class MixedReward:
         return [0.0 if answer.graded is None else next(given) for answer in answers]
 
     def _given(self, rollout: Rollout, prompt: Prompt) -> dict[str, float]:
-        """Returns the environment's own rewards, and the sum of those of turns as "turns".
+        """Returns the environment's rewards, with the sum of its turn rewards as "turns".
 
-        Raises RewardError where one is not finite, or has the name of a part.
+        Raises RewardError if one is not finite, or has the name of a component.
         """
         given = dict(rollout.rewards)
         turns = [turn.reward for own in rollout.trajectories for turn in own.turns if turn.reward]

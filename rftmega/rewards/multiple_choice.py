@@ -1,10 +1,10 @@
-"""Extracts the letter that an answer settles on."""
+"""Multiple-choice reward: extracts the letter that a response chooses."""
 
 import re
 
 _BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\(?:text|mathrm|mathbf|textbf)\s*\{)?(?P<said>[^{}]*)\}")
-# Loops are possessive (*+): two of them side by side, which give back what they took, try every way
-# to share white space.
+# Loops are possessive (*+): two adjacent ones that backtrack would try every way
+# to split white space.
 _STATED = re.compile(
     r"(?i:\b(?:answer|choice)\b(?:\s++is\b)?+[\s:*]*+(?:(?:option|choice)\b)?+)[\s*$({\[]*+(?P<said>[A-Za-z])(?![A-Za-z0-9'])"
     r"(?!(?<=[AaI])\s+(?!(?:and|as|because|or|since)\b)[a-z])"  # "the answer is a number"
@@ -21,12 +21,11 @@ _MORE_BEFORE = re.compile(rf"(?<![A-Za-z0-9])[A-Z][)\]}}*$]*\s*{_JOIN}\s*(?i:opt
 def chosen_letter(response: str) -> str | None:
     """Returns the last choice that the response states, as a capital letter.
 
-    None where there is none or it is ambiguous.
-
-    "Answer: B", "the answer is (B)" and a boxed B are statements, and the last of them counts.
-    Without any, the last mention does: "(B)" anywhere, "B." or "B)" that begins a line or "B." that
-    ends the text; so does a response that is one letter. Ambiguous are letters joined by a comma, a
-    slash, "and" or "or", and a box that holds something else than one letter.
+    Returns None if there is none or it is ambiguous. "Answer: B", "the answer is (B)" and a boxed B
+    are statements, and the last of them counts. Without any, the last mention does: "(B)" anywhere,
+    "B." or "B)" that begins a line or "B." that ends the text; so does a response that is one
+    letter. Ambiguous are letters joined by a comma, a slash, "and" or "or", and a box that contains
+    anything but one letter.
     """
     if alone := _ALONE.fullmatch(response):
         return alone[1].upper()
@@ -44,12 +43,12 @@ def chosen_letter(response: str) -> str | None:
 
 
 def multiple_choice(response: str, label: str) -> float:
-    """Returns 1 where the response settles on the label's letter."""
+    """Returns 1 if the response chooses the label's letter."""
     return float(chosen_letter(response) == label.strip().upper())
 
 
 def complaint(label: str) -> str | None:
-    """Returns why this label can't be one; None where it can."""
+    """Returns the reason why a label is invalid; None if it is valid."""
     letter = label.strip()
     return (
         None

@@ -1,4 +1,4 @@
-"""Defines the parts that a reward is mixed from."""
+"""Types of reward components."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from rftmega.core.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer is one rollout's response as text.
+    """Answer is one rollout's response as text, with the data to score it.
 
-    `response` is without reasoning where a built-in part but "format" is asked. The fields behind
-    `kind` are for the remote part and for functions of a user's own; a rule never sees them.
+    `response` is without reasoning for all built-in components except "format". The fields after
+    `kind` are for the remote component and for user-defined functions; rules never see them.
     """
 
     response: str
@@ -21,23 +21,23 @@ class Answer:
     completion_ids: Sequence[int] = ()
     record: str = ""  # see Prompt.record
     trajectories: tuple[Trajectory, ...] = ()
-    graded: str | None = None  # the response without reasoning; None: the reasoning is not finished
+    graded: str | None = None  # the response without reasoning; None: unfinished reasoning
 
 
 class Undecided(float):
-    """Undecided is a score of 0 that says nothing about the answer: whether it is right could not
-    be found out.
+    """Undecided is a score of 0 for a response whose correctness could not be determined.
 
-    Its share is a metric of its own, and a run ends where it is large (monitoring/observers/health.py).
+    The share of such scores is a metric, and a run ends if it is large
+    (monitoring/observers/health.py).
     """
 
 
 Decode = Callable[[Sequence[int]], str]
 Rule = Callable[[str, str], float]  # (response, label) -> score
-# a score an answer, in their order, None where the part does not apply; called from several threads
+# one score per answer, in order, None if not applicable; called from several threads
 Part = Callable[[Sequence[Answer]], Sequence[float | None]]
 
 
 def each(rule: Rule) -> Part:
-    """Returns a part that scores every answer on its own."""
+    """Returns a component that scores every response on its own by a rule."""
     return lambda answers: [rule(answer.response, answer.label) for answer in answers]

@@ -1,5 +1,5 @@
-"""A user's regular expressions on a policy's answers: either may make matching take for ever, so it
-is ended.
+"""User-defined regular expressions applied to responses, with a time limit, because pattern or
+response may make matching take forever.
 """
 
 import logging
@@ -8,19 +8,18 @@ import regex
 
 from rftmega.core.errors import ConfigError
 
-SECONDS = 2.0  # of one match; a linear pattern needs milliseconds for the longest answer
+SECONDS = 2.0  # limit of one match; a linear pattern needs milliseconds for the longest response
 log = logging.getLogger(__name__)
 
 
 class Pattern:
-    """Pattern is a regular expression whose matching takes SECONDS at most, without the
-    interpreter's lock.
-    """
+    """Pattern is a regular expression whose matching takes at most SECONDS and releases the GIL."""
 
     def __init__(self, text: str, option: str, *, dot_all: bool = False):
-        """`option` names it in messages.
+        """`option`: the option's name, for messages.
 
-        `dot_all`: "." matches line ends, too. Raises ConfigError for no regular expression.
+        `dot_all`: "." matches line ends, too. Raises ConfigError if `text` is not a regular
+        expression.
         """
         self.text, self.option = text, option
         try:
@@ -30,9 +29,9 @@ class Pattern:
         self._told = False
 
     def last(self, response: str) -> str | None:
-        """Returns the last match, its first group where it has one.
+        """Returns the last match, or its first group if it has one.
 
-        None where nothing matches, or that took too long.
+        Returns None if nothing matches or matching takes too long.
         """
         group, found = min(self.compiled.groups, 1), None
         try:
@@ -44,7 +43,7 @@ class Pattern:
         return None if found is None else found[group]
 
     def whole(self, response: str) -> bool:
-        """Returns whether the pattern matches the whole response; False where that took too long."""
+        """Returns whether the pattern matches the whole response; False if matching takes too long."""
         try:
             return self.compiled.fullmatch(response, timeout=SECONDS, concurrent=True) is not None
         except TimeoutError:

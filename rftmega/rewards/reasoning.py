@@ -1,4 +1,4 @@
-"""Removes a model's reasoning from its answers, so that only what follows it is graded."""
+"""Removes a model's reasoning from its responses, so that only the rest is graded."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 from rftmega.core.errors import ConfigError
 from rftmega.rewards.part import Decode
 
-Markers = tuple[str, str]  # that reasoning stands between
+Markers = tuple[str, str]  # opening and closing marker of reasoning
 THINK = ("<think>", "</think>")
-# of model families; those that a chat template writes or reads are its model's
+# of known models; a model uses those that occur in its chat template
 KNOWN: tuple[Markers, ...] = (
     THINK,
     ("<thinking>", "</thinking>"),
@@ -20,25 +20,25 @@ KNOWN: tuple[Markers, ...] = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )
-HARMONY = "<|channel|>"  # whose template names channels apart from it
+HARMONY = "<|channel|>"  # its template writes channel names separately
 NEAR = 32  # tokens at the end of a context in which the template may have begun to reason
 
 
 class Read(NamedTuple):
-    """Read is a response as text, and what of it is graded."""
+    """Read is a response as text, and its graded portion."""
 
-    response: str  # all of it, with the markers, and without other special tokens
-    graded: str | None  # without reasoning; None: the reasoning is not finished
+    response: str  # whole text, with reasoning markers but without other special tokens
+    graded: str | None  # text without reasoning; None: unfinished reasoning
 
 
 class Template(Protocol):
-    """Template turns messages into text, as data.ChatTemplate does."""
+    """Template converts messages to text, as data.ChatTemplate does."""
 
     def source(self) -> str: ...
 
 
 class Speller(Protocol):
-    """Speller is what reading a response needs of data.Tokenizer."""
+    """Speller is the subset of data.Tokenizer needed to read responses."""
 
     @property
     def template(self) -> Template: ...
@@ -47,10 +47,11 @@ class Speller(Protocol):
 
 
 class Reasoning:
-    """Reasoning reads responses, and knows the markers that reasoning stands between.
+    """Reasoning separates a response's reasoning, between known markers, from the rest.
 
-    A response whose reasoning has begun, by itself or at the end of its context, and does not end
-    has no answer. A closing marker that nothing opened ends reasoning that began at the start.
+    A response whose reasoning begins, in itself or at the end of its context, and does not end has
+    nothing to grade. A closing marker without an opening one ends reasoning that began at the
+    start.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Reasoning:
 
     @classmethod
     def of(cls, markers: Sequence[str], tokenizer: Speller) -> "Reasoning":
-        """Returns what reads the answers of a tokenizer's model.
+        """Returns the reader for responses of a tokenizer's model.
 
         `markers`: reward.reasoning_markers; empty: those of its chat template.
         """
@@ -79,11 +80,11 @@ class Reasoning:
 
     @classmethod
     def plain(cls, decode: Decode) -> "Reasoning":
-        """Returns what reads tokens that are decoded one by one."""
+        """Returns a reader for tokens that can be decoded one by one."""
         return cls(decode, lambda ids: [decode([each]) for each in ids])
 
     def refuse(self, pattern: str, option: str) -> None:
-        """Raises ConfigError for a pattern that looks for a marker in what is graded."""
+        """Raises ConfigError if a pattern searches for a reasoning marker in the graded text."""
         for word in (word for pair in self.markers for word in pair):
             if word in pattern or re.escape(word) in pattern:
                 raise ConfigError(
@@ -93,7 +94,9 @@ class Reasoning:
                 )
 
     def read(self, context: Sequence[int], ids: Sequence[int]) -> Read:
-        """Reads the response `ids` to `context`, token ids both."""
+        """Returns the text of the response `ids` to `context`, both token ids, and its graded
+        portion.
+        """
         begun = "".join(self._pieces(context[-NEAR:])).rstrip().endswith(self._opening)
         pieces = self._pieces(ids)
         text = "".join(pieces)
@@ -110,7 +113,7 @@ class Reasoning:
     def _graded(
         self, text: str, words: Sequence[re.Match[str]], begun: bool
     ) -> list[tuple[int, int]] | None:
-        """Returns the places of the text outside of reasoning; None where it is not finished."""
+        """Returns the spans of the text outside of reasoning; None if reasoning is unfinished."""
         kept: list[tuple[int, int]] = []
         behind, inside = 0, begun
         for word in words:
@@ -125,7 +128,9 @@ class Reasoning:
     def _with_markers(
         self, ids: Sequence[int], pieces: Sequence[str], words: Sequence[re.Match[str]]
     ) -> str:
-        """Returns a response whose markers are special tokens, which decoding drops."""
+        """Returns the text of a response with markers that are special tokens, which decoding
+        drops.
+        """
         ends = [0, *(word.end() for word in words)]
         begins = [*(word.start() for word in words), sum(map(len, pieces))]
         between = self._texts(ids, pieces, list(zip(ends, begins, strict=True)))
@@ -139,7 +144,7 @@ class Reasoning:
     def _texts(
         self, ids: Sequence[int], pieces: Sequence[str], spans: Sequence[tuple[int, int]]
     ) -> list[str]:
-        """Returns the texts of places in the joined pieces, without special tokens."""
+        """Returns the texts of spans of the joined pieces, without special tokens."""
         places = [0]
         for piece in pieces:
             places.append(places[-1] + len(piece))
@@ -148,7 +153,9 @@ class Reasoning:
     def _text(
         self, ids: Sequence[int], pieces: Sequence[str], places: Sequence[int], begin: int, end: int
     ) -> str:
-        """Returns the text from `begin` to `end`; a token that a marker cuts gives its own part."""
+        """Returns the text from `begin` to `end`; a token cut by a marker contributes only its own
+        portion.
+        """
         inner = [
             at for at in range(len(ids)) if begin <= places[at] < end and places[at + 1] <= end
         ]
@@ -160,13 +167,15 @@ class Reasoning:
 
 
 def markers_in(template: str) -> list[Markers]:
-    """Returns the markers that a chat template knows, and <think>, which prompts ask for."""
+    """Returns the known markers that occur in a chat template, and <think>, which prompts may ask
+    for.
+    """
     named = [pair for pair in KNOWN[1:-1] if pair[1] in template]
     return [THINK, *named, *([KNOWN[-1]] if HARMONY in template else [])]
 
 
 def _source(tokenizer: Speller) -> str:
-    """Returns the chat template; "" where the tokenizer has none."""
+    """Returns the source of the chat template; "" if the tokenizer has none."""
     try:
         return tokenizer.template.source()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Requests rewards from a server, over HTTP."""
+"""Remote reward: requests rewards from a server over HTTP."""
 
 import json
 import math
@@ -16,8 +16,8 @@ SHOWN = 200  # characters of a reply that an error quotes
 
 
 class RemotePart:
-    """Posts {"prompts", "responses", "labels", "kinds"}, lists of strings, and reads {"rewards":
-    [float, ...]}.
+    """RemotePart posts {"prompts", "responses", "labels", "kinds"}, lists of strings, and reads
+    {"rewards": [float, ...]}.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class RemotePart:
         batch: int,
         pause: float = 0.5,
     ):
-        """`timeout`: seconds of one attempt; `retries` come after it, `pause` seconds later and
-        twice as long each time.
+        """`timeout`: seconds per attempt; up to `retries` more follow, the first after `pause`
+        seconds, with doubling pauses.
         """
         self.url, self.decode, self.batch = url, decode, batch
         self.timeout, self.retries, self.pause = timeout, retries, pause
@@ -42,8 +42,8 @@ class RemotePart:
         self.client = httpx.Client(timeout=timeout)
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Raises RewardError where the server gives no rewards after all attempts, or something
-        that is none.
+        """Returns the server's rewards. Raises RewardError if all attempts fail, or a reply has no
+        valid rewards.
         """
         starts = range(0, len(answers), self.batch)
         return [
@@ -69,8 +69,7 @@ class RemotePart:
     def _post(self, question: bytes) -> str:
         """Returns the reply.
 
-        Raises RewardError where there is none after all attempts; ValueError where another would be
-        no better.
+        Raises RewardError if all attempts fail; ValueError if another attempt would not help.
         """
         failures = []
         for attempt in range(self.retries + 1):
@@ -92,8 +91,8 @@ class RemotePart:
         )
 
     def _attempt(self, question: bytes) -> tuple[int, str]:
-        """Returns (status, reply) within the time-out as a whole: httpx's own is from one byte to
-        the next.
+        """Returns (status, reply) within the total timeout; httpx's own timeout applies between two
+        bytes.
         """
         end = time.monotonic() + self.timeout
         reply = b""
@@ -112,7 +111,7 @@ class RemotePart:
 def read_rewards(reply: str, count: int) -> list[float]:
     """Returns the rewards of a reply.
 
-    Raises ValueError that says why it holds none, or not `count` finite numbers.
+    Raises ValueError with the reason if it does not hold `count` finite numbers.
     """
     try:
         held = json.loads(reply)
@@ -134,7 +133,7 @@ def read_rewards(reply: str, count: int) -> list[float]:
 def _finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # JSON's integers have no largest
+    except OverflowError:  # JSON integers are unbounded
         return False
 
 

@@ -1,4 +1,4 @@
-"""Majority voting as a reward: answers to one prompt that agree are taken for right (TTRL,
+"""Majority voting as a reward: the most frequent answer to a prompt is taken as correct (TTRL,
 arXiv:2504.16084, section 2).
 """
 
@@ -13,12 +13,13 @@ _LONGEST_NUMBER = 100  # characters; a longer one is compared as text
 
 
 def canonical(answer: str | None) -> str | None:
-    r"""Returns an answer as it is counted; None, which does not vote, for one that says nothing.
+    r"""Returns the canonical form of an answer for voting; None, which does not vote, for an empty
+    one.
 
-    The last \boxed{...} stands for the whole; white space around, dollar signs around and a full
-    stop at the end go, runs of white space become one space, and case is ignored. Numbers are
-    numbers: 7, 07, 7.0, +7 and $7.$ are one, as are 1/2 and 0.5, or 1,000 and 1000. Nothing else of
-    mathematics is understood.
+    The last \boxed{...} replaces the whole; surrounding white space and dollar signs and a final
+    full stop are removed, runs of white space become one space, and case is ignored. Numbers are
+    compared by value: 7, 07, 7.0, +7 and $7.$ are equal, as are 1/2 and 0.5, or 1,000 and 1000. No
+    other mathematics is understood.
     """
     if answer is None:
         return None
@@ -32,24 +33,23 @@ def canonical(answer: str | None) -> str | None:
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """Returns the canonical answer that most gave, of equals the first to appear.
+    """Returns the most frequent canonical answer, the first to appear among equals.
 
-    None where nobody voted.
+    Returns None if nobody voted.
     """
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
-    # a Counter keeps the order of appearance, and max the first
+    # a Counter keeps the order of appearance, and max returns the first of equals
     return max(votes, key=lambda vote: votes[vote], default=None)
 
 
 def vote_rewards(
     groups: Sequence[Sequence[str | None]], *, train: int | None = None
 ) -> list[list[float]]:
-    """Returns 1 for every answer of a group that equals the group's majority, 0 for others, as for
-    those that are None.
+    """Returns 1 for every answer that equals its group's majority, 0 for others and for None.
 
-    All answers of a group vote and are scored. `train`: how many of each, the first ones, the
-    caller trains on (the paper votes with 64 answers and trains on 32): selecting them is the
-    caller's. Raises ValueError where a group is smaller than that.
+    All answers of a group vote and are scored. `train`: the number of first answers per group that
+    the caller trains on (the paper votes with 64 answers and trains on 32); the caller selects
+    them. Raises ValueError if a group is smaller than that.
     """
     if train is not None and (short := min(map(len, groups), default=train)) < train:
         raise ValueError(
@@ -64,9 +64,9 @@ def _group_rewards(group: Sequence[str | None]) -> list[float]:
 
 
 def _boxed(text: str) -> str:
-    """Returns the content of the last closed box, its braces balanced.
+    """Returns the content of the last closed box, with balanced braces.
 
-    The text itself where there is none.
+    Returns the text itself if there is none.
     """
     open_braces: list[re.Match[str]] = []
     begin, found = -1, text

@@ -1,1 +1,1 @@
-"""TODO rftmega/rollout."""
+"""Generates completions: inference engines, the pool that schedules requests, and remote servers."""

@@ -1,3 +1,1 @@
-"""Everything around a run: command line, checks before it starts, the processes and the train
-function.
-"""
+"""Command line, pre-launch checks, process launch and the training entry points of a run."""

@@ -1,6 +1,6 @@
-"""`train` runs a training from Python: in a script, a notebook, or for the command line.
+"""`train` runs a training from Python: from a script, a notebook or the command line.
 
-Importing this costs nothing.
+Importing this module loads no heavy package.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from rftmega.runtime.parallel.orphans import end_with_parent
 from rftmega.runtime.parallel.private import private_files
 
 PACKAGE = "rftmega."
-# packages that warn of what is not installed, or of each other; and of how this one imports them
+# packages whose import-time warnings are hidden, such as those about missing optional packages
 OTHERS = r"(megatron|vllm|torch|transformers|torchao|triton|rftmega|importlib)\b"
 
 
@@ -49,18 +49,19 @@ def train(
 ) -> RunResult:
     """Trains as `train_rl.py CONFIG [option=value ...] --processes N` does, and waits for the end.
 
-    `config` is a YAML file or the dictionary that it would hold, over which `overrides` go
-    ("trainer.steps=2"), or a whole RunConfig.
-    `processes` ranks of this machine are started; None: this process is a rank itself, alone or
-    beside those that a launcher (torchrun) has started. `rewards` are functions f(prompts,
-    completions, **columns) -> list of numbers, in place of `reward.functions` (docs/rewards.md);
-    those of a notebook, closures and lambdas reach the ranks as well. So does an `environment`: an
-    object with `async def run(self, task, model)`, or its class, which is called with the tokenizer
-    (docs/environments.md).
+    `config` is the path of a YAML file, a dictionary with the same content, or a complete
+    RunConfig. `overrides` ("trainer.steps=2") are applied on top of a file or dictionary.
 
-    Raises ConfigError that lists all that is wrong, RanksFailed where a rank died (the launcher
-    writes which and why), KeyboardInterrupt after all ranks were ended, and what a rank raises that
-    is the user's to mend.
+    `processes` ranks are started on this machine; with None this process is itself a rank, alone or
+    as one of those started by a launcher (torchrun). `rewards` are functions f(prompts,
+    completions, **columns) -> list of numbers that replace `reward.functions` (docs/rewards.md);
+    functions defined in a notebook, closures and lambdas are sent to the ranks as well. So is an
+    `environment`: an object with `async def run(self, task, model)`, or its class, which is called
+    with the tokenizer (docs/environments.md).
+
+    Raises ConfigError that lists every problem, RanksFailed if a rank died (the launcher writes
+    which one and why), KeyboardInterrupt after all ranks were ended, and any RFTMegaError that a
+    rank raised.
     """
     functions = [function for function in rewards or () if not isinstance(function, str)]
     named = give(functions)
@@ -97,8 +98,8 @@ def _read(
     references: list[str] | None,
     environment: str | None,
 ) -> RunConfig:
-    """Reads the config, with `references` in place of its reward functions and the environment of
-    this name in place of its own, where there are any.
+    """Reads the config; `references` and `environment`, where given, replace its reward functions
+    and its environment.
     """
     if not isinstance(config, RunConfig):
         chosen = [] if references is None else [f"reward.functions={json.dumps(references)}"]
@@ -119,7 +120,7 @@ def _read(
 def _references(
     rewards: Sequence[RewardFunction | str] | None, named: Sequence[str]
 ) -> list[str] | None:
-    """Returns the references of `rewards`, of which `named` are those that are functions."""
+    """Returns the reference of each reward; `named` holds those of the functions, in order."""
     if rewards is None:
         return None
     names = iter(named)
@@ -127,10 +128,9 @@ def _references(
 
 
 def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
-    """Returns functions and an environment as bytes that another process can read, wherever they
-    were defined.
+    """Returns functions and an environment serialized with cloudpickle, wherever they were defined.
 
-    Raises ConfigError for one that holds what no other process can have.
+    Raises ConfigError for an object that can't be pickled.
     """
     if not functions and environment is None:
         return b""
@@ -150,7 +150,7 @@ def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
 
 
 def functions_given(sent: bytes) -> None:
-    """Makes functions and environment known to this rank, as `sent` gives them."""
+    """Registers on this rank the functions and the environment that `sent` serialized."""
     if sent:
         import cloudpickle
 
@@ -161,8 +161,8 @@ def functions_given(sent: bytes) -> None:
 
 
 def check(config: RunConfig, processes: int | None) -> None:
-    """Refuses what can't run on so many processes of this machine (None: those that a launcher has
-    started). Raises ConfigError, or another error of ours.
+    """Refuses a config that can't run on so many processes of this machine (None: those that a
+    launcher has started). Raises ConfigError or another RFTMegaError.
     """
     from rftmega.run import preflight
     from rftmega.runtime.parallel import preemption
@@ -176,12 +176,12 @@ def check(config: RunConfig, processes: int | None) -> None:
 
 
 def launched(processes: int, config: RunConfig, functions: bytes) -> int:
-    """Trains in so many ranks of this machine. Returns the exit code."""
+    """Trains with so many ranks on this machine. Returns the exit code."""
     from rftmega.run import preflight
     from rftmega.run.local_launcher import launch
     from rftmega.runtime.parallel import preemption
 
-    if preemption.asked():  # ranks would each have to agree on it
+    if preemption.asked():  # asked to stop before any rank has started
         return config.faults.requeue_code
     preload = ["rftmega.run.preloaded", *preflight.slow_modules(config)]
     restarts, saves = config.faults.max_restarts, config.checkpoint.every > 0
@@ -192,8 +192,8 @@ def launched(processes: int, config: RunConfig, functions: bytes) -> int:
 
 
 def end_with_torchrun() -> None:
-    """Ends this rank with torchrun, where that started it: peers of a rank whose agent was killed
-    would wait for ever.
+    """Makes the kernel kill this rank when the torchrun agent that started it ends: otherwise the
+    peers of a rank whose agent was killed would wait for ever.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid(), signal.SIGKILL)
@@ -201,10 +201,10 @@ def end_with_torchrun() -> None:
 
 @contextlib.contextmanager
 def folders_locked(config: RunConfig) -> Iterator[None]:
-    """Keeps other runs from writing where this one does, within a `with` block.
+    """Locks the run's output folders against other runs within a `with` block.
 
-    The launcher holds the locks, which outlives its ranks; without one the first rank. Raises
-    LockedError.
+    The launcher holds the locks, since it outlives its ranks; without a launcher the first rank
+    does. Raises LockedError.
     """
     folders = {Path(config.trainer.output).resolve()}
     if config.checkpoint.every and config.checkpoint.folder:
@@ -220,7 +220,9 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Hides what other packages warn of, in a program whose own warnings stay, within a `with` block."""
+    """Hides warnings of third-party packages within a `with` block; the caller's own are still
+    shown.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=OTHERS)
         yield
@@ -228,22 +230,22 @@ def quiet_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_given_back() -> Iterator[None]:
-    """Frees models and engines where a `with` block raises: the error's traceback would hold them as
-    long as a notebook shows it. Variables of a user's own functions stay, for a debugger.
+    """Frees models and engines if a `with` block raises: otherwise the error's traceback would hold
+    them as long as a notebook shows it. Variables of the user's own functions stay, for a debugger.
     """
     try:
         yield
     except BaseException as error:
         for frame in _frames(error):
             if frame.f_globals.get("__name__", "").startswith(PACKAGE):
-                with contextlib.suppress(RuntimeError):  # it runs: this one, and who called it
+                with contextlib.suppress(RuntimeError):  # the frame is still executing
                     frame.clear()
         gc.collect()
         raise
 
 
 def _frames(error: BaseException | None) -> Iterator[FrameType]:
-    """Yields the frames of the error's traceback, and of those of the errors that led to it."""
+    """Yields the frames of the error's traceback and of those of its causes."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             yield frame
@@ -251,7 +253,7 @@ def _frames(error: BaseException | None) -> Iterator[FrameType]:
 
 
 def rank(config: RunConfig, functions: bytes) -> int:
-    """Runs one process of a run that `processes` started. Returns its exit code."""
+    """Runs one rank that `train(processes=N)` started. Returns its exit code."""
     prepare()
     functions_given(functions)
     return task_of(config)(config)

@@ -1,4 +1,6 @@
-"""Tells that a mixture's load-balancing loss, which config.json may ask for, is no part of a run."""
+"""Logs that the load-balancing loss of a MoE, which config.json may ask for, is not
+part of a run.
+"""
 
 import logging
 
@@ -11,7 +13,9 @@ FIELDS = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
 
 
 def tell_balancing(world: World, config: RunConfig) -> None:
-    """Logs once, on either backend, which coefficients of config.json are not used."""
+    """Logs once, on either backend, which load-balancing coefficients of config.json
+    are not used.
+    """
     if not world.is_main:
         return
     for field, value in asked_for(config.model.path).items():
@@ -24,7 +28,7 @@ def tell_balancing(world: World, config: RunConfig) -> None:
 
 
 def asked_for(folder: str) -> dict[str, float]:
-    """Returns the coefficients that config.json sets, by field; those of 0 ask for nothing."""
+    """Returns the nonzero load-balancing coefficients of config.json, by field."""
     fields = read_hf_config(folder)
     inner = fields.get("text_config")
     both = {**fields, **(inner if isinstance(inner, dict) else {})}

@@ -1,6 +1,6 @@
-"""Reads the command line and reports the end of a run: arguments, refusals, exit codes.
+"""Parses the command line, and reports the end of a run as messages and exit codes.
 
-Importing this costs nothing.
+Importing this module loads no heavy package.
 """
 
 import argparse
@@ -23,13 +23,13 @@ where my_function(prompts, completions, **columns) gives a number for each compl
 
 
 def run(description: str | None) -> int:
-    """Checks the config of the command line, then trains: here, or in `--processes` ranks of this
-    machine.
+    """Checks the config named on the command line, then trains in this process or in `--processes`
+    ranks of this machine.
 
-    Returns the exit code, after a message for what the user can mend.
+    Returns the exit code, after printing a message for errors that the user can fix.
     """
     given = arguments(description)
-    keep_private()  # to the end of this process: what it closes last writes files, too
+    keep_private()  # until this process ends: files are still written at exit
     code = 0
     try:
         if given.dry_run:
@@ -80,8 +80,8 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def reference(argv: Sequence[str]) -> str:
-    """Returns the options that --help shows: those of a user's own parts, too, where a CONFIG that
-    has plugins is given.
+    """Returns the options that --help shows, including those of plugins if the CONFIG on the
+    command line names any.
     """
     files = [
         word
@@ -98,8 +98,8 @@ def reference(argv: Sequence[str]) -> str:
 
 
 def shown(given: argparse.Namespace) -> None:
-    """Prints layout, batch arithmetic and parameters a rank, and checks the first records of the
-    data with the reward.
+    """Prints layout, batch arithmetic and parameters per rank, and checks the first data records
+    and the reward (`--dry-run`).
     """
     from rftmega.run import preflight
     from rftmega.run.train import look

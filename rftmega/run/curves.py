@@ -1,4 +1,4 @@
-"""Curves draws metrics over the steps of a run; needs matplotlib."""
+"""Plots metrics over the steps of a run; needs matplotlib."""
 
 from collections.abc import Sequence
 from io import BytesIO
@@ -13,7 +13,7 @@ SIZE = 4.0, 2.5  # of a curve, in inches
 
 
 class Curves(Figure):
-    """Curves is a figure with a curve a metric, which a notebook shows as an image."""
+    """Curves is a figure with one curve per metric; a notebook shows it as an image."""
 
     def __init__(self, history: Sequence[Step], names: Sequence[str]):
         """Raises KeyError for a metric that no step has."""
@@ -31,7 +31,7 @@ class Curves(Figure):
             axes.set_xlabel("step")
 
     def _repr_png_(self) -> bytes:
-        """Returns what a notebook shows."""
+        """Returns the figure as PNG, for a notebook."""
         image = BytesIO()
         self.savefig(image, format="png")
         return image.getvalue()

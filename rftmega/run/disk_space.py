@@ -1,4 +1,4 @@
-"""Estimates what a run writes to disk."""
+"""Estimates the disk space that a run needs."""
 
 from rftmega.config import RunConfig
 from rftmega.run.planning.models import POLICY, models_of
@@ -8,8 +8,8 @@ FLOAT, ADAM = 4, 8  # bytes a parameter: in float32, and its two moments
 
 
 def needed(config: RunConfig) -> dict[str, int]:
-    """Returns folder -> bytes that must be free there when the run starts: of the models that it
-    exports, and of one checkpoint.
+    """Returns folder -> bytes that must be free there when the run starts: exported models and one
+    checkpoint.
     """
     models = models_of(config, auto=str(device.current().train_dtype).removeprefix("torch."))
     policy, averages = models[POLICY], config.algorithm.ema_beta > 0
@@ -26,5 +26,5 @@ def needed(config: RunConfig) -> dict[str, int]:
 
 
 def kept_of(itemsize: int) -> int:
-    """Returns the bytes of a parameter and, where it is narrow, its main copy."""
+    """Returns the bytes of a parameter including the fp32 main copy of a low-precision one."""
     return itemsize + FLOAT * (itemsize < FLOAT)

@@ -1,4 +1,6 @@
-"""Writes the YAML file of a first run: GRPO on a given model, in the quickest layout that fits."""
+"""Generates the YAML file of a first run: GRPO on a given model, in the quickest layout
+that fits.
+"""
 
 import textwrap
 from collections.abc import Iterator
@@ -16,9 +18,9 @@ from rftmega.run.planning.fit import Machine
 from rftmega.run.planning.models import POLICY, models_of
 
 WIDTH = 100  # columns of a comment
-ROWS = 1024  # completions a step, or more where the devices are
+ROWS = 1024  # completions per step; more if there are more devices
 GROUP = 8  # completions a prompt
-FOLLOWING = ("reward.exact_match",)  # options that others settle
+FOLLOWING = ("reward.exact_match",)  # options that follow from others
 SHOWN = (  # options that are written although they have their defaults
     *("parallel.tensor", "rollout.tensor", "rollout.memory_fraction", "rollout.temperature"),
     *("optimizer.learning_rate", "trainer.max_tokens_per_micro_batch"),
@@ -28,9 +30,9 @@ SHOWN = (  # options that are written although they have their defaults
 def first_run(
     model: str, machine: Machine, *, prompt_tokens: int, response_tokens: int, **data: Any
 ) -> tuple[RunConfig, Best]:
-    """Returns a run of GRPO on `machine`, and what was found of its layout.
+    """Returns a GRPO config for `machine`, and the layout search's result.
 
-    `data`: options of data.*. Raises ConfigError where no layout fits.
+    `data`: options of data.*. Raises ConfigError if no layout fits.
     """
     config = RunConfig(model=ModelConfig(path=model), data=DataConfig(**data))
     config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = (
@@ -62,8 +64,8 @@ def first_run(
 
 
 def as_yaml(config: RunConfig, heading: str) -> str:
-    """Returns a run's options as YAML, each with its meaning: those that differ from their defaults,
-    and those that are changed first.
+    """Returns a run's options as YAML, each with its description: those that differ from their
+    defaults, and those that users change first.
     """
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     plain = RunConfig()

@@ -1,7 +1,7 @@
-"""Fetches models and data sets of the Hugging Face hub that a config names, before anything reads them.
+"""Downloads the models and data sets of the Hugging Face hub that a config names.
 
-huggingface_hub does it: its cache (HF_HOME), token (HF_TOKEN), address (HF_ENDPOINT) and offline mode
-(HF_HUB_OFFLINE) are those of the environment.
+huggingface_hub does it: its cache (HF_HOME), token (HF_TOKEN), address (HF_ENDPOINT) and offline
+mode (HF_HUB_OFFLINE) are those of the environment.
 """
 
 import re
@@ -21,10 +21,11 @@ DATA = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json", "*.csv", "*.arrow")
 
 
 def fetched(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Returns the config with folders of the cache in place of repositories of the hub; without
-    `weights` models have what describes them only, and data is left alone.
+    """Returns the config with hub repositories replaced by folders of the local cache; without
+    `weights`, only the models' config and tokenizer files are fetched, and data is left alone.
 
-    A path that is there is never looked up. Raises ConfigError for a repository that can't be had.
+    An existing path is never looked up. Raises ConfigError for a repository that can't be
+    downloaded.
     """
     patterns = (*TEXT, *WEIGHTS) if weights else TEXT
 
@@ -58,7 +59,7 @@ def _data(config: DataConfig) -> DataConfig:
 
 def _local(option: str, path: str, kind: str, patterns: Sequence[str]) -> str:
     named = REPOSITORY.fullmatch(path)
-    is_file = any(fnmatch(path, pattern) for pattern in DATA)  # one that is missing
+    is_file = any(fnmatch(path, pattern) for pattern in DATA)  # a data file that is missing
     if named is None or is_file or Path(path).exists() or Path(path).parent.is_dir():
         return path
     from huggingface_hub import snapshot_download

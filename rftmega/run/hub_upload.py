@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 def claim(config: RunConfig) -> None:
-    """Makes the repository that trainer.push_to_hub names, where it isn't there, before the run
-    begins: what keeps it from being made would keep the model from being uploaded.
+    """Creates the repository that trainer.push_to_hub names, if it does not exist, before the run
+    begins, so that problems show before training.
 
-    Raises ConfigError.
+    Raises ConfigError if the repository can't be created or written to.
     """
     repository = config.trainer.push_to_hub
     if not repository:
@@ -34,7 +34,7 @@ def claim(config: RunConfig) -> None:
         raise ConfigError(
             f"{said}: the hub lets this account (HF_TOKEN) make no such repository, nor write to it: {error}"
         ) from error
-    except Exception as error:  # its errors of the network are another library's with each version
+    except Exception as error:  # the class of network errors changes between versions
         raise ConfigError(
             f"{said}: the hub can't be reached: {error}. Leave it out, and upload from elsewhere at the end:\n"
             f"    {_command(config)}"
@@ -42,7 +42,9 @@ def claim(config: RunConfig) -> None:
 
 
 def upload(config: RunConfig) -> None:
-    """Uploads the exported model. Where that fails it says how to repeat it: the run has ended well."""
+    """Uploads the exported model. A failure is logged with the command to repeat the upload: the
+    training itself has succeeded.
+    """
     repository = config.trainer.push_to_hub
     if not repository:
         return
@@ -55,7 +57,7 @@ def upload(config: RunConfig) -> None:
             ignore_patterns=[MARK],
             commit_message="Trained with rftmega",
         )
-    except Exception as error:  # whatever it is: days of training have gone well
+    except Exception as error:  # any error: the training itself has succeeded
         log.warning(
             "The model is not uploaded: %s. To do it again:\n    %s", error, _command(config)
         )

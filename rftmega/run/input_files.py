@@ -1,4 +1,4 @@
-"""Describes the files that a run reads, so that a resumed run says which are others now."""
+"""Describes the files that a run reads, so that a resumed run can report which have changed."""
 
 import hashlib
 import importlib.util
@@ -10,11 +10,11 @@ from rftmega.config import RunConfig, split_source
 from rftmega.config.options.agents import Agent
 from rftmega.config.options.environments import Tools
 from rftmega.config.user_code.functions import GIVEN
-from rftmega.data import PromptOrder
+from rftmega.data.sampler import PromptOrder
 from rftmega.models.hf.checksums import files_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-TEXTS = (".txt", ".md")  # that reward.judge_template may name
+TEXTS = (".txt", ".md")  # suffixes by which reward.judge_template names a file
 
 
 def inputs_of(
@@ -23,10 +23,10 @@ def inputs_of(
     held_out: Mapping[str, Sized],
     ptx: PromptOrder[Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns option (and file) -> number of rows and SHA-256 of what the run has read there: data,
-    code of the user's, templates, and what lies beside the weights of models.
+    """Returns option (and file) -> row count and SHA-256 of the run's inputs: data, user code,
+    templates, and the files beside the weights of models.
 
-    `order`, `held_out` and `ptx` are what the data were read to. A pipe has no checksum.
+    `order`, `held_out` and `ptx` are the loaded data. A pipe has no checksum.
     """
     rows = rows_of(config, order, held_out, ptx)
     found: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def rows_of(
 
 
 def sources_of(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Yields (option, file or folder) of all that the run reads but weights."""
+    """Yields (option, file or folder) of every input but weights."""
     data = config.data
     given = {"data.train": data.train, "data.ptx": data.ptx, "rollout.order": config.rollout.order}
     given |= {"data.chat_template_file": data.chat_template_file}
@@ -90,7 +90,7 @@ def _functions(config: RunConfig) -> dict[str, Sequence[str]]:
 
 
 def _file_of(place: str) -> Path | None:
-    """Returns the file of a module, or of FILE.py; None where it has none."""
+    """Returns the file of a module or of FILE.py; None if it has none."""
     if place.endswith(".py"):
         return Path(place)
     spec = importlib.util.find_spec(place)
@@ -101,7 +101,7 @@ def _described(path: Path) -> dict[str, str]:
     files = (
         [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     )
-    if not all(file.is_file() for file in files):  # a pipe is read once
+    if not all(file.is_file() for file in files):  # a pipe can be read only once
         return {}
     whole = hashlib.sha256()
     for file in files:

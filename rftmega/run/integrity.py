@@ -1,6 +1,4 @@
-"""Compares the files of a run's models with their checksums before they are read, where
-model.verify asks for it.
-"""
+"""Verifies the checksums of the models' files before they are read, if model.verify is set."""
 
 import logging
 import socket
@@ -21,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ChecksumReport(NamedTuple):
-    """ChecksumReport is what one process found: the checksums of its files, or an error."""
+    """ChecksumReport is the result of one process: the checksums of its files, or an error."""
 
     host: str
     sums: dict[str, str]
@@ -29,10 +27,10 @@ class ChecksumReport(NamedTuple):
 
 
 def verify_models(world: World, config: RunConfig) -> None:
-    """Verifies the files of the models, by all processes together: those of a host share its files.
+    """Verifies the models' files on all processes; those of a host divide its files among them.
 
-    Raises CheckpointError, the same on every process, where a file is not as it was. A folder
-    without checksums gets them.
+    Raises CheckpointError, the same on every process, if a file has changed. For a folder without
+    checksums they are computed and written.
     """
     if not config.model.verify:
         return
@@ -42,7 +40,7 @@ def verify_models(world: World, config: RunConfig) -> None:
     if config.reward.model and config.reward.model_path:
         folders.append(config.reward.model_path)
     for folder in dict.fromkeys(map(Path, folders)):
-        if not is_distributed(folder):  # checked piece by piece when it is read
+        if not is_distributed(folder):  # verified piece by piece when it is read
             _verify(world, folder)
 
 
@@ -85,7 +83,7 @@ def _verify(world: World, folder: Path) -> None:
 
 
 def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -> None:
-    """Writes the checksums; every process raises where that can't be done."""
+    """Writes the checksums; every process raises CheckpointError if they can't be written."""
     error = None
     if world.is_main:
         try:
@@ -101,7 +99,7 @@ def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -
 
 
 def complaints(reports: Sequence[ChecksumReport], known: dict[str, str]) -> list[str]:
-    """Lists what is wrong, file by file; without known checksums, what differs between hosts."""
+    """Lists what is wrong, file by file; without known checksums, the differences between hosts."""
     found = dict.fromkeys(f"on {report.host}: {report.error}" for report in reports if report.error)
     first: dict[str, tuple[str, str]] = {}
     for report in reports:

@@ -1,9 +1,9 @@
-"""The JSON schema of a config file, for editors: names, types, bounds, choices, defaults and meaning,
-from the dataclasses that the options are read into.
+"""Builds the JSON schema of a config file, for editors: names, types, bounds, choices, defaults and
+descriptions.
 
-It says what a file may hold, as `load` reads it: every option may be missing, a part may be its
-type alone, and without a type it may have the options of any part, since a recipe or a base may
-name the type. Whether options fit each other, `--dry-run` says.
+The schema accepts every file that `load` can read: every option may be missing, a component may be
+its type alone, and without a type it may have the options of any component, since a recipe or a
+base may name the type. Whether options are consistent is checked by `--dry-run`.
 """
 
 import inspect
@@ -36,7 +36,7 @@ BASE = {
 
 
 def json_schema(plugins: Plugins = ()) -> Schema:
-    """Returns the schema of a config file; with the options of a user's own parts."""
+    """Returns the schema of a config file, including the options of plugins."""
     whole = _section(RunConfig, "", plugins)
     whole["properties"] = {"base": BASE, **whole["properties"]}
     return {"$schema": DIALECT, "title": "A run of rftmega", **whole}
@@ -82,15 +82,17 @@ def _properties(schema: Any, prefix: str, plugins: Plugins) -> Schema:
 
 
 def _default(option: Field, dotted: str) -> Schema:
-    """Returns what holds without the option; nothing where it must be given, or is the policy's."""
+    """Returns the default of an option; nothing if the option is required or defaults to the
+    policy's.
+    """
     value = option.default if option.default_factory is MISSING else option.default_factory()
     the_policys = dotted.removeprefix("critic.").startswith(AS_THE_POLICY) and "critic." in dotted
     return {} if value == REQUIRED or the_policys else {"default": value}
 
 
 def _union(parts: Mapping[str, type], dotted: str, plugins: Plugins) -> Schema:
-    """Returns the schema of a part: its type alone, or its options, which must be those of the type
-    where one is named.
+    """Returns the schema of a component: its type alone, or its options, which must be those of the
+    type if one is named.
     """
     own = {
         tag: {

@@ -1,4 +1,4 @@
-"""Starts N processes of the same program on this machine, through torchrun's own agent."""
+"""Starts N ranks of the same program on this machine, through torchrun's agent."""
 
 import logging
 import multiprocessing
@@ -45,20 +45,20 @@ def launch(
     max_restarts: int = 0,
     stops: bool = False,
 ) -> int:
-    """Runs work(*arguments) on `processes` ranks and waits.
+    """Runs work(*arguments) on `processes` ranks and waits for them.
 
-    The exit code for this process, which is what `work` gave where all ranks came to their end.
-    When one fails all are ended, and started again up to `max_restarts` times.
+    Returns the exit code for this process: the largest that `work` returned if all ranks finished.
+    If one rank fails, all are ended, and restarted up to `max_restarts` times.
 
-    With `stops`, SIGTERM and SIGUSR1 are requests that ranks see (`preemption.asked`); without,
-    they end the ranks like Ctrl-C. Ranks end with this process, however it ends. Where the device
-    allows it, they are forked from a server that has imported the modules `preload` once, which is
-    most of a start. Raises the RFTMegaError that a rank raised, whichever it was: it would only be
-    raised again.
+    With `stops`, SIGTERM and SIGUSR1 are stop requests that ranks see (`preemption.asked`);
+    without, they end the ranks like Ctrl-C. Ranks end with this process, however it ends. If the
+    device allows it, they are forked from a server that has imported the modules `preload` once,
+    which is most of the start-up time. Raises the RFTMegaError that a rank raised, without a
+    restart: it would only occur again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
-    # what it would say is said below
+    # its failures are reported below
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if device.current().start_method == "forkserver":
         _start_server(preload)
@@ -72,7 +72,7 @@ def launch(
             nproc_per_node=processes,
             run_id="local",
             rdzv_backend="c10d",
-            rdzv_configs={"store_type": "file"},  # one of TCP would listen to other hosts, too
+            rdzv_configs={"store_type": "file"},  # a TCP store would also listen to other hosts
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
@@ -82,7 +82,7 @@ def launch(
         with _signals(folder / STOP if stops else None) as came, _main_of_ranks():
             for restarts in range(max_restarts + 1):
                 try:
-                    # one that has ended stays closed
+                    # a finished rendezvous stays closed
                     config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"
                     given = (launcher, folder, restarts, stops, work, *arguments)
                     return max(elastic_launch(config, _rank)(*given).values())
@@ -106,8 +106,8 @@ def launch(
 
 
 def _told(complaint: Path) -> RFTMegaError:
-    """Reads the error that a rank wrote, one of ours: its class and exit code on the first line,
-    and the message.
+    """Returns the RFTMegaError that a rank wrote to a file: its class and exit code on the first
+    line, then the message.
     """
     head, _, message = complaint.read_text().partition("\n")
     name, code = head.split()
@@ -127,9 +127,8 @@ def _what(error: ChildFailedError) -> str:
 
 
 def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
-    """Opens the store where the ranks meet, on loopback: torch's own listens to other hosts, too.
-
-    The agent keeps its port.
+    """Opens the TCP store where the ranks meet, on loopback: torch's own listens to other hosts,
+    too.
     """
     listener = socket.create_server((address, port))
     bound = listener.getsockname()[1]
@@ -139,8 +138,8 @@ def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPSto
 
 
 def _start_server(preload: Sequence[str]) -> None:
-    """Starts the server that ranks are forked from, deaf to signals from its first moment: it ends
-    with this process.
+    """Starts the server that ranks are forked from. It ignores stop signals from the start, and
+    ends with this process.
     """
     multiprocessing.set_forkserver_preload([fork_server.__name__, *preload])
     os.environ[fork_server.LAUNCHER] = str(os.getpid())
@@ -158,7 +157,7 @@ def _start_server(preload: Sequence[str]) -> None:
 
 @contextmanager
 def _main_of_ranks() -> Iterator[None]:
-    """Makes processes that multiprocessing starts within a `with` block take rank_main.py for the
+    """Makes processes that multiprocessing starts within a `with` block use rank_main.py as their
     main module.
     """
     main = sys.modules["__main__"]
@@ -171,11 +170,12 @@ def _main_of_ranks() -> Iterator[None]:
 
 @contextmanager
 def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
-    """Lets the first Ctrl-C or SIGTERM (gives which) end the ranks within a `with` block, and
-    further ones not interrupt that. With a `stop_file`, SIGTERM and SIGUSR1 only make it.
+    """Makes the first Ctrl-C or SIGTERM end the ranks within a `with` block, and ignores later
+    ones. Yields a list that receives the signal. With a `stop_file`, SIGTERM and SIGUSR1 only
+    create it.
 
-    The agent's own handler raises for each of them, also out of the code that waits for the ranks
-    to end.
+    The agent's own handler raises for each signal, even out of the code that waits for the ranks to
+    end.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *preemption.SIGNALS)}
     every_time = elastic._terminate_process_handler
@@ -188,7 +188,7 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
         for ended in handlers:
             signal.signal(ended, signal.SIG_IGN)
         came.append(signal.Signals(signum))
-        # what the ranks get: they may take another one for a request
+        # the ranks get SIGKILL: another signal could count as a stop request
         raise SignalException("stopped", signal.SIGKILL)
 
     elastic._terminate_process_handler = once
@@ -213,12 +213,12 @@ def _rank(
     work: Callable[..., int],
     *arguments: Any,
 ) -> int:
-    """Runs one rank: its title names it in `ps`.
+    """Runs one rank; its process title names the rank in `ps`.
 
-    What is the user's to mend goes to the launcher, anything else is a traceback.
+    An RFTMegaError is passed to the launcher, other errors are printed as a traceback.
 
-    It is killed when the launcher ends: a signal that it can hear would be a request to save, in a
-    folder that may be another run's by then.
+    The rank is killed when the launcher ends: a signal that it can handle would be a request to
+    save, in a folder that another run may use by then.
     """
     # the launcher, or the server of its forks, which ends with it
     end_with_parent(os.getppid(), signal.SIGKILL)
@@ -233,7 +233,7 @@ def _rank(
         preemption.unlisten()
     preemption.request.file = folder / STOP
     rank = os.environ["RANK"]
-    # the agent has 0 there, as it is another one each time
+    # each restart has a new agent, which would set 0
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     setproctitle(f"rftmega rank {rank}")
     try:
@@ -248,8 +248,8 @@ def _rank(
         draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:
-        # a collective fails within milliseconds of a peer's death, and it is the peer that is to be
-        # named
+        # a collective fails within milliseconds of a peer's death, and the peer must be
+        # reported as the cause
         time.sleep(GRACE)
         sys.stderr.write(
             "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())

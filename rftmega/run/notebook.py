@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.5
 
 
 def in_notebook() -> bool:
-    """Returns whether this process is a notebook's kernel."""
+    """Returns whether this process is a notebook kernel."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive else None
     return type(shell).__name__ == "ZMQInteractiveShell"
@@ -24,8 +24,8 @@ def in_notebook() -> bool:
 
 @contextmanager
 def progress(config: RunConfig) -> Iterator[None]:
-    """Shows the step, what it learnt and the time left below the cell, within a `with` block. Does
-    nothing outside a notebook. The bar of the ranks, which knows no cells, is not drawn.
+    """Shows the step, its metrics and the time left below the cell, within a `with` block. Outside
+    a notebook it has no effect. The ranks' own progress bars are disabled.
     """
     if not in_notebook():
         yield
@@ -62,7 +62,9 @@ def progress(config: RunConfig) -> Iterator[None]:
 
 
 def line_of(history: list[Step], steps: int) -> str:
-    """Returns the last step of `history` in a line: its number of `steps`, the time left, and figures."""
+    """Returns one line about the last step of `history`: its number of `steps`, the time left,
+    metrics.
+    """
     from rftmega.monitoring.observers.metric_writers import status
 
     last: Any = history[-1]

@@ -1,6 +1,4 @@
-"""The option reference that `--help` prints, read from the dataclasses' own source, so that it
-can't drift.
-"""
+"""Generates the option reference that `--help` prints from the source of the config dataclasses."""
 
 import ast
 import inspect
@@ -14,7 +12,7 @@ from typing import Any
 from rftmega.config.schema import CriticConfig, RunConfig
 from rftmega.config.tree import Plugins, default_type, hints, listed, members, tabled
 
-MADE = "field(default_factory=lambda: "  # stands before the default of a list
+MADE = "field(default_factory=lambda: "  # precedes the default of a list
 EMPTY = {
     "MISSING": "required",
     "field(default_factory=dict)": "{}",
@@ -23,9 +21,9 @@ EMPTY = {
 
 
 def option_reference(plugins: Plugins = ()) -> str:
-    """Returns one block a section: name, default, and the docstring under the field.
+    """Returns one block per section: name, default, and the docstring under the field.
 
-    Of a union one block a type.
+    A union has one block per type.
     """
     lines: list[str] = []
     for f in fields(RunConfig):
@@ -50,7 +48,7 @@ def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterato
         for tag, part in table.items():
             yield f"    {dotted}: {{{tag}: ...}}\n      {inspect.getdoc(part)}"
             yield from _own(part, f"{dotted}.{tag}.", plugins)
-    elif is_dataclass(hint) and schema is CriticConfig:  # said once, with the policy's
+    elif is_dataclass(hint) and schema is CriticConfig:  # described once, with the policy's options
         yield f"  {dotted}.*\n      {told[1]}"
     elif is_dataclass(hint):
         yield from _own(hint, f"{dotted}.", plugins)
@@ -63,7 +61,7 @@ def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterato
 
 
 def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
-    """Yields the lines of all fields but the type of a part."""
+    """Yields the lines of all fields of a component except its type."""
     for f in fields(schema):
         if f.name != "type":
             yield from _described(schema, f.name, prefix, plugins)
@@ -71,7 +69,7 @@ def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
 
 @cache
 def documented(schema: type) -> dict[str, tuple[str, str]]:
-    """Returns field -> (default as it is written, docstring), those of the classes above included."""
+    """Returns field -> (source text of its default, docstring), including those of base classes."""
     found: dict[str, tuple[str, str]] = {}
     for each in reversed(schema.__mro__):
         if not is_dataclass(each):

@@ -1,4 +1,4 @@
-"""Refuses, in one error, everything that can be refused before a process group or a model exists."""
+"""Checks a run before a process group or a model exists, and reports all problems in one error."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ from rftmega.runtime.device import hardware
 from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.weights.receivers.fp8 import BLOCK
 
-FP8_BYTES = (2, 6)  # the version of Transformer Engine from which Megatron can recompute beside it
+FP8_BYTES = (2, 6)  # first Transformer Engine version that supports gradient checkpointing with FP8
 BACKENDS = {"megatron": "rftmega.backends.megatron", "fsdp": "rftmega.backends.fsdp.backend"}
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
@@ -113,7 +113,7 @@ def preflight(
 
 
 def _key(config: RunConfig) -> list[str]:
-    """Refuses, on the process that speaks to servers elsewhere, what is no key of theirs."""
+    """Lists what is wrong with the key for remote servers, on the process that connects to them."""
     elsewhere = config.rollout.addresses or config.rollout.server_list
     if config.strategy != "separate" or not elsewhere or os.environ.get("RANK", "0") != "0":
         return []
@@ -125,9 +125,9 @@ def _key(config: RunConfig) -> list[str]:
 
 
 def _described(config: RunConfig, path: str) -> ModelDescription:
-    """Describes a model as the run's backend does, from its config.json.
+    """Returns the description of a model, read from its config.json as the run's backend reads it.
 
-    Raises CheckpointError where the backend does not know it.
+    Raises CheckpointError if the backend does not support it.
     """
     if config.backend == "fsdp":
         read = read_config(path)
@@ -156,7 +156,7 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
 
 
 def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
-    """Lists why the trainer can't multiply in numbers of 8 bits."""
+    """Lists why the trainer can't use FP8 matmuls."""
     said = f"model.fp8={config.model.fp8}"
     engine = installed().transformer_engine
     if engine is None or engine < FP8_BYTES:
@@ -183,7 +183,7 @@ def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) 
 
 
 def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
-    """Lists why vLLM can't compute the model's linear layers with numbers of 8 bits."""
+    """Lists why vLLM can't compute the model's linear layers in FP8."""
     rollout = config.rollout
     if rollout.quantization == "none" or rollout.engine != "vllm" or config.backend != "megatron":
         return []
@@ -240,7 +240,7 @@ def _layout_violations(
 
 
 def _output_head(config: RunConfig) -> list[str]:
-    """Lists why log-probs can't be made by the model's output head under backend=fsdp."""
+    """Lists why log-probs can't be computed with the model's LM head under backend=fsdp."""
     if config.algorithm.task == "reward_model":
         return []
     try:
@@ -251,7 +251,7 @@ def _output_head(config: RunConfig) -> list[str]:
 
 
 def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
-    """Lists why the model can't have the adapters that it is to have, or begin with those of a
+    """Lists why the model can't have the configured adapters, or can't start from those of a
     folder.
     """
     lora = config.model.lora
@@ -280,7 +280,7 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
 
 
 def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[str]:
-    """Returns the layers of a folder's model that have adapters, by the last parts of their names."""
+    """Returns the names of the layers with adapters, without their path, such as q_proj."""
     lora = config.model.lora
     if config.backend == "fsdp":
         model = on_meta(read_config(path), "eager")
@@ -291,7 +291,7 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
 
 
 def _quantised(config: RunConfig) -> list[str]:
-    """Lists why the trained weights can't be written quantised, where they are to be."""
+    """Lists why the trained weights can't be exported in quantized form, if that is configured."""
     if not config.trainer.export_quantised:
         return []
     if block_scales(read_json_object(Path(config.model.path) / "config.json")) is None:
@@ -313,7 +313,7 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
 
 
 def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
-    """Lists what vLLM's CPU kernels can't compute of `model`."""
+    """Lists why vLLM's CPU kernels can't run `model`."""
     if latent := model.latent:
         size = latent.key_value_rank + latent.rope_dim
         if size == VLLM_CPU_LATENT_SIZE:
@@ -332,7 +332,7 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
-    """Lists what is wrong with critic and reward model, where there are such."""
+    """Lists what is wrong with the critic and the reward model, if the run has them."""
     found = []
     if config.algorithm.advantage.needs_critic and (
         config.critic.path or config.critic.parallel != config.parallel
@@ -394,7 +394,7 @@ def _value_model(
 
 
 def dry_run(config: RunConfig, world_size: int) -> str:
-    """Returns the process layout, the batch arithmetic and the parameters a rank, as text."""
+    """Returns a text with the process layout, the batch arithmetic and the parameters per rank."""
     model, parallel = _described(config, config.model.path), config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
@@ -447,7 +447,7 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 
 def slow_modules(config: RunConfig) -> list[str]:
-    """Return the modules of the chosen backend and engine, whose import takes seconds."""
+    """Returns the modules of the chosen backend and engine whose imports take seconds."""
     found = [BACKENDS[config.backend]]
     if (
         config.algorithm.task != "rl"

@@ -1,8 +1,10 @@
-"""Import what every rank needs, once, in the server that `--processes` forks ranks from."""
+"""Imports the modules that every rank needs, once, in the server that `--processes` forks ranks
+from.
+"""
 
 import warnings
 
-warnings.filterwarnings("ignore")  # Megatron names every accelerator that is not installed
+warnings.filterwarnings("ignore")  # Megatron warns about every accelerator that is not installed
 
 # isort: split
 import rftmega.data

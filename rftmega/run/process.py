@@ -1,6 +1,4 @@
-"""Runs one process of a run: among the others, on a host that was looked at, watched, and able to
-hear that it is to stop.
-"""
+"""Sets up one process of a run: process group, host checks, watchdog and stop signals."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,11 +15,12 @@ from rftmega.runtime.parallel.watchdog import watched
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
-    """Gives the processes and what says whether they were asked to stop, within a `with` block: for
-    a run that saves, signals ask it.
+    """Joins the process group and checks the host, within a `with` block. Yields the World and a
+    function that returns whether the processes were asked to stop (by signals, in a run that
+    saves).
 
-    Raises NodeError where a host can't serve, CheckpointError where model.verify finds a file that
-    is not as it was.
+    Raises NodeError if a host can't be used, CheckpointError if model.verify finds a file that has
+    changed.
     """
     saves = config.checkpoint.every > 0
     signals = preemption.listening() if saves else nullcontext()

@@ -1,7 +1,7 @@
-"""Says, before a run begins, what would keep its end from being as it is to be: folders that can't be
-written, a repository of the hub that can't be, a model card that can't be made.
+"""Finds, before a run starts, problems that would show only at its end: folders that can't be
+written, an invalid hub repository, a model card that can't be generated.
 
-What takes the model itself is rehearsed when it is built: `strategy.export.rehearse`.
+Problems of the model itself are found when it is built: `strategy.export.rehearse`.
 """
 
 import os
@@ -15,12 +15,14 @@ from rftmega.monitoring.model_card import model_card
 
 
 def refusals(config: RunConfig) -> list[str]:
-    """Lists why this run could not end well."""
+    """Lists the reasons why this run could not end successfully."""
     return [*_folders(config), *_exports(config), *_repository(config), *_card(config)]
 
 
 def _folders(config: RunConfig) -> Iterator[str]:
-    """Tries each folder that the run writes to, or the one that it will be made in."""
+    """Tests each folder that the run writes to, or the existing parent in which it will
+    be created.
+    """
     written = {"trainer.output": config.trainer.output}
     if config.checkpoint.every and config.checkpoint.folder:
         written["checkpoint.folder"] = config.checkpoint.folder
@@ -42,7 +44,7 @@ def _unwritable(folder: Path) -> str:
 
 
 def _exports(config: RunConfig) -> list[str]:
-    """Folders that the run would have to replace at its end, and may not."""
+    """Lists the folders that the run would have to replace at its end, but that no export wrote."""
     folders = [Path(folder) for folder in config.exports()]
     folders += [folder.with_name(f"{folder.name}.incomplete") for folder in folders]
     return [
@@ -54,7 +56,9 @@ def _exports(config: RunConfig) -> list[str]:
 
 
 def _repository(config: RunConfig) -> list[str]:
-    """Asks the hub's library about the name; `hub_upload.claim` asks the hub itself."""
+    """Validates the repository name with the hub's library; `hub_upload.claim` asks the
+    hub itself.
+    """
     repository = config.trainer.push_to_hub
     if not repository:
         return []
@@ -69,12 +73,12 @@ def _repository(config: RunConfig) -> list[str]:
 
 
 def _card(config: RunConfig) -> list[str]:
-    """Writes the model card as it would be without a step."""
+    """Generates the model card as if no step had been taken."""
     if not config.trainer.export:
         return []
     try:
         model_card(config, [])
-    except Exception as error:  # whatever it is: it would be raised after the last step
+    except Exception as error:  # any error: otherwise it would be raised after the last step
         return [
             f"trainer.export=true: the model card can't be written: {type(error).__name__}: {error}. Set trainer.export=false."
         ]

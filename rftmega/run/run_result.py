@@ -1,4 +1,4 @@
-"""RunResult tells how a training ended, as numbers, a table and a plot."""
+"""RunResult is the outcome of a training run: metrics, a table and plots."""
 
 import html
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from rftmega.monitoring.history import Step, changes, read_history
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """RunResult tells how a training ended. A notebook shows it as a table."""
+    """RunResult is the outcome of a training run. A notebook shows it as a table."""
 
     metrics: dict[str, float | None]  # of the last step, as metrics.jsonl has them
     output: Path  # the run's folder, trainer.output
-    stopped: bool  # by a signal, before the last step; the same call goes on from there
-    exit_code: int  # of train_rl.py: 0, or faults.requeue_code where it was stopped
+    stopped: bool  # by a signal, before the last step; the same call resumes there
+    exit_code: int  # of train_rl.py: 0, or faults.requeue_code if it was stopped
 
     @property
     def history(self) -> list[Step]:
@@ -23,7 +23,8 @@ class RunResult:
         return read_history(self.output / "metrics.jsonl")
 
     def table(self, *names: str) -> Any:
-        """Returns a pandas.DataFrame, a row a step, with the metrics of these names, or with all.
+        """Returns a pandas.DataFrame with a row per step, with the metrics of these names, or with
+        all.
 
         Raises ImportError without pandas.
         """
@@ -35,8 +36,8 @@ class RunResult:
         return frame[list(names)] if names else frame.drop(columns="time")
 
     def plot(self, *names: str) -> Any:
-        """Returns a matplotlib.figure.Figure with a curve a metric over the steps: those of these names,
-        or those that tell at first sight how the run went.
+        """Returns a matplotlib.figure.Figure with a curve per metric over the steps: the named
+        metrics, or a summary selection.
 
         Raises ImportError without matplotlib, KeyError for a metric that no step has.
         """
@@ -48,7 +49,7 @@ class RunResult:
         return Curves(history, names or tuple(changes(history)))
 
     def _repr_html_(self) -> str:
-        """Returns what a notebook shows."""
+        """Returns the HTML that a notebook shows."""
         ended = "stopped, and goes on where it is started again" if self.stopped else "finished"
         head = f"<p>{ended}; <code>{html.escape(str(self.output))}</code></p>"
         rows = [

@@ -1,5 +1,5 @@
-"""Says at the start of a run what of it may surprise: dropout of config.json that does not act, and
-bfloat16 on a processor that is slow at it.
+"""Logs warnings at the start of a run: dropout of config.json that is not applied, and bfloat16 on
+a CPU that is slow at it.
 """
 
 import logging
@@ -11,20 +11,20 @@ from rftmega.core.json_files import read_json_object
 from rftmega.runtime import device
 from rftmega.runtime.device.cpu_speed import bfloat16_ratio
 
-SLOW = 1.5  # times as long as float32
+SLOW = 1.5  # ratio of times, bfloat16 over float32
 
 log = logging.getLogger(__name__)
 
 
 def tell(config: RunConfig) -> None:
-    """Logs the notes, on one process."""
+    """Logs the warnings; called on one process only."""
     for note in (_dropout(config), _bfloat16(config)):
         if note:
             log.warning("%s", note)
 
 
 def _dropout(config: RunConfig) -> str:
-    """Returns what the folder's config.json drops, and that it does not; "" where it says nothing."""
+    """Returns a warning that the dropout of config.json is not applied; "" if it sets none."""
     path = Path(config.model.path) / "config.json"
     found = dropped_by(read_json_object(path)) if path.is_file() else {}
     if not found:
@@ -37,7 +37,7 @@ def _dropout(config: RunConfig) -> str:
 
 
 def _bfloat16(config: RunConfig) -> str:
-    """Returns how slow bfloat16 is here; "" where the model is not computed in it on a CPU."""
+    """Returns a note on bfloat16's speed here; "" if the model is not computed in it on a CPU."""
     if config.model.dtype != "bfloat16" or device.current().type != "cpu":
         return ""
     ratio = bfloat16_ratio()

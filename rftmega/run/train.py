@@ -8,7 +8,7 @@ from rftmega.models.known_fields import ignore
 
 if TYPE_CHECKING:
     from rftmega.core.types import Prompt
-    from rftmega.data import Tokenizer
+    from rftmega.data.tokenizer import Tokenizer
     from rftmega.run.placement.backend import Backend
 
 Task = Callable[[RunConfig], int]
@@ -16,15 +16,15 @@ Task = Callable[[RunConfig], int]
 
 
 def task_of(config: RunConfig) -> Task:
-    """Returns what `algorithm.task` says, in a process that passes over what model.ignore_config_fields
-    names.
+    """Returns the training function of `algorithm.task`, after registering
+    model.ignore_config_fields in this process.
     """
     ignore(config.model.ignore_config_fields)
     return reinforce if config.algorithm.task == "rl" else supervise
 
 
 def backend_of(config: RunConfig) -> "Backend":
-    """Returns the backend that models are built with."""
+    """Returns the backend that builds the models."""
     if config.backend == "fsdp":
         from rftmega.backends.fsdp.backend import FSDPBackend
 
@@ -35,7 +35,7 @@ def backend_of(config: RunConfig) -> "Backend":
 
 
 def _tokenizer(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Tokenizer":
-    from rftmega.data import Chat, Tokenizer
+    from rftmega.data.tokenizer import Chat, Tokenizer
 
     trusted, chat = config.model.trust_remote_code, Chat.of(config.data, tools=tools)
     return Tokenizer(
@@ -47,9 +47,9 @@ def _tokenizer(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Toke
 
 
 def reinforce(config: RunConfig) -> int:
-    """Trains a policy on prompts by rewards. Returns the exit code."""
-    from rftmega import environments
-    from rftmega.data import prompts_of, ptx_of
+    """Trains a policy on prompts and rewards. Returns the exit code."""
+    from rftmega.data.splits import prompts_of, ptx_of
+    from rftmega.environments import create as environments
     from rftmega.rewards import MajorityReward, Reasoning, check_prompts, create
     from rftmega.runtime.parallel.environment import whole_number
 
@@ -60,7 +60,7 @@ def reinforce(config: RunConfig) -> int:
         check_prompts(config.reward, prompts)
         environments.check(environment, prompts)
 
-    # Data first: what is wrong with it shows before the heavy imports.
+    # Data first, so that errors in it show before the heavy imports.
     prompts, held_out = prompts_of(
         config,
         tokenizer,
@@ -118,12 +118,12 @@ def reinforce(config: RunConfig) -> int:
 
 def look(config: RunConfig, most: int) -> str:
     """Reads the first `most` records of each data file as a run does, and checks the reward with
-    them. Returns what was looked at, in a line.
+    them. Returns a one-line summary.
 
-    Raises ConfigError for functions and patterns that can't be used, DataError for records that a
-    run would refuse.
+    Raises ConfigError for unusable functions and patterns, DataError for records that a run would
+    refuse.
     """
-    from rftmega.data import given_of, prompts_of, ptx_of
+    from rftmega.data.splits import given_of, prompts_of, ptx_of
     from rftmega.rewards import Reasoning, check_prompts, create
 
     tokenizer = _tokenizer(config)
@@ -146,8 +146,10 @@ def look(config: RunConfig, most: int) -> str:
 
 
 def supervise(config: RunConfig) -> int:
-    """Trains a policy on given answers, or a reward model on preferences. Returns the exit code."""
-    from rftmega.data import given_of
+    """Trains a policy on given completions, or a reward model on preferences. Returns the exit
+    code.
+    """
+    from rftmega.data.splits import given_of
 
     tokenizer = _tokenizer(config)
     rows, held_out = given_of(config, tokenizer)

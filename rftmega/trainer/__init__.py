@@ -1,4 +1,6 @@
-"""The loop: rollout, score, update, push. Has never heard of a rank."""
+"""The training loop: rollout, scoring, update, weight sync. Independent of ranks and
+parallelism.
+"""
 
 from rftmega.trainer.algorithm import Algorithm
 from rftmega.trainer.dynamic_sampler import DynamicSampler

@@ -1,5 +1,5 @@
-"""Algorithm builds trainers from a config and the pure parts: who scores, who learns, and from
-what.
+"""Algorithm builds trainers from the config: experience maker, learner, losses, schedules and
+gate.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,7 @@ from rftmega.trainer.trained_order import read_order
 
 
 class Algorithm:
-    """Trainers and their parts, experience maker and learner first, and the KL's weight, which
-    these share.
-    """
+    """Builds trainers and their components; all of them share one KL coefficient (`kl`)."""
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -49,9 +47,10 @@ class Algorithm:
         ptx: Order | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
-        """Builds a trainer that learns from `reward`, and from the rows of `ptx` beside.
+        """Builds the trainer that learns from `reward` and, in the same optimizer steps, from the
+        sequences of `ptx`.
 
-        `stop` as PPOTrainer's. Where the run saves, it can also be stopped within a step.
+        `stop` as PPOTrainer's. A run with checkpoints can also be stopped within a step.
         """
         config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
@@ -85,7 +84,7 @@ class Algorithm:
     def supervised(
         self, model: Learns, *, stop: Callable[[], bool] = lambda: False
     ) -> SupervisedTrainer:
-        """Builds a trainer that learns from answers (algorithm.task=sft) or from pairs of them
+        """Builds a trainer for supervised fine-tuning (algorithm.task=sft) or for preference pairs
         (reward_model).
         """
         if self.chosen.task == "sft":
@@ -101,7 +100,7 @@ class Algorithm:
 
     @property
     def schedule(self) -> Schedule:
-        """Cuts rollouts into mini-batches."""
+        """Returns the schedule that splits a rollout batch into mini-batches."""
         return Schedule(
             self.chosen.updates_per_epoch,
             self.chosen.epochs_per_rollout,
@@ -119,7 +118,7 @@ class Algorithm:
         )
 
     def shaping(self) -> Shaping:
-        """Returns what happens to rewards before advantages are made of them."""
+        """Returns the reward shaping that is applied before advantages are computed."""
         chosen = self.config.reward.shaping
         buffer = (
             max(int(chosen.overlong_buffer_share * self.longest), 1)
@@ -157,9 +156,9 @@ class Algorithm:
         )
 
     def gate(self, built: Machinery) -> GapGate | None:
-        """Returns what stops a run whose engine and trainer differ.
+        """Returns the gate that stops a run on a log-prob mismatch between engine and trainer.
 
-        None for an engine without a model.
+        Returns None for the scripted engine, which has no model.
         """
         config = self.config
         if config.rollout.engine == "scripted":
@@ -184,7 +183,7 @@ class Algorithm:
         )
 
     def refill(self, host: Host | None = None) -> DynamicSampler:
-        """Returns what chooses the answers of a rollout that are learnt from."""
+        """Returns the dynamic sampler that selects the completions to train on."""
         chosen = self.chosen.dynamic_sampling
         return DynamicSampler(
             chosen.max_rounds,
@@ -195,8 +194,8 @@ class Algorithm:
         )
 
     def rollout_schedule(self, engine: Any, journal: Journal | None) -> Synchronous:
-        """Returns what says when answers are generated; of an asynchronous run the engine is a
-        RolloutStream as well.
+        """Returns the schedule that decides when completions are generated; in an asynchronous run
+        `engine` is a RolloutStream as well.
         """
         most = self.config.trainer.max_staleness
         if not most:
@@ -208,7 +207,9 @@ class Algorithm:
         return Asynchronous(engine, journal, max_staleness=most)
 
     def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:
-        """Returns what keeps earlier answers, where they are learnt from."""
+        """Returns the mixer that trains on completions of earlier steps again, or None if replay is
+        off.
+        """
         chosen = self.chosen.replay
         if not chosen.max_age:
             return None
@@ -233,7 +234,7 @@ class Algorithm:
         )
 
     def ptx(self, order: Order) -> PTX:
-        """Batches of `order`, learnt beside the answers that are rewarded."""
+        """Returns the PTX loss on batches of `order`, trained beside the rewarded completions."""
         return PTX(order, cross_entropy_loss(self.aggregation), self.chosen.ptx_coef)
 
     def value_loss(self) -> LossFn:

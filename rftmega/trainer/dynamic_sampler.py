@@ -1,4 +1,4 @@
-"""DynamicSampler chooses the groups of answers that are learnt from."""
+"""DynamicSampler selects the groups of completions to train on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 
 Ask = Callable[[Sequence[Prompt], Wanted | None], Samples[Ragged]]
-"""Prompts -> scored answers; `group` is the place of a prompt among those asked. Groups may be
-missing where there are as many as wanted.
+"""Generates and scores completions of the prompts; `group` is the index of a prompt among those
+requested. Groups may be missing once as many as wanted are complete.
 """
 
 
 class DynamicSampler:
-    """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): groups whose answers all score alike are
-    replaced.
+    """Dynamic sampling (DAPO, arXiv:2503.14476, eq. 11): replaces groups whose completions all have
+    the same reward.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class DynamicSampler:
         train_samples: int = 0,
         host: Host | None = None,
     ):
-        """Asks at most `rounds` times more, 0 never; answers are compared by the reward `part`, or
-        by the whole reward.
+        """Samples at most `rounds` more times, 0 never; completions are compared by the reward
+        component `part`, or by the total reward.
 
-        With `oversample` above 1 each round asks that many times the prompts of a step, and ends
-        when it has enough groups. Of each group's answers the first `train_samples` (0: all) are
-        compared and learnt from; metrics are of all.
+        With `oversample` above 1 each round requests that many times the prompts of a step, and
+        ends when it has enough groups. Of each group's completions the first `train_samples` (0:
+        all) are compared and trained on; metrics cover all.
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
         self.train_samples = train_samples
@@ -49,13 +49,14 @@ class DynamicSampler:
     def __call__(
         self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
     ) -> tuple[Samples[Ragged], Metrics]:
-        """Returns as many whole groups as there are prompts, the first that vary in their order.
+        """Returns as many whole groups as there are prompts: the first ones with mixed rewards, in
+        order.
 
-        Fewer where the rounds (or `more` prompts) run out, but one at least. Also returns metrics
-        of all answers, left-out ones included.
+        Returns fewer if the rounds (or `more` prompts) run out, but at least one. Also returns
+        metrics of all completions, left-out ones included.
 
-        Prompts whose groups were not finished, or were good but too many, are put back to the head
-        of `more`.
+        Prompts whose groups were unfinished, or were good but too many, return to the head of
+        `more`.
         """
         if not self.rounds:
             samples = ask(prompts, None)
@@ -74,7 +75,7 @@ class DynamicSampler:
             used = {*answered.group.tolist()} - (
                 {*good.group.tolist()} - {*kept[-1].group.tolist()}
             )
-            # none but in the last round
+            # always empty except in the last round
             back = [prompt for place, prompt in enumerate(asked) if place not in used]
             asked = (
                 more.take(size) if groups_in(kept) < groups and len(found) <= self.rounds else []
@@ -86,19 +87,23 @@ class DynamicSampler:
         }
         if self.oversample > 1:
             seen["groups_put_back"] = float(len(back))
-        # something must be learnt from
+        # a step needs at least one group to train on
         kept = [part for part in kept if len(part)] or [_first(self.trained(found[0]), 1)]
         return Samples.join(kept, self.host.once), seen
 
     def good(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Returns what may be learnt from of these groups, where each step has groups of its own."""
+        """Returns the groups that may be trained on, for a schedule whose steps take groups of
+        their own.
+        """
         return self._varied(samples) if self.rounds else self.trained(samples)
 
     def _good(self, samples: Samples[Ragged]) -> bool:
         return len(self._varied(samples)) > 0
 
     def trained(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Returns the first `train_samples` answers of each group, whose rows are neighbours."""
+        """Returns the first `train_samples` completions of each group; a group's rows must be
+        adjacent.
+        """
         if not self.train_samples:
             return samples
         rollouts = samples.rollouts
@@ -114,19 +119,21 @@ class DynamicSampler:
 
 
 def groups_in(parts: Sequence[Samples[Ragged]]) -> int:
-    """Counts the groups; those of different parts are different."""
+    """Counts the groups; groups of different `parts` are distinct."""
     return sum(len(part.group.unique()) for part in parts)
 
 
 def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
-    """Returns the first so many groups."""
+    """Returns the first `groups` groups."""
     return samples.select(
         torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0]
     )
 
 
 def described(found: Sequence[Samples[Ragged]]) -> Metrics:
-    """Returns means over rollouts, whose rows all have what is known of them."""
+    """Returns metrics averaged over rollouts; the rows of a rollout share its reward and
+    measures.
+    """
     rollouts = [samples.rollouts for samples in found]
     sums = [
         own.sums(samples.rows.mask.sums()) for own, samples in zip(rollouts, found, strict=True)
@@ -156,6 +163,6 @@ def described(found: Sequence[Samples[Ragged]]) -> Metrics:
 
 
 def known(routes: Ragged) -> Tensor:
-    """Returns [tokens] bool: those that the engine told the experts of."""
+    """Returns [tokens] bool: True for tokens whose expert routes the engine reported."""
     first = replace(routes, values=routes.values[:, 0, 0])  # a view: routes are large
     return first.flat != expert_routes.unknown(routes.values.dtype)

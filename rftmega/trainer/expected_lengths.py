@@ -1,4 +1,4 @@
-"""Expected lengths of answers: what takes longest is begun first."""
+"""Expected lengths of completions, so that the longest ones start first."""
 
 import hashlib
 import itertools
@@ -13,19 +13,21 @@ REMEMBERED = 2**18  # prompts: 4 MiB of a checkpoint
 
 
 class ExpectedLengths:
-    """ExpectedLengths estimates how many tokens the answers to a prompt have."""
+    """ExpectedLengths estimates the number of completion tokens for a prompt."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
-        """`limit`: prompts that are remembered, the latest."""
+        """`limit`: the number of prompts remembered; the least recently updated are dropped."""
         self.limit = limit
-        # of a prompt: mean of its latest answers; who was asked last is last
+        # prompt hash -> mean length of its latest completions; the most recently updated prompt is
+        # last
         self._completions: dict[int, float] = {}
-        # of all prompts and answers so far, each prompt counted with each of its answers
+        # totals over all completions so far: prompt tokens (counted once per completion),
+        # completion tokens
         self._tokens = [0, 0]
 
     def expected(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Returns the mean length of each prompt's latest answers; a new one's own length, scaled
-        by answer over prompt.
+        """Returns the mean length of each prompt's latest completions; for a new prompt its own
+        length, scaled by the overall ratio of completion to prompt tokens.
         """
         asked, answered = self._tokens
         scale = answered / asked if asked else 1.0
@@ -38,8 +40,8 @@ class ExpectedLengths:
         return [known[prompt.token_ids] for prompt in prompts]
 
     def learn(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout | None]) -> None:
-        """Remembers the answers; a prompt of which one was broken off (None) stays as it was: its
-        short ones alone mislead.
+        """Records the lengths of completions; skips a prompt with an aborted completion (None),
+        since its finished ones are biased towards short.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         broken = {
@@ -62,8 +64,8 @@ class ExpectedLengths:
             del self._completions[key]
 
     def state(self) -> dict[str, Any]:
-        """Returns all that a resume needs to send the same requests in the same order: 16 bytes a
-        prompt.
+        """Returns the state with which a resumed run sends the same requests in the same order: 16
+        bytes a prompt.
         """
         prompts = torch.tensor(list(self._completions), dtype=torch.int64)
         means = torch.tensor(list(self._completions.values()), dtype=torch.float64)

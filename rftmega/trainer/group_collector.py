@@ -1,4 +1,4 @@
-"""Answers as they come in, and the groups that are whole."""
+"""Collection of completions as they arrive, and of the groups that are complete."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,14 +14,14 @@ from rftmega.trainer.experience import collect, complete
 
 
 class Wanted(NamedTuple):
-    """So many groups of which `good` holds."""
+    """The number of groups to wait for, and the test `good` that a group must pass to count."""
 
     groups: int
     good: Callable[[Samples[Ragged]], bool]
 
 
 class GroupCollector:
-    """The answers to `requests`, each `size` neighbours to the same prompt."""
+    """Collects the completions of `requests`, in which each prompt occurs `size` times in a row."""
 
     def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int):
         self.requests, self.reward, self.size = requests, reward, size
@@ -29,9 +29,9 @@ class GroupCollector:
     def collected(
         self, rollouts: Sequence[Rollout | None], places: Sequence[int] | None = None
     ) -> Samples[Ragged]:
-        """Returns the scored rows of the groups at `places`, or of all whole ones.
+        """Returns the scored rows of the groups at `places`, or of all complete groups.
 
-        `group` is the place.
+        `group` is the index of the group.
         """
         places = self._whole(rollouts) if places is None else places
         rows = [
@@ -45,7 +45,7 @@ class GroupCollector:
     def until(self, wanted: Wanted) -> Enough:
         """Returns a test for as many good groups as are wanted.
 
-        It looks at each group once, when it is whole.
+        It evaluates each group once, when it is complete.
         """
         verdicts: dict[int, bool] = {}
 

@@ -1,10 +1,10 @@
-"""Journal keeps what was done of the step under way, so that a run that is stopped within it goes
-on within it.
+"""Journal records the results of the current step, so that a run that is stopped within a step
+resumes within it.
 
-A step asks the machinery for answers, scores and optimizer steps, in an order that its state at the
-beginning decides. A journal keeps what each of these gave. After a resume the step begins once
-more, and takes from the journal what is there instead of doing it again; the first thing that is
-not there is where the run was stopped.
+A step requests completions, scores and optimizer steps in an order that its initial state
+determines. The journal records the result of each. After a resume the step starts over and takes
+recorded results instead of repeating the work; the first result that is missing is where the run
+was stopped.
 """
 
 from collections import deque
@@ -30,43 +30,44 @@ from rftmega.core.types import (
 
 Result = TypeVar("Result")
 Completions = Sequence[Rollout | None]
-SO_FAR = " so far"  # of answers: the rollout was broken off
+SO_FAR = " so far"  # suffix for partial completions: the rollout was interrupted
 
 
 class Journal:
-    """Call it with what is to be done and a name for it; as long as what is in it."""
+    """Journal is called with a name and a function, whose result it records; its length is the
+    number of results.
+    """
 
     def __init__(self, stop: Callable[[], bool] = lambda: False):
-        """`stop` is asked after everything that was done, on every process, and answers alike on
-        all.
+        """`stop` is evaluated after each recorded result, on every process, and must return the
+        same on all.
         """
         self.stop = stop
         self._done: list[tuple[str, Any]] = []
-        self._before: deque[tuple[str, Any]] = deque()  # of a run that was stopped, not yet come to
+        self._before: deque[tuple[str, Any]] = deque()  # of a stopped run, not yet replayed
 
     def __len__(self) -> int:
         return len(self._done)
 
     @property
     def behind(self) -> bool:
-        """Says that what comes next was done, or begun, before the resume."""
+        """Returns whether the next work was done, or started, before the resume."""
         return bool(self._before)
 
     def begin(self) -> None:
         """Begins a step.
 
-        Raises CheckpointError where the one before left something over of what was done before the
-        resume.
+        Raises CheckpointError if the step before left results from before the resume unused.
         """
         if self._done and self._before:
             raise _otherwise(self._before[0][0], "the end of the step")
         self._done = []
 
     def __call__(self, name: str, work: Callable[[], Result]) -> Result:
-        """Returns what `work` gives, or gave before the resume.
+        """Returns the result of `work`, or its recorded result from before the resume.
 
-        Raises Preempted where the run is asked to stop; CheckpointError where something else was
-        done at this place.
+        Raises Preempted if the run is asked to stop; CheckpointError if different work was recorded
+        at this point.
         """
         if self._before:
             return self.replay(name)  # type: ignore[no-any-return]
@@ -75,9 +76,9 @@ class Journal:
         return result
 
     def replay(self, name: str) -> Any:
-        """Returns the next result of before the resume.
+        """Returns the next result from before the resume.
 
-        Raises CheckpointError where it is not of what has this name.
+        Raises CheckpointError if it was recorded under another name.
         """
         known, result = self._before.popleft()
         if known != name:
@@ -86,23 +87,24 @@ class Journal:
         return result
 
     def record(self, name: str, result: Any) -> None:
-        """Keeps a result. Raises Preempted, after that, where the run is asked to stop."""
+        """Records a result. Then raises Preempted if the run is asked to stop."""
         self.keep(name, result)
         if self.stop():
             raise Preempted
 
     def keep(self, name: str, result: Any) -> None:
-        """Keeps a result that the next work goes on with at once, so that the run is not stopped
-        between; or a function that gives it, which is called only for a checkpoint.
+        """Records a result without a chance to stop, for work that must continue at once; `result`
+        may be a function, which is called only for a checkpoint.
         """
         self._done.append((name, result))
 
     def completions(
         self, name: str, requests: int, ask: Callable[[Sequence[int]], Completions]
     ) -> Sequence[Any]:
-        """Returns the answers of all `requests`.
+        """Returns the completions of all `requests`.
 
-        `ask` gets the places of those without an answer, and may raise Preempted with some of them.
+        `ask` gets the indices of those without a completion, and may raise Preempted with some of
+        them.
         """
         known: Sequence[Any] = [None] * requests
         if self._before and self._before[0][0] == name + SO_FAR:
@@ -126,8 +128,8 @@ class Journal:
         return self(name, work)
 
     def mend(self, prompts: Sequence[Prompt]) -> None:
-        """Turns the answers that come next into rollouts of these prompts, where a checkpoint before
-        format 4 has completions.
+        """Converts the next recorded completions into rollouts of these prompts, for checkpoints
+        before format 4.
         """
         if self._before and isinstance(self._before[0][1], list):  # of completions
             name, completions = self._before.popleft()
@@ -137,7 +139,7 @@ class Journal:
             self._before.appendleft((name, completions))
 
     def state(self) -> list[list[Any]]:
-        """Returns what was done, as JSON has it but for tensors."""
+        """Returns the recorded results, JSON-serializable except for tensors."""
         return [[name, _packed(result)] for name, result in self._done]
 
     def load_state(self, state: Sequence[Sequence[Any]]) -> None:
@@ -145,8 +147,8 @@ class Journal:
 
 
 class JournaledEngine:
-    """JournaledEngine takes rollouts of before a resume from the journal; those that it had when it
-    was stopped are not asked for again, unless what is enough was to be decided while they came.
+    """JournaledEngine replays rollouts from before a resume; rollouts that were complete when the
+    run was stopped are not requested again, unless `enough` depends on the order of arrival.
     """
 
     def __init__(self, engine: RolloutEngine, journal: Journal):
@@ -154,13 +156,13 @@ class JournaledEngine:
         self.weight_sync, self.close = engine.weight_sync, engine.close
 
     def answering_with(self, adapter: str) -> AbstractContextManager[None]:
-        """Does what RolloutEngine.answering_with does."""
+        """Calls RolloutEngine.answering_with."""
         return self.engine.answering_with(adapter)
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **asked: Any
     ) -> Sequence[Rollout | None]:
-        """Does what RolloutEngine.generate does."""
+        """Calls RolloutEngine.generate for the rollouts that are not in the journal."""
 
         def ask(places: Sequence[int]) -> Sequence[Rollout | None]:
             left, own = [prompts[place] for place in places], [seeds[place] for place in places]
@@ -177,9 +179,8 @@ class JournaledEngine:
 
 
 class JournaledPolicy:
-    """JournaledPolicy takes scores of before a resume from the journal
-    (`optimizer_steps.take_steps` does so with steps). Those of a checkpoint before format 5 are
-    padded.
+    """JournaledPolicy replays log-probs from before a resume (`optimizer_steps.take_steps` does so
+    with optimizer steps). Those of a checkpoint before format 5 are padded.
     """
 
     def __init__(self, policy: Scorer, journal: Journal):
@@ -203,7 +204,7 @@ class JournaledPolicy:
 
 
 class JournaledValues:
-    """JournaledValues does the same for a value model of this `name`."""
+    """JournaledValues replays the values of a value model called `name` from before a resume."""
 
     def __init__(self, model: ValueScorer, journal: Journal, name: str):
         self.model, self.journal, self.name = model, journal, name
@@ -216,8 +217,8 @@ class JournaledValues:
 
 
 class Journaled:
-    """Journaled is a Machinery whose answers and scores are in the journal; a push can be repeated,
-    and is not.
+    """Journaled is a Machinery with completions and scores recorded in a journal; weight syncs are
+    repeatable and not recorded.
     """
 
     def __init__(self, built: Machinery, journal: Journal):
@@ -265,7 +266,7 @@ def _unpacked(packed: Any) -> Any:
 
 
 def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:
-    """Returns a rollout; a checkpoint before format 4 has the answer alone, and its scores."""
+    """Returns a rollout; a checkpoint before format 4 has only the completion and its scores."""
     if answer is None or isinstance(answer, Rollout):
         return answer
     completion, scores = answer

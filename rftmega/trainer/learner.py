@@ -1,4 +1,4 @@
-"""Learner lets the policy and the critic learn from an experience."""
+"""Learner updates the policy and the critic on an experience."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +14,8 @@ from rftmega.trainer.ptx import PTX
 
 
 class Learner:
-    """The policy and, where there is one, the critic, which learns alone in the first
-    `frozen_steps` steps; given answers (`ptx`) are learnt in the policy's optimizer steps.
+    """Learner updates the policy and, if there is one, the critic, which trains alone for the first
+    `frozen_steps` steps; batches of `ptx` are trained in the policy's optimizer steps.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Learner:
         journal: Journal | None = None,
         host: Host | None = None,
     ):
-        """`effective` measures the importance weights of `loss_fn`; None: it has none. `schedule`
-        cuts a rollout into mini-batches; None: one. `journal`: see `take_steps`.
-        `host`: where the experience lies.
+        """`effective` measures the effective sample size of the importance weights of `loss_fn`;
+        None: it has none. `schedule` splits a rollout batch into mini-batches; None: one.
+        `journal`: see `take_steps`. `host`: where the experience is stored.
         """
         self.host = host or OneProcess()
         self.policy, self.loss_fn = policy, loss_fn
@@ -47,8 +47,8 @@ class Learner:
         self.schedule, self.journal = schedule or Schedule(), journal
 
     def state(self) -> dict[str, Any]:
-        """Returns the KL's weight, which moves, and where in the given answers the next batch
-        begins; as JSON has it.
+        """Returns the adaptive KL coefficient and the position in the PTX data;
+        JSON-serializable.
         """
         return {
             "kl_coef": None if self.kl is None else self.kl.value,
@@ -56,9 +56,9 @@ class Learner:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self.kl is not None and self.kl.target:  # without a target it is what the config says
+        if self.kl is not None and self.kl.target:  # otherwise it is the config's
             self.kl.value = state["kl_coef"]
-        if self.ptx is not None and state["ptx"] is not None:  # they may begin with the resumed run
+        if self.ptx is not None and state["ptx"] is not None:  # PTX may start with the resumed run
             self.ptx.load_state(state["ptx"])
 
     def update(
@@ -68,13 +68,14 @@ class Learner:
         trained: Experience[Ragged],
         scored: Callable[[Experience[Ragged]], None] = lambda whole: None,
     ) -> Metrics:
-        """Takes one rollout's optimizer steps, after `step` finished ones.
+        """Takes the optimizer steps of one rollout batch, after `step` finished training steps.
 
-        The critic's metrics begin with "critic_". `learnt` is what the policy learns from instead
-        of `experience` alone; the KL is measured on that all the same.
+        The critic's metrics begin with "critic_". The policy trains on `trained`, which may include
+        replayed rows; the KL is measured on `experience` alone.
 
-        Where `experience` has no old log-probs, `scored` is told it with those of the policy's
-        forward pass, before the optimizer step that it may prevent by raising.
+        If `experience` has no old log-probs, `scored` is called with the experience completed by
+        those of the policy's forward pass, before the optimizer step, which `scored` can prevent by
+        raising.
         """
         metrics: Metrics = {}
 
@@ -114,22 +115,22 @@ class Learner:
             }
             metrics |= found | counts
             if (effective := self.effective) is not None:
-                # Of the whole rollout, which is on every process: a ratio of sums can't be averaged
-                # over micro-batches.
+                # Over the whole rollout batch, which every process has: a ratio of sums can't be
+                # averaged over micro-batches.
                 weighed = experience if trained.old_logp is None else trained
                 metrics["importance_effective"] = self.host.once(lambda: effective(weighed))
         if experience.reference_logp is not None:
             metrics["reference_kl"] = self.host.once(lambda: reference_kl(experience))
             if self.kl is not None:
                 metrics["kl_coef"] = self.kl.value
-                # a policy that can't move says nothing about the weight
+                # the KL of a frozen policy is no signal for the coefficient
                 if step >= self.frozen_steps:
                     self.kl.update(metrics["reference_kl"], len(experience))
         return metrics
 
 
 def reference_kl(experience: Experience[Ragged]) -> float:
-    """Returns the KL from the policy before the update to the reference, a token (k3)."""
+    """Returns the mean KL per token from the policy before the update to the reference (k3)."""
     old, reference = experience.old_logp, experience.reference_logp
     assert old is not None and reference is not None
     mask = experience.mask.flat
@@ -138,8 +139,8 @@ def reference_kl(experience: Experience[Ragged]) -> float:
 
 
 def explained(experience: Experience[Ragged]) -> Metrics:
-    """Returns the share of the returns' variance that the critic's values foretold: 1 all, 0 as
-    much as a constant.
+    """Returns the explained variance of the critic's values: 1 for a perfect fit, 0 for a
+    constant.
     """
     assert experience.old_value is not None and experience.returns is not None
     mask = experience.mask.flat

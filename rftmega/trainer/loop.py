@@ -1,6 +1,4 @@
-"""The schedule of a training, whatever a step is: how many, what is told to whom, and where it
-ends.
-"""
+"""The training loop that all trainers share: step counting, callbacks, stopping."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,8 +12,9 @@ from rftmega.trainer.journal import Journal
 
 
 class Trainer:
-    """`step` counts finished steps, of `last` in all; `stopped` says whether `stop` ended the training, to the
-    callbacks of its last step, too; `resumed` whether there was a part of this training before.
+    """`step` counts finished steps, of `last` in all; `stopped` is whether `stop` ended the
+    training, already set for the callbacks of its last step; `resumed` is whether a checkpoint was
+    loaded.
     """
 
     def __init__(
@@ -25,24 +24,24 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
         journal: Journal | None = None,
     ):
-        """`stop` is asked after each step, on every process, and answers alike on all: training
-        ends there where it says so. It ends within a step where what the step is made of raises
-        Preempted; `journal` then has what was done of it.
+        """`stop` is evaluated after each step, on every process, and must return the same on all;
+        training ends when it returns True. Training ends within a step if a component raises
+        Preempted; `journal` then holds the results of the unfinished step.
         """
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
         self.journal = journal
         self.step, self.last, self.resumed = 0, 0, False
-        self.seconds: Metrics = {}  # of each phase of the present step
-        # of the present step's optimizer steps: tokens, operations (types.COUNT)
+        self.seconds: Metrics = {}  # of each phase of the current step
+        # of the current step's optimizer steps: tokens, FLOPs (types.COUNT)
         self.counts: Metrics = {}
 
     def train_step(self, batch: Any) -> Metrics:
-        """Takes one step, which it counts."""
+        """Takes one step and increments `step`."""
         raise NotImplementedError
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
-        """Trains until `steps` steps are done, or `stop` says so."""
+        """Trains until `steps` steps are done or `stop` returns True."""
         self.last = steps
         batches = self.prepare(batches)
         begun: list[Callback] = []
@@ -52,7 +51,7 @@ class Trainer:
                 callback.on_start(self, start)
                 begun.append(callback)
             self._begin()
-            # in this order: draws no batch too many
+            # `range` first: draws no surplus batch
             for _, batch in zip(range(self.step, self.last), batches, strict=False):
                 metrics = self.train_step(batch)
                 self.counts = {
@@ -70,13 +69,13 @@ class Trainer:
 
     @contextmanager
     def _told_how_it_ends(self, begun: Sequence[Callback]) -> Iterator[None]:
-        """Tell the callbacks in `begun` whether the block ended, was preempted, or failed."""
+        """Tells the callbacks in `begun` whether the block ended, was preempted, or failed."""
         try:
             try:
                 yield
             except Preempted:
                 self.stopped = True
-                for callback in begun:  # what is saved can't wait for those that close a connection
+                for callback in begun:  # save before callbacks close connections
                     callback.on_given_up(self)
             for callback in begun:
                 callback.on_end(self)
@@ -86,7 +85,7 @@ class Trainer:
             raise
 
     def prepare(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Returns what `train_step` gets its batches from; called before the first step."""
+        """Returns the iterable of batches for `train_step`; called before the first step."""
         return batches
 
     def _begin(self) -> None:
@@ -95,7 +94,7 @@ class Trainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block's seconds and tells the callbacks."""
+        """Measures the duration of the block and passes it to the callbacks."""
         begin = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - begin
@@ -103,11 +102,11 @@ class Trainer:
             callback.on_phase(self, name, self.seconds[name])
 
     def state(self) -> dict[str, Any]:
-        """Returns what the next step depends on, beside weights, random streams and the order of
-        the data; as JSON has it.
+        """Returns the state for a resume, without weights, random streams and the data order;
+        JSON-serializable.
         """
         return {"step": self.step}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on after the step of which this is the `state`."""
+        """Continues after the step whose `state` is given."""
         self.step, self.resumed = state["step"], True

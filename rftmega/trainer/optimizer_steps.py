@@ -1,4 +1,4 @@
-"""`take_steps` learns from one rollout: its epochs, their mini-batches, and one optimizer step for
+"""`take_steps` trains on one rollout batch: epochs, mini-batches, and one optimizer step for
 each.
 """
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from rftmega.core.types import COUNT, Auxiliary, Experience, LossFn, Metrics, TokenStats, Told
 from rftmega.trainer.journal import Journal
 
-# of steps whose gradient was not finite, and of those without anything to learn
+# counts of steps with a non-finite gradient and of steps without trained tokens
 NOT_TAKEN = ("skipped_steps", "empty_steps")
-SEED_STRIDE = 1_000_003  # keeps the orders of one step apart from those of the next
+SEED_STRIDE = 1_000_003  # separates the shuffle seeds of consecutive steps
 
 
 class Steps(Protocol):
-    """Steps is a model that takes an optimizer step (`interfaces.Policy.step`)."""
+    """Steps is a model with an optimizer step (`interfaces.Policy.step`)."""
 
     @property
     def step(self) -> Callable[..., Metrics]: ...
@@ -26,7 +26,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule says how often and in which mini-batches a rollout is learnt from."""
+    """Schedule defines the epochs and mini-batches of a rollout batch."""
 
     updates_per_epoch: int = 1
     epochs: int = 1
@@ -35,9 +35,9 @@ class Schedule:
     def mini_batches(self, sizes: Tensor, step: int) -> list[Tensor]:
         """Returns the rows ([n] int64) of each optimizer step.
 
-        Rows stay together as `sizes` ([units] int64) says: so many consecutive ones a unit, which
-        is a rollout, or a pair. The first epoch takes units in the order of the rollout phase,
-        further ones in an order that is drawn from `seed` and the number of the training step.
+        `sizes` ([units] int64) is the number of consecutive rows of each unit (a rollout or a
+        pair), which stay together. The first epoch takes units in the order of the rollout phase,
+        further ones in an order drawn from `seed` and the number of the training step.
         """
         rows = torch.arange(int(sizes.sum())).split(sizes.tolist())
         parts = min(self.updates_per_epoch, len(sizes))
@@ -65,10 +65,10 @@ def take_steps(
 
     The rows of `auxiliary` are split over them.
 
-    Returns the mean of each metric over the steps taken (over all where none was), and the sums of
-    "optimizer_steps", "skipped_steps", "empty_steps" and of counts. Steps that the `journal` has of a run that was
-    stopped are not taken again. Raises AssertionError for `scored` (see `interfaces.Policy.step`)
-    with several mini-batches, Preempted where the run is to stop.
+    Returns the mean of each metric over the steps taken (over all if none was), and the sums of
+    "optimizer_steps", "skipped_steps", "empty_steps" and of counts. Steps recorded in the `journal`
+    before a resume are not repeated. Raises AssertionError for `scored` (see
+    `interfaces.Policy.step`) with several mini-batches, Preempted if the run is to stop.
     """
     assert scored is None or len(mini_batches) == 1, (
         "only a single step's forward pass gives the log-probs before the update"
@@ -105,8 +105,8 @@ def _kept(journal: Journal | None, scored: Told, name: str) -> Told:
 
 
 def merged(steps: Sequence[Metrics]) -> Metrics:
-    """Returns the metrics of several optimizer steps as one: means over those that were taken, sums
-    of what is counted, the most of memory.
+    """Merges the metrics of several optimizer steps: means over the steps taken, sums of counts,
+    maxima of memory.
     """
     taken = [step for step in steps if not any(map(step.get, NOT_TAKEN))]
     averaged = taken or steps

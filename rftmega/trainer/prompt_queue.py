@@ -1,4 +1,4 @@
-"""Prompts in their order; those that nothing was learnt from can come again."""
+"""An ordered queue of prompts; prompts without trained completions can return to it."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,20 +9,20 @@ from rftmega.core.types import Prompt
 
 
 class PromptQueue(Iterator[list[Prompt]]):
-    """Batches of prompts as a source gives them, or any number at a time.
+    """PromptQueue returns prompts in the source's batches, or any number at a time.
 
-    Each prompt gets its number in the run (`Prompt.task`). What was put back is handed out first,
-    and keeps its number.
+    Each prompt gets its number in the run (`Prompt.task`). Prompts that were put back come first
+    and keep their numbers.
     """
 
     def __init__(self, batches: Iterable[Sequence[Prompt]] = ()):
         self.source(batches)
         self._waiting: deque[Prompt] = deque()  # drawn from the source, or put back
         self._size = 0  # of the source's batches; 0 before the first
-        self._drawn = 0  # prompts so far: the number of the next task
+        self._drawn = 0  # prompts so far: the number of the next one
 
     def source(self, batches: Iterable[Sequence[Prompt]]) -> None:
-        """Goes on with these once nothing waits."""
+        """Sets the source of further batches, drawn once no prompt waits."""
         self._batches = iter(batches)
 
     def __next__(self) -> list[Prompt]:
@@ -33,7 +33,7 @@ class PromptQueue(Iterator[list[Prompt]]):
         return batch
 
     def take(self, number: int) -> list[Prompt]:
-        """Returns the next `number` prompts, fewer where the source ends.
+        """Returns the next `number` prompts, fewer if the source ends.
 
         Draws no batch that is not needed.
         """
@@ -42,23 +42,23 @@ class PromptQueue(Iterator[list[Prompt]]):
         return [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Hands these out next, in this order."""
+        """Queues these prompts before all others, in this order."""
         self._waiting.extendleft(reversed(prompts))
 
     def lacks(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns those of `prompts` that do not wait here."""
+        """Returns the prompts that are not in the queue."""
         waiting = {prompt.task for prompt in self._waiting}
         return [prompt for prompt in prompts if prompt.task not in waiting]
 
     def forget(self, tasks: Sequence[int]) -> None:
-        """Takes the prompts of these numbers out."""
+        """Removes the prompts with these numbers."""
         self._waiting = deque(each for each in self._waiting if each.task not in {*tasks})
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resume needs besides the source's own position, which is behind the
-        prompts that wait here.
+        """Returns the state for a resume, besides the source's own position, which is behind the
+        prompts in the queue.
 
-        The size of a batch is the resumed run's own: the first batch that its source gives says it.
+        The batch size is not part of it: the first batch of the resumed run's source determines it.
         """
         return {
             "waiting": [prompt.state() for prompt in self._waiting],

@@ -1,5 +1,5 @@
-"""Given answers that the policy goes on learning while it learns from rewards (PTX;
-arXiv:2203.02155, section 3.5).
+"""Supervised responses trained beside the rewarded completions (PTX; arXiv:2203.02155, section
+3.5).
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class Order(Resumable, Protocol):
 
 
 class PTX:
-    """`coef` x the loss of the next batch, each time it is asked for."""
+    """PTX returns `coef` x the loss of the next batch of `order` on each call."""
 
     def __init__(self, order: Order, loss_fn: LossFn, coef: float):
         self.order, self.loss_fn, self.coef = order, loss_fn, coef
@@ -26,7 +26,7 @@ class PTX:
         return Auxiliary("ptx", given(next(iter(self.order))), self.loss_fn, self.coef)
 
     def state(self) -> Any:
-        """Returns the order's state."""
+        """Returns the state of the data order."""
         return self.order.state()
 
     def load_state(self, state: Any) -> None:

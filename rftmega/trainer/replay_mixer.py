@@ -1,4 +1,4 @@
-"""ReplayMixer mixes experience of earlier steps with the present one's."""
+"""ReplayMixer mixes experience of earlier steps into that of the current step."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,11 +13,11 @@ from rftmega.trainer.experience.replay import ReplayBuffer
 
 
 class ReplayMixer:
-    """Answers of policies at most `max_age` steps old are learnt from again, with the log-probs of
-    their own engine.
+    """ReplayMixer trains again on completions of policies at most `max_age` steps old, with the
+    behaviour log-probs of the engine that sampled them.
 
-    The present policy scores them anew: the ratio that a surrogate clips starts at 1 as for fresh
-    answers, and what the policy has moved since is the importance weight, old over behaviour (the
+    The current policy scores them again: the ratio that a surrogate clips starts at 1 as for fresh
+    completions, and the policy's movement since is the importance weight, old over behaviour (the
     decoupled objective, arXiv:2110.00641, eq. 3, and arXiv:2505.24298, eq. 5), bounded by
     `algorithm.importance_sampling`.
     """
@@ -25,9 +25,7 @@ class ReplayMixer:
     def __init__(
         self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int, own_routes: bool = False
     ):
-        """`own_routes`: experts are those that the policy chooses when rows are scored, again each
-        time.
-        """
+        """`own_routes`: use the expert routes that the policy chooses each time rows are scored."""
         self.own_routes = own_routes
         self.policy, self.buffer, self.max_age = policy, buffer, max_age
         self._crowded_out = 0  # groups that the last `keep` dropped
@@ -35,10 +33,11 @@ class ReplayMixer:
     def beside(
         self, experience: Experience[Ragged], step: int
     ) -> tuple[Experience[Ragged], Metrics]:
-        """Returns `experience` of step `step`, mixed evenly with what is young enough.
+        """Returns `experience` of step `step`, mixed evenly with the stored rows that are recent
+        enough.
 
-        And of that its rows, the mean age of their tokens in steps, groups dropped since the last
-        step (too old, or too many).
+        Also returns metrics: the number of those rows, the mean age of their tokens in steps, and
+        the groups dropped since the last step (too old, or too many).
         """
         dropped = self._crowded_out + self.buffer.drop_older(step - self.max_age)
         metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
@@ -60,9 +59,9 @@ class ReplayMixer:
         return mixed.select(place.argsort(stable=True)), metrics
 
     def keep(self, experience: Experience[Ragged], group: Tensor) -> None:
-        """Keeps groups for later steps.
+        """Stores groups for later steps.
 
-        Those that teach nothing (no advantage in any token that counts) are left out.
+        Groups without a nonzero advantage in a trained token are left out.
         """
         teaches = self.buffer.host.once(lambda: _teaches(experience))
         rows = [int(row) for row in range(len(group)) if bool(teaches[group == group[row]].any())]
@@ -80,13 +79,13 @@ class ReplayMixer:
 
 
 def _staleness(experience: Experience[Ragged], step: int) -> float:
-    """Returns the mean age of the tokens that a policy chose, in steps."""
+    """Returns the mean age of the sampled tokens, in steps."""
     assert experience.versions is not None
     versions = experience.versions.flat
     return (step - versions[versions >= 0].double()).mean().item()
 
 
 def _teaches(experience: Experience[Ragged]) -> Tensor:
-    """Returns [B] True for rows with an advantage in a token that counts."""
+    """Returns [B] bool: True for rows with a nonzero advantage in a trained token."""
     counts = (experience.advantage.flat != 0) & experience.mask.flat
     return experience.mask.with_values(counts).sums() > 0

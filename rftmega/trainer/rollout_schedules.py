@@ -1,5 +1,5 @@
-"""Rollout schedules say when a step's answers are generated: in the step, or while the one before
-learns.
+"""Rollout schedules decide when completions are generated: within the step (synchronous), during
+the step before (one-step off-policy), or continuously (asynchronous).
 """
 
 import logging
@@ -24,10 +24,10 @@ LEFT = "what is left under way"
 
 
 class Rolls(Protocol):
-    """Rolls is what a schedule knows of the trainer."""
+    """Rolls is the part of the trainer that a schedule uses."""
 
     step: int
-    last: int  # step that training ends before
+    last: int  # training ends before this step
     refill: DynamicSampler
     supply: PromptQueue
 
@@ -45,28 +45,28 @@ class Rolls(Protocol):
 
 
 class Synchronous:
-    """Synchronous generates a step's answers in the step."""
+    """Synchronous generates the completions of a step within the step."""
 
     max_staleness = 0
-    joins = False  # whether answers must all be there before the weights change
+    joins = False  # whether all completions must arrive before the weights change
 
     def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
-        """Returns what is learnt from in this step, and metrics."""
+        """Returns the samples to train on in this step, and metrics."""
         return trainer.refill(trainer.rollout, batch, trainer.supply)
 
     def oldest(self, step: int) -> int:
-        """Returns the oldest version that is learnt from after `step` finished steps."""
+        """Returns the oldest policy version that may be trained on after `step` finished steps."""
         return step - self.max_staleness
 
     def join(self) -> None:
-        """Waits until all answers are there."""
+        """Waits until all completions have arrived."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
-        """Goes on after a step. Prompts that another schedule had under way, and that nothing was
-        learnt from, come first.
+        """Continues after a step. Prompts that another schedule had in flight and has not trained
+        on come first.
         """
         prompts = [Prompt.from_state(prompt) for _, prompt, _ in state.get("under_way", ())]
         if lacking := trainer.supply.lacks(prompts):
@@ -78,8 +78,8 @@ class Synchronous:
 
 
 class OneAhead(Synchronous):
-    """OneAhead generates the answers of the next step while this one learns, and has them all before
-    the weights change: so the same answers in every run, one version behind.
+    """OneAhead (one-step off-policy) generates the completions of the next step while this one
+    trains, and waits for all of them before the weights change: deterministic, one version behind.
     """
 
     max_staleness = 1
@@ -118,13 +118,13 @@ class OneAhead(Synchronous):
 
 
 class Asynchronous(OneAhead):
-    """Asynchronous keeps max_staleness + 1 batches of groups under way, and learns from those that
-    end first.
+    """Asynchronous keeps max_staleness + 1 batches of groups in flight, and trains on those that
+    finish first.
 
-    Of n groups begun by then, at least n - (max_staleness + 1) x the batch are learnt or dropped, so
-    nothing piles up; a group that would be learnt too late is dropped before it costs more. (Fu et
-    al., AReaL, arXiv:2505.24298, section 4.1, bound staleness by the same count.) Requests in flight
-    meet new weights as rollout.on_update says.
+    Of n groups begun by then, at least n - (max_staleness + 1) x the batch are trained on or
+    dropped, so nothing piles up; a group that would be trained on too late is dropped before it
+    costs more. (Fu et al., AReaL, arXiv:2505.24298, section 4.1, bound staleness by the same
+    count.) `rollout.on_update` determines how requests in flight take new weights.
     """
 
     joins = False
@@ -132,7 +132,7 @@ class Asynchronous(OneAhead):
     def __init__(self, stream: RolloutStream, journal: Journal | None, *, max_staleness: int):
         super().__init__(stream, journal)
         self.max_staleness = max_staleness
-        self.trained = TrainedGroups([], [], [])  # in the last step
+        self.trained = TrainedGroups([], [], [])  # of the last step
 
     def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
         trainer.supply.forget([number for number, *_ in state["under_way"]])
@@ -147,8 +147,8 @@ class Asynchronous(OneAhead):
         found: list[Samples[Ragged]] = []
         kept: list[Samples[Ragged]] = []
         left_out = 0
-        left = wanted * (1 + trainer.refill.rounds)  # groups that the step may look at
-        # `left` comes first: a replayed run begins nothing after a step's last wait either
+        left = wanted * (1 + trainer.refill.rounds)  # groups that the step may still examine
+        # test `left` first: a replayed run begins no groups after a step's last wait either
         while left and (
             missing := self._missing(trainer.step, len(taken), wanted - groups_in(kept))
         ):
@@ -174,26 +174,26 @@ class Asynchronous(OneAhead):
         return samples, seen
 
     def _drop(self, step: int) -> Sequence[RolloutGroup]:
-        """Drops, after `step` finished steps, what is too old."""
+        """Drops, after `step` finished steps, the groups that are too old."""
         return self.stream.drop(self.oldest(step))
 
     def _missing(self, step: int, waits: int, missing: int) -> int:
-        """Returns how many groups the step waits for next, `missing` good ones after so many
-        `waits`; 0: none.
+        """Returns the number of groups that the step waits for next, given `missing` good groups
+        and `waits` earlier waits; 0: none.
         """
         return missing
 
     def _take(self, step: int, waits: int, most: int) -> TakenGroups:
-        """Takes `most` groups, after so many `waits` of this step."""
+        """Takes `most` groups, after `waits` earlier waits of this step."""
         return self.stream.take(most)
 
 
 class Replayed(Asynchronous):
-    """Replayed takes the groups that a recorded run took, in its order, and drops those that it
-    dropped; behind the end of the record it goes on as Asynchronous does.
+    """Replayed takes and drops the same groups in the same order as a recorded run; after the end
+    of the record it continues like Asynchronous.
 
-    Groups begin in the same steps then. The versions that their tokens are drawn under are the
-    engine's business: a group that is older than the bound here is learnt from all the same.
+    Groups then begin in the same steps. The engine alone determines the versions that sample their
+    tokens: groups older than this run's bound are trained on all the same.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class Replayed(Asynchronous):
         max_staleness: int,
         order: Mapping[int, TrainedGroups],
     ):
-        """`order`: by the number of the step, counted from 1."""
+        """`order`: the groups of each step, by its number, counted from 1."""
         super().__init__(stream, journal, max_staleness=max_staleness)
         self.order = order
-        self._ended = False  # the end of the record was told
+        self._ended = False  # whether the end of the record was logged
 
     def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
         told = self._told(trainer.step)
@@ -237,7 +237,7 @@ class Replayed(Asynchronous):
         return self.stream.take_these(told.taken[waits])
 
     def _told(self, step: int) -> TrainedGroups | None:
-        """Returns what the record has of the step after `step` finished ones; None behind its end."""
+        """Returns the record of the step after `step` finished ones; None after its end."""
         first, last = min(self.order), max(self.order)
         if step + 1 < first:
             raise ConfigError(
@@ -263,8 +263,8 @@ class Replayed(Asynchronous):
 
 
 def staleness(samples: Samples[Ragged], step: int) -> Metrics:
-    """Returns how many versions behind `step` the tokens are that are learnt from: mean, largest, and
-    the share of each; and the share of rows with tokens of several versions.
+    """Returns the staleness of the trained tokens in versions behind `step`: mean, largest, and the
+    share of each; and the share of rows with tokens of several versions.
     """
     versions, mask = samples.versions, samples.rows.mask
     assert versions is not None
@@ -283,7 +283,7 @@ def staleness(samples: Samples[Ragged], step: int) -> Metrics:
 def groups_of(
     prompts: Sequence[Prompt], *, seed: int, samples_per_prompt: int
 ) -> list[RolloutGroup]:
-    """Returns a group a prompt, with the seeds that its answers have in every schedule."""
+    """Returns one group per prompt, with seeds that are the same in every schedule."""
     samples = range(samples_per_prompt)
     return [
         RolloutGroup(
@@ -301,8 +301,8 @@ def _collected(trainer: Rolls, taken: TakenGroups) -> Samples[Ragged]:
 
 
 class JournaledStream:
-    """JournaledStream takes from the journal what was taken before a resume, and keeps what is under
-    way for the next one.
+    """JournaledStream replays groups taken before a resume from the journal, and includes groups in
+    flight in checkpoints.
     """
 
     def __init__(self, stream: RolloutStream, journal: Journal | None):
@@ -325,7 +325,7 @@ class JournaledStream:
         return self._dropped(lambda: self.stream.drop(oldest))
 
     def drop_these(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Drops the groups of these numbers, however old, and returns them."""
+        """Drops the groups of these numbers, whatever their age, and returns them."""
         return self._dropped(lambda: self.stream.forget(numbers))
 
     def _dropped(self, drop: Callable[[], Sequence[RolloutGroup]]) -> Sequence[RolloutGroup]:
@@ -338,13 +338,13 @@ class JournaledStream:
         return dropped
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups under way, the rollouts of those that have ended, in the order in
-        which they did, and what the stream keeps of the others.
+        """Returns the groups in flight, the rollouts of finished groups in the order in which they
+        finished, and the stream's state of the others.
         """
         return self._snapshot()()
 
     def _snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Returns what gives the state of now."""
+        """Returns a function that packs the state as of now."""
         under_way, ended = self.under_way, self.stream.ended()
         unfinished = self.stream.unfinished()
 
@@ -363,7 +363,7 @@ class JournaledStream:
         return packed
 
     def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
-        """Puts in what has ended. Returns the groups that must be begun again."""
+        """Restores finished groups. Returns the groups that must be started again."""
         groups = {
             number: RolloutGroup(number, Prompt.from_state(prompt), tuple(seeds))
             for number, prompt, seeds in state["under_way"]
@@ -374,7 +374,7 @@ class JournaledStream:
         return list(groups.values())
 
     def _put(self, groups: Mapping[int, RolloutGroup], state: dict[str, Any]) -> None:
-        """Puts in what had ended, and what there was of other rollouts."""
+        """Restores finished groups and the partial rollouts of others."""
         rollouts = complete(unpacked_completions(state["rollouts"])) if state["ended"] else ()
         left = iter(rollouts)
         for number in state["ended"]:

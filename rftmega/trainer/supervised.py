@@ -1,4 +1,4 @@
-"""Learning from given rows, answers or preferences: no rollout, no reward."""
+"""Supervised training on given rows, responses or preference pairs, without rollouts or rewards."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,13 +12,13 @@ from rftmega.trainer.optimizer_steps import Schedule, take_steps
 
 
 class Learns(Protocol):
-    """A policy or a value model."""
+    """A model with an optimizer step: a policy or a value model."""
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics: ...
 
 
 class SupervisedTrainer(Trainer):
-    """One update a batch."""
+    """SupervisedTrainer trains on one batch per step."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class SupervisedTrainer(Trainer):
         schedule: Schedule | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
-        """`group_size` consecutive rows come before the loss together: 2 for pairs.
+        """`group_size` consecutive rows reach the loss together: 2 for pairs.
 
         `stop` as Trainer's.
         """

@@ -1,5 +1,5 @@
-"""TrainedGroups are what a step of an asynchronous run has taken: recorded by one run, and taken in
-the same order by another.
+"""TrainedGroups is the record of the groups that a step of an asynchronous run took, which another
+run can replay.
 """
 
 import json
@@ -12,17 +12,17 @@ from rftmega.core.interfaces import TakenGroups
 
 @dataclass(frozen=True)
 class TrainedGroups:
-    """TrainedGroups holds numbers of groups, in the order in which a step took them."""
+    """TrainedGroups holds group numbers, in the order in which a step took them."""
 
-    # a list for each time that the step waited: more than one where groups were left out
+    # a list per wait of the step: several if groups were left out
     taken: list[list[int]]
-    # of each of these groups the policy versions that drew its tokens, ascending
+    # for each of these groups the policy versions that sampled its tokens, ascending
     versions: list[list[list[int]]]
     dropped: list[int]
 
     @staticmethod
     def of(taken: Sequence[TakenGroups], dropped: Sequence[int]) -> "TrainedGroups":
-        """Returns what a step's waits gave."""
+        """Returns the record of a step's waits."""
         return TrainedGroups(
             [[group.number for group in each.groups] for each in taken],
             [_versions(each) for each in taken],
@@ -30,14 +30,14 @@ class TrainedGroups:
         )
 
     def differing(self, other: "TrainedGroups") -> int:
-        """Counts the groups of `other` whose tokens are of other versions here."""
+        """Counts the groups of `other` whose tokens have other versions here."""
         ours = _by_number(self)
         return sum(ours.get(number) != own for number, own in _by_number(other).items())
 
 
 def read_order(path: str | Path) -> dict[int, TrainedGroups]:
-    """Reads what `callbacks.trained_order` wrote, by the number of the step, as metrics.jsonl
-    counts. Validation has looked at it.
+    """Reads the file that `callbacks.trained_order` wrote: groups by the number of the step,
+    counted as in metrics.jsonl. Assumes a validated file.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
     return {

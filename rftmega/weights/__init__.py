@@ -1,5 +1,5 @@
-"""Brings the policy's weights, under their Hugging Face names, gathered from the shards, into an
-engine or a folder.
+"""Moves the policy's weights, gathered from the trainer's shards under their Hugging Face names,
+into inference engines or an exported folder.
 """
 
 from rftmega.weights.adapter_weights import AdapterPairs, AdapterWeights

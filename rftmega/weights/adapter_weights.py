@@ -1,8 +1,8 @@
-"""Brings adapters into engines as adapters: the frozen model goes there once, and the pairs of
-matrices with each push, unrounded.
+"""Pushes LoRA adapters to engines as adapters: the frozen base model is sent once, and the
+unrounded adapter matrices with each push.
 
-A merged weight in bfloat16 loses small products (docs/adapters.md); an engine that adds the pair's
-product to its own output does not.
+A merged weight in bfloat16 loses small products (docs/adapters.md); an engine that adds the
+adapter's output to its own does not.
 """
 
 import time
@@ -25,30 +25,32 @@ from rftmega.weights.slice_sums import sum_of
 
 
 class AdapterPairs:
-    """AdapterPairs gathers the matrices of a policy's adapters, the same on every process."""
+    """AdapterPairs gathers the matrices of the policy's adapters; every process gets the same."""
 
     def __init__(self, adapters: AdapterSource, *, bucket_bytes: int):
         held = adapters.held
         self._exporter = Exporter(held.shards, adapters.group, bucket_bytes=bucket_bytes)
         self._kept = names_of_pairs(tensor.name for tensor in self._exporter.planned)
         targets = {target_of(name) for name in self._kept}
-        # PEFT's config
+        # PEFT's adapter config
         self.said = described(rank=held.rank, alpha=held.alpha, targets=targets, rslora=held.rslora)
         self._where = held.shards[0].tensor.device
-        self._sent: list[int] = []  # of each matrix in the last push
+        self._sent: list[int] = []  # checksum of each matrix in the last push
 
     def gathered(self) -> dict[str, Tensor]:
-        """Gathers the matrices, in memory of their own, by PEFT's names; a collective."""
+        """Gathers the matrices into newly allocated memory, by their PEFT names; a collective."""
         return {PREFIX + name: tensor for name, tensor in self._exporter if name in self._kept}
 
     def for_push(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Gathers what a push brings. Returns it and its checksums, which `checksums` compares."""
+        """Gathers the matrices for a push. Returns them and their checksums, which `checksums`
+        later compares.
+        """
         pairs = self.gathered()
         self._sent = _sums(pairs)
         return pairs, self._sent
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns one of each matrix of the last push; a collective."""
+        """Returns a SliceChecksums for each matrix of the last push; a collective."""
         now = self.gathered()
         found = []
         for (name, tensor), held, sent in zip(now.items(), _sums(now), self._sent, strict=True):
@@ -58,8 +60,8 @@ class AdapterPairs:
         return found
 
     def everybodys(self, good: bool, *numbers: int) -> list[bool]:
-        """Returns whether all processes say `good`, and whether they have the same of each number;
-        a collective.
+        """Returns whether `good` is true on all processes, and for each number whether all
+        processes have the same one; a collective.
         """
         mine = torch.tensor([int(good), *numbers], device=self._where)
         least, most = mine.clone(), mine.clone()
@@ -70,22 +72,26 @@ class AdapterPairs:
 
 
 class AdapterEngine(Protocol):
-    """AdapterEngine is an engine of this process that serves one adapter."""
+    """AdapterEngine is an in-process engine that serves one adapter."""
 
     @property
     def has_weights(self) -> bool:
-        """Says whether the model's own weights are there since the last sleep."""
+        """Returns whether the base model's weights are loaded, not dropped by a sleep."""
         ...
 
     def invalidate(self) -> None: ...
 
     def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
-        """Replaces the adapter. `pairs` have PEFT's names, and `said` is PEFT's config."""
+        """Replaces the adapter. `pairs`: matrices by their PEFT names; `said`: PEFT's adapter
+        config.
+        """
         ...
 
 
 class AdapterWeights:
-    """AdapterWeights is a WeightSync of adapters. Every process constructs it, and calls it, alike."""
+    """AdapterWeights is a WeightSync for adapters. All processes must construct it and call it in
+    step.
+    """
 
     def __init__(
         self,
@@ -95,7 +101,7 @@ class AdapterWeights:
         *,
         bucket_bytes: int,
     ):
-        """`base`: what brings the frozen model."""
+        """`base`: the WeightSync of the frozen base model."""
         self.base, self.engine = base, engine
         self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
@@ -104,9 +110,9 @@ class AdapterWeights:
         return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
-        """Afterwards every engine answers under `version`: with the frozen model, which is sent
-        where an engine has lost it, and the adapters of now. If anything fails anywhere, none
-        answers until a push was whole.
+        """Makes every engine generate under `version`, with the frozen base model and the current
+        adapters; the base model is sent only if an engine has lost it. After a failure on any
+        process, no engine generates until a complete push.
 
         Raises as `EngineWeights.push`.
         """
@@ -114,7 +120,7 @@ class AdapterWeights:
         metrics: Metrics = {}
         if not all(self._pairs.everybodys(self.engine.has_weights)):
             metrics = self.base.push(version=version)
-        self.engine.invalidate()  # it has the model, and not yet the adapters
+        self.engine.invalidate()  # it has the base model, but not yet the adapters
         try:
             size = float(self._push(version))
         except BaseException as error:
@@ -136,7 +142,7 @@ class AdapterWeights:
         }
 
     def _push(self, version: int) -> int:
-        """Pushes the adapters, and returns their bytes."""
+        """Pushes the adapters. Returns their size in bytes."""
         pairs, sums = self._pairs.for_push()
         failure: Exception | None = None
         try:

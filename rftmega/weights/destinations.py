@@ -1,5 +1,5 @@
-"""Defines what a push needs of an engine whose parameters it fills itself, and records what it
-knows of them.
+"""Defines the interface of an engine whose parameters a push fills directly, and the recording of
+its loader's copies.
 """
 
 import logging
@@ -14,32 +14,32 @@ from rftmega.weights.recording import LoadRecorder
 from rftmega.weights.replay import Fill, Proof, ReceivedFill, by_name, fills_of
 from rftmega.weights.slices import LocalShards, planned
 
-Part = tuple[LogicalTensor, int]  # and the number of one of its HF tensors
+Part = tuple[LogicalTensor, int]  # with the number of one of its HF tensors
 
 log = logging.getLogger(__name__)
 
 
 class Destinations(Protocol):
-    """An engine's parameters while its loader reads: ask from within the iterator that it reads
-    from. What is asked holds until the load is over.
+    """Access to an engine's parameters during a load. Call it from within the iterator that the
+    loader reads; what was requested holds until the load ends.
     """
 
     def bare(self) -> Mapping[str, Tensor]:
         """Returns all parameters, on the meta device.
 
-        Whatever the loader does to them, the engine keeps its weights.
+        The engine keeps its weights whatever the loader does to these.
         """
         ...
 
     def watch(self, names: Collection[str], filled: Callable[[str, Tensor], None]) -> None:
-        """Calls `filled` with each of these parameters once the loader has done all it does to it,
-        before it is repacked.
+        """Calls `filled` with each of these parameters once the loader has finished with it, before
+        it is repacked.
         """
         ...
 
     def fill(self, name: str, filling: ReceivedFill) -> None:
-        """Has `filling.into` called with the parameter, once on the meta device, for what it
-        counts, and once for good.
+        """Calls `filling.into` with the parameter: once on the meta device, to count its elements,
+        and once to copy them.
         """
         ...
 
@@ -49,7 +49,7 @@ def recorded(
     trace_load: Callable[[Iterable[tuple[str, Tensor]]], None],
     destinations: Destinations,
 ) -> LoadRecorder:
-    """Records what the engine's loader does with these tensors."""
+    """Records which copies the engine's loader makes of these tensors."""
     recorder = LoadRecorder()
     named = [(name, recorder.tensor(name, dtype, shape)) for name, dtype, shape in planned(tensors)]
 
@@ -62,17 +62,16 @@ def recorded(
     try:
         trace_load(reading)
     finally:
-        reading.close()  # also where the loader stopped in the middle
+        reading.close()  # also if the loader stopped early
     recorder.forget()
     return recorder
 
 
 class Recording:
-    """Recording knows which copies bring a bucket's tensors to the engine's parameters, and which
-    tensors its loader must take.
+    """Recording maps a bucket's tensors to copies into the engine's parameters, and lists the
+    tensors that only the engine's loader can take.
 
-    Until a push by the loader itself was compared with it (`prove`) it is only believed to be
-    whole.
+    It is trusted only after `prove` has compared it with a push by the loader itself.
     """
 
     def __init__(self, recorder: LoadRecorder, shards: LocalShards):
@@ -82,13 +81,13 @@ class Recording:
 
     @property
     def parameters(self) -> Collection[str]:
-        """Returns the names of the parameters that copies fill."""
+        """Returns the names of the parameters that recorded copies fill."""
         return self._copies.keys()
 
     def of_bucket(
         self, number: int, tensors: Sequence[LogicalTensor], receives: Mapping[int, Layout]
     ) -> tuple[list[Fill], list[Part]]:
-        """Returns the fills of bucket `number`, and the HF tensors of it that the loader takes."""
+        """Returns the fills of bucket `number`, and its HF tensors that the loader must take."""
         if number not in self._fills:
             by_loader = [
                 (tensor, number)
@@ -103,8 +102,8 @@ class Recording:
         return self._fills[number]
 
     def prove(self, proof: Proof) -> None:
-        """Marks the recording as proven after a whole push by the loader: it keeps what it does
-        besides copying.
+        """Marks the recording as proven after a complete push by the loader. Parameters to which
+        the loader does more than copy stay with the loader.
         """
         if refuted := proof.refuted():
             log.warning(

@@ -1,4 +1,4 @@
-"""Predicts what an engine's loader asks for, without an engine."""
+"""Predicts which slices an engine's loader reads, without an engine."""
 
 from rftmega.converters import Rule
 from rftmega.converters.rules import QKV, Column, Segment, Vocabulary
@@ -7,8 +7,8 @@ from rftmega.core.shards import Box
 
 
 def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ...]:
-    """Returns (number of the HF tensor, box) of what tensor-parallel rank `rank` of `ranks` of a
-    vLLM engine loads.
+    """Returns (number of the HF tensor, box) for each slice that tensor-parallel rank `rank` of
+    `ranks` of a vLLM engine loads.
     """
     stored = (rule.stored(each) for each in _needed(rule, rank, ranks))
     return tuple((each.part, segment_box(rule, each)) for each in stored)
@@ -17,9 +17,9 @@ def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ..
 def _needed(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
     """Returns the segments of a rule's parts that the rank loads.
 
-    Query heads in blocks; key-value heads in blocks, or one of them where there are fewer heads
-    than ranks; columns, rows and vocabulary in blocks (of the vocabulary padded to 64); everything
-    else whole.
+    Query heads are split into blocks; key-value heads too, or replicated if there are fewer heads
+    than ranks; columns, rows and vocabulary (padded to 64) are split into blocks; everything else
+    is loaded whole.
     """
     if isinstance(rule, QKV):
         queries, keys, _ = rule.sizes

@@ -41,16 +41,16 @@ def export_hf_folder(
     classifier: bool = False,
     quantised: bool = False,
 ) -> None:
-    """Writes weights in safetensors shards with an index, and `source`'s config and tokenizer
-    files, to `target`.
+    """Writes the weights to `target` as indexed safetensors shards, with the config and tokenizer
+    files of `source`.
 
     `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier
-    with one label. `quantised`: as 8-bit numbers with scales, those that `source` has so.
+    with one label. `quantised`: store the weights that are quantised in `source` as 8-bit numbers
+    with scales.
 
-    Every process calls it; the one with `write` puts the files down, into a folder that gets its
-    name only when it is complete, so that `target` is never half-written. An earlier export there
-    goes, anything else stays (`export_folder`). Raises CheckpointError, on all of them, where that
-    can't be done.
+    A collective; the process with `write` writes the files into a temporary folder that is renamed
+    when complete, so `target` is never half-written. An earlier export is replaced; other files
+    stay (`export_folder`). Raises CheckpointError on all processes if the export fails.
     """
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -75,10 +75,10 @@ def rehearse_hf_folder(
     classifier: bool = False,
     quantised: bool = False,
 ) -> None:
-    """Does what `export_hf_folder` does but gathering and writing the weights, and removes it again,
-    so that what keeps the model from being exported shows before anything is computed.
+    """Runs `export_hf_folder` without gathering or writing weights and removes its output, so that
+    obstacles to the export show before training starts.
 
-    Every process calls it. Raises CheckpointError, on all of them.
+    A collective. Raises CheckpointError on all processes if the export would fail.
     """
     error, draft = None, Path(f"{target}.incomplete")
     if write:
@@ -98,9 +98,10 @@ def rehearse_hf_folder(
 
 
 def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> None:
-    """Gathers the tensors of all processes, which `write`, where it is given, puts into `target`.
+    """Gathers the tensors of all processes; `write`, on the process that has it, writes them to
+    `target`.
 
-    Raises CheckpointError, on all of them, where that can't be done.
+    Raises CheckpointError on all processes if the export fails.
     """
     tensors, error = iter(exporter), None
     if write is not None:
@@ -108,11 +109,11 @@ def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> No
             write(tensors)
         except OSError as raised:
             error = f"The model can't be exported to {target}, which needs room and rights: {type(raised).__name__}: {raised}"
-        except CheckpointError as raised:  # of the model, or of the files beside it
+        except CheckpointError as raised:  # in the model or its companion files
             stays = ", where an earlier export stays" if Path(target).exists() else ""
             error = f"The model can't be exported to {target}{stays}: {raised}"
             shutil.rmtree(f"{target}.incomplete", ignore_errors=True)
-    for _ in tensors:  # a collective: what one process can't write the others send all the same
+    for _ in tensors:  # a collective: the other processes send the rest even if writing failed
         pass
     if errors := list(filter(None, gather_objects(error))):
         raise CheckpointError(errors[0])
@@ -144,7 +145,9 @@ def _streamed(
     source: Path,
     quantising: Quantising | None,
 ) -> tuple[dict[str, list[PlannedTensor]], Iterator[tuple[str, Tensor]]]:
-    """Returns what goes into each file, and the tensors of all files in their order."""
+    """Returns the tensors planned for each file, and an iterator over the tensors of all files in
+    that order.
+    """
     stacking = Stacking(stacks_of(read_json_object(source / "config.json")))
     coming = stacking.planned(exporter.planned)
     stream = stacking.stacked(tensors)
@@ -154,7 +157,7 @@ def _streamed(
 
 
 def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: bool) -> str | None:
-    """Writes what lies beside the weights. Gives what config.json says otherwise than before."""
+    """Writes the companion files. Returns a description of what changed in config.json, or None."""
     changed = copy_companions(source, draft, quantised=quantised)
     if classifier:
         say_classifier(draft / "config.json")
@@ -164,7 +167,7 @@ def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: boo
 def _quantising(source: Path) -> Quantising:
     """Returns how the weights of `source` are quantised.
 
-    Raises CheckpointError where they are not.
+    Raises CheckpointError if they are not quantised.
     """
     layout = block_scales(read_json_object(source / "config.json"))
     if layout is None:

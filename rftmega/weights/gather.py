@@ -1,4 +1,6 @@
-"""Gathers shards into whole HF-named tensors on every process of a replica, one bucket at a time."""
+"""Gathers shards into whole HF-named tensors on every process of a model replica, one bucket at a
+time.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,13 +21,13 @@ from rftmega.weights.slices import (
 
 
 class Exporter:
-    """Exporter iterates over a model as HF-named tensors.
+    """Exporter iterates over a sharded model as whole HF-named tensors.
 
     A collective: every process of the replica iterates in step.
     """
 
     def __init__(self, shards: Sequence[Shard], group: Any, *, bucket_bytes: int):
-        """Learns once, from all processes of the `group`, a replica of the model, who holds what."""
+        """Collects once which process of `group`, a replica of the model, holds which shard."""
         self.group = group
         self._shards = LocalShards(shards)
         self.buckets = buckets_of(everybodys_tensors(shards, group), bucket_bytes)
@@ -37,7 +39,7 @@ class Exporter:
 
     @property
     def planned(self) -> list[PlannedTensor]:
-        """Lists the tensors that an iteration will give, in its order."""
+        """Lists the tensors that an iteration yields, in its order."""
         return planned(tensor for bucket in self.buckets for tensor in bucket)
 
     @property
@@ -47,9 +49,8 @@ class Exporter:
     @torch.no_grad()
     def gathered(self, bucket: Sequence[LogicalTensor]) -> list[tuple[str, Tensor]]:
         """Gathers a bucket; a collective. Returns (HF name, whole tensor) in the order of `planned`."""
-        # one holder of each shard sends what it has of the bucket as one flat tensor, which
-        # everybody copies to its places
-        # replicas of a shard are equal: the first sends
+        # the first holder of each shard sends its part of the bucket as one flat tensor, which all
+        # processes copy to its places (replicas of a shard are equal)
         sent: dict[int, list[tuple[LogicalTensor, Holding]]] = {}
         for tensor in bucket:
             for holding, ranks in tensor.holders:
@@ -76,7 +77,7 @@ class Exporter:
         return torch.empty(tensor.shapes[number], dtype=tensor.dtype, device=self._shards.device)
 
     def _sent(self, source: int, parts: Sequence[TensorSlice]) -> Tensor:
-        """Returns the elements of `parts`, [n], from the process `source`."""
+        """Broadcasts the elements of `parts` from process `source`. Returns them as [n]."""
         if source == dist.get_rank():
             flat = torch.cat([self._shards.slice_of(part).flatten() for part in parts])
         else:

@@ -1,9 +1,8 @@
-"""Tensors of Hugging Face's shapes that are asked for their elements only where somebody copies
-from them.
+"""Tensors with Hugging Face shapes whose elements are fetched only when they are copied.
 
-An engine's loader narrows, slices and chunks what it is given and copies the rest into its own
-parameters. Handed these tensors, it says which elements it needs; or it gets just those, without
-the others being anywhere on this process.
+An engine's loader narrows, slices and chunks its input and copies the result into its parameters.
+With these tensors it either reveals which elements it reads, or receives only those; the whole
+tensor never exists on this process.
 """
 
 import math
@@ -21,9 +20,9 @@ Fetch = Callable[[Box, Tensor], None]
 
 
 class LazyTensor(Tensor):
-    """A tensor without elements. Views of it are views; anything else that is done to it or with it
-    gets the elements first: `fetch(box, out)` must write those of a box to `out`, which has the
-    box's shape and whatever dtype.
+    """LazyTensor is a tensor without elements. View operations return lazy views; every other
+    operation first fetches the elements: `fetch(box, out)` must write the elements of a box to
+    `out`, which has the box's shape and any dtype.
     """
 
     fetch: Fetch
@@ -34,7 +33,7 @@ class LazyTensor(Tensor):
     def of(
         shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device
     ) -> "LazyTensor":
-        """Makes a lazy tensor of a whole one; elements that somebody computes with are made on
+        """Creates a lazy tensor of the given shape; elements needed in a computation are placed on
         `home`.
         """
         return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
@@ -48,7 +47,7 @@ class LazyTensor(Tensor):
             if isinstance(args[0], LazyTensor) and func is not Tensor.copy_:
                 try:
                     found = func(*args, **kwargs)
-                except (RuntimeError, NotImplementedError):  # needs elements
+                except (RuntimeError, NotImplementedError):  # the operation needs elements
                     found = None
                 if found is not None and (views := _as_views(found, args[0])) is not None:
                     return views
@@ -59,7 +58,7 @@ class LazyTensor(Tensor):
 
 
 def elements_of(tensor: Tensor) -> Tensor:
-    """Returns all elements of a lazy tensor; another tensor as it is."""
+    """Returns all elements of a lazy tensor, or any other tensor unchanged."""
     return _elements(tensor) if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -70,8 +69,8 @@ def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) ->
 
 
 def _as_views(found: Any, origin: LazyTensor) -> Any:
-    """Returns `found` as views of origin; as it is if it holds no tensor; None if it is, or holds,
-    a tensor of other elements.
+    """Returns `found` as lazy views of `origin`; unchanged if it holds no tensor; None if it is, or
+    holds, a tensor with other elements.
     """
     if isinstance(found, Tensor):
         same = (
@@ -86,7 +85,7 @@ def _as_views(found: Any, origin: LazyTensor) -> Any:
 
 
 def _filled(argument: Any) -> Any:
-    """Returns the argument, with elements wherever it has none."""
+    """Replaces lazy tensors in an argument by their elements."""
     if isinstance(argument, LazyTensor):
         return _elements(argument)
     if isinstance(argument, tuple | list):
@@ -95,7 +94,7 @@ def _filled(argument: Any) -> Any:
 
 
 def _copied(target: Tensor, view: LazyTensor) -> Tensor:
-    # vLLM counts what its loader will copy on parameters that have no elements either
+    # vLLM also runs its loader on meta parameters, to count the elements it will copy
     if target.is_meta:
         return target.copy_(torch.empty(view.shape, dtype=view.dtype, device="meta"))
     box = _box(view)
@@ -123,15 +122,15 @@ def _box(view: LazyTensor) -> Box | None:
 
 
 def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
-    """Returns the box of the whole, which lies in memory row by row, that a view covers; None if it
-    is no box of it (another number of dimensions, a transposition).
+    """Returns the box of a contiguous tensor of shape `whole` that `view` covers, or None if the
+    view is no box of it (e.g. transposed, or with another number of dimensions).
     """
     return _box_of(
         tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset())
     )
 
 
-@lru_cache(maxsize=4096)  # a mixture's experts ask for the same boxes of tensors of the same shape
+@lru_cache(maxsize=4096)  # MoE experts ask for the same boxes of equal shapes
 def _box_of(
     whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> Box | None:
@@ -153,7 +152,10 @@ def _box_of(
 
 
 def reader(name: str, pieces: Sequence[tuple[Box, Tensor]]) -> Fetch:
-    """Returns what reads the elements of a box from the pieces of the tensor that are here."""
+    """Returns a fetch function that reads a box from the pieces of the tensor on this process.
+
+    The function raises EngineError for elements that no piece holds.
+    """
 
     def fetch(box: Box, out: Tensor) -> None:
         left = [box]

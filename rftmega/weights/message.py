@@ -1,7 +1,7 @@
-"""Slices on their way from one process to another: one flat message a bucket, with the push's
-version and a checksum a slice.
+"""Message format for slices between two processes: one flat message per bucket, with the push's
+version and a checksum per slice.
 
-Slices of one size that follow each other are written, and their checksums computed, together.
+Consecutive slices of equal size are written, and their checksums computed, in one operation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,26 @@ from rftmega.weights.slices import TensorSlice
 
 
 def message_bytes(sizes: Sequence[int]) -> int:
-    """Returns the bytes of a message with slices of so many bytes each, header and gaps included."""
+    """Returns the size of a message with slices of these sizes in bytes, including header and
+    padding.
+    """
     return blocks(8 * (1 + len(sizes))) + sum(map(blocks, sizes))
 
 
 def copy_together(target: Tensor, views: list[Tensor]) -> None:
-    """Copies each of n views to its place in the target [n, ...]."""
+    """Copies n views into the target [n, ...]."""
     if len(views) == 1:
         target[0].copy_(views[0])
     elif target.is_contiguous() and target.dim() > 1 and target.dtype == views[0].dtype:
-        # a fraction of what a copy each costs the processor
+        # far cheaper on the CPU than one copy per view
         torch.cat(views, out=target.flatten(0, 1))
     else:
         torch._foreach_copy_(target.unbind(), views)
 
 
 class Alike(NamedTuple):
-    """Slices `first` to `first + number` of a message have one shape, and lie behind each other
-    from byte `start` on.
+    """Alike is a run of slices `first` to `first + number` of a message that have one shape and lie
+    contiguously from byte `start` on.
     """
 
     first: int
@@ -58,7 +60,9 @@ class Alike(NamedTuple):
 
 
 class Layout:
-    """Layout gives the place of each slice in one message; made once, and the same on both sides."""
+    """Layout holds the offset of each slice in a message; it is computed once, identically on both
+    sides.
+    """
 
     def __init__(self, slices: Sequence[TensorSlice]):
         self.slices = list(slices)
@@ -80,12 +84,12 @@ class Layout:
 
 
 def message_for(layout: Layout, device: torch.device) -> Tensor:
-    """Allocates a message, [bytes], with nothing in it yet."""
+    """Allocates an uninitialised message, [bytes]."""
     return torch.empty(layout.bytes, dtype=torch.uint8, device=device)
 
 
 def written(message: Tensor, layout: Layout, version: int, slices: list[Tensor]) -> Tensor:
-    """Returns the message with the version, the checksums and the slices in it."""
+    """Writes version, checksums and slices into the message, and returns it."""
     for alike in layout.alike:
         copy_together(alike.slices(message), slices[alike.first : alike.first + alike.number])
         alike.stored(message)[:, alike.bytes :].zero_()  # the checksum covers it
@@ -96,7 +100,9 @@ def written(message: Tensor, layout: Layout, version: int, slices: list[Tensor])
 
 
 def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -> None:
-    """Raises EngineError where the message is another push's, or a slice is not as it was sent."""
+    """Raises EngineError if the message belongs to another push or a slice does not match its
+    checksum.
+    """
     header = _header(message, layout)
     if header[0] != version:
         raise EngineError(
@@ -110,18 +116,18 @@ def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -
 
 
 def opened(message: Tensor, layout: Layout) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """Yields each slice."""
+    """Yields each slice with its elements."""
     for alike in layout.alike:
         yield from zip(layout.slices[alike.first :], alike.slices(message).unbind(), strict=False)
 
 
 def sums_of(message: Tensor, layout: Layout) -> Tensor:
-    """Returns [slices]: the checksums that were written into the message."""
+    """Returns the checksums stored in the message, [slices]."""
     return _header(message, layout)[1:].clone()
 
 
 def checksums_of(message: Tensor, layout: Layout) -> Tensor:
-    """Computes the checksums, [slices], of what is in the message, gaps behind the slices included."""
+    """Computes the checksums of the message's slices, [slices], including the padding behind each."""
     return torch.cat([checksums(alike.stored(message)) for alike in layout.alike])
 
 

@@ -1,4 +1,4 @@
-"""Learns what engines read of the policy, and which slices must travel for it: once, the same on
+"""Determines which slices engines read of the policy and which must be sent: once, identically on
 every process.
 """
 
@@ -18,13 +18,13 @@ Needs = dict[str, list[Box]]  # HF name -> boxes that an engine reads, which do 
 
 
 def needs_of(asked: Mapping[str, Sequence[Box]]) -> Needs:
-    """Derives the needs from the boxes that a loader read."""
+    """Returns the needs for the boxes that a loader read."""
     return {name: disjoint(boxes) for name, boxes in asked.items()}
 
 
 def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
-    """Gathers (what engines' ranks need, which of these each process needs): engines are alike, so
-    each need is told once.
+    """Gathers the distinct needs of all processes, and the index of each process's needs among
+    them. Identical needs are sent only once.
     """
     said = sorted(needs.items())
     digests = gather_objects(hashlib.sha256(repr(said).encode()).digest())
@@ -41,11 +41,11 @@ def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
 def planned_moves(
     buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> Iterator[Iterator[Transfer]]:
-    """Yields the transfers of each bucket, to be read one after the other: who sends depends on who
-    sent before.
+    """Yields the transfers of each bucket. Read them in order: the choice of a sender depends on
+    the transfers before.
 
-    `kinds`: what ranks of engines need; `kind_of`: which of them each process needs. Layers that
-    are alike are cut once.
+    `kinds`: the distinct needs of engine ranks; `kind_of`: the index of each process's needs.
+    Identical layers are cut only once.
     """
     balance = Balance()
     shared: dict[Any, RankNeeds] = {}
@@ -68,7 +68,7 @@ def _needed(tensor: LogicalTensor, needs: Needs) -> tuple[tuple[int, Box], ...]:
 
 
 def refuse_unread(tensors: Sequence[LogicalTensor], kinds: Sequence[Needs]) -> None:
-    """Raises EngineError unless every element is read by some engine's rank."""
+    """Raises EngineError unless every element of the policy is read by some engine rank."""
     for name, _, shape in planned(tensors):
         read = disjoint(box for needs in kinds for box in needs.get(name, []))
         if read != [whole(shape)]:

@@ -1,9 +1,8 @@
 """Plans which slice of which tensor goes from which rank to which: pure arithmetic, for any
-layouts, without a process.
+parallel layouts, without processes.
 
-All is said in boxes of Hugging Face's tensors: both what the trainer's ranks hold and what an
-engine's rank needs. What a rank needs and does not hold must reach it once: that is the least that
-can be moved.
+Both the trainer ranks' shards and the engine ranks' needs are boxes of Hugging Face tensors. Each
+element that a rank needs and does not hold must reach it once: the lower bound of what is moved.
 """
 
 import math
@@ -15,14 +14,14 @@ from typing import NamedTuple
 from rftmega.core.shards import Box, LogicalTensor, intersection, remaining, shape_of
 from rftmega.weights.slices import TensorSlice
 
-PIECE_BYTES = 32 * 2**20  # a larger slice is shared by its holders
-# what each rank of an engine needs, by rank: (number of the HF tensor, box); a colocated rank's
-# number is the trainer's own
+PIECE_BYTES = 32 * 2**20  # larger slices are split among their holders
+# (engine rank, its needs as (number of the HF tensor, box)); a colocated engine rank has the
+# trainer's rank number
 RankNeeds = tuple[tuple[int, tuple[tuple[int, Box], ...]], ...]
 
 
 class Cut(NamedTuple):
-    """Cut is a box that `target` needs and does not hold, and all the ranks that hold it."""
+    """Cut is a box that rank `target` needs and does not hold, with all ranks that hold it."""
 
     target: int
     number: int  # of the HF tensor
@@ -31,7 +30,7 @@ class Cut(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer is a slice on its way from one rank to another."""
+    """Transfer is a slice to be sent from one rank to another."""
 
     source: int
     target: int
@@ -39,10 +38,10 @@ class Transfer(NamedTuple):
 
 
 def cuts(tensor: LogicalTensor, needs: RankNeeds) -> list[Cut]:
-    """Returns what must be moved: each rank's needs, less what it holds itself, cut where the
+    """Returns the boxes that must be moved: each rank's needs without its own shard, cut where the
     holders change.
 
-    Raises ValueError where nobody holds what is needed.
+    Raises ValueError if no rank holds a needed box.
     """
     held: dict[int, list[tuple[Box, tuple[int, ...]]]] = defaultdict(list)
     for holding, ranks in tensor.holders:
@@ -68,7 +67,9 @@ def cuts(tensor: LogicalTensor, needs: RankNeeds) -> list[Cut]:
 
 @dataclass
 class Balance:
-    """The sources of a whole plan, chosen so that each sends about as much as its fellows."""
+    """Balance chooses the sources of a plan's transfers so that the holders send about equally
+    much.
+    """
 
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -77,9 +78,9 @@ class Balance:
     )
 
     def transfers(self, tensor: LogicalTensor, needs: RankNeeds) -> Iterator[Transfer]:
-        """Yields each slice, in pieces, from that of its holders which has sent least so far."""
-        # Layers of one stage share these objects, and are cut alike; what is kept with the answer
-        # keeps its id.
+        """Yields each slice, in pieces, from the holder that has sent least so far."""
+        # Layers of one stage share these objects and are cut alike. The cache keeps references to
+        # them, so that ids stay valid.
         key = (id(tensor.shapes), id(tensor.holders), id(needs))
         if key not in self._cut:
             self._cut[key] = tensor, needs, cuts(tensor, needs)
@@ -98,7 +99,9 @@ class Balance:
 
 
 def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields a box in pieces of at most PIECE_BYTES, or a row; as it is where `itemsize` is 0."""
+    """Yields a box in pieces of at most PIECE_BYTES (at least one row), or unchanged if `itemsize`
+    is 0.
+    """
     (start, stop), *rest = box
     row = math.prod(shape_of(tuple(rest))) * itemsize
     step = max(1, PIECE_BYTES // row) if row else max(1, stop - start)
@@ -107,6 +110,6 @@ def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def spread(values: Mapping[int, int], ranks: Sequence[int]) -> float:
-    """Returns the largest over the mean of the ranks' values; 1 is even."""
+    """Returns the ratio of the ranks' largest value to their mean; 1 is even."""
     seen = [values.get(rank, 0) for rank in ranks]
     return max(seen) * len(seen) / sum(seen) if any(seen) else 1.0

@@ -1,11 +1,11 @@
-"""Pushes to the engine of this process what it needs of the policy's weights, and nothing else: a
-WeightSync.
+"""Weight sync from the trainer's shards to the engine of each process, which receives only the
+slices that it reads: a WeightSync.
 
-At the start the engine's own loader is handed tensors that only record what is asked for; from that
-and from who holds what, every process computes the same plan. A push then moves each planned slice
-once, checks it, and lets the loader copy from the slices that came and from the trainer's own
-shard; or, where the engine has `destinations`, does the copies that its loader was seen to do
-(`replay.py`), once a push by the loader itself has shown that they are all that it does.
+At the start, the engine's own loader gets tensors that only record which elements it reads; from
+that and the shard layout, every process computes the same plan. A push then moves each planned
+slice once, verifies it, and lets the loader copy from the received slices and the trainer's own
+shard. If the engine has `destinations`, the push replays the loader's recorded copies instead
+(`replay.py`), once a push by the loader itself has shown that the loader does nothing else.
 """
 
 import logging
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Loader(Protocol):
-    """An engine, as far as a push knows it."""
+    """Loader is the part of an engine's interface that a push uses."""
 
     @property
     def destinations(self) -> Destinations | None: ...
@@ -67,24 +67,26 @@ class Loader(Protocol):
 
 
 class PushBucket(NamedTuple):
-    """PushBucket holds tensors that are loaded one after the other, and what travels for them;
-    sender and receiver have it in the same order.
+    """PushBucket is a group of tensors that are loaded consecutively, with the messages for them,
+    in the same order on sender and receiver.
     """
 
     tensors: list[LogicalTensor]
-    sends: dict[int, Layout]  # by target; those that need the same share one
+    sends: dict[int, Layout]  # by target; targets with equal needs share one
     receives: dict[int, Layout]  # by source
 
 
 class EngineWeights:
-    """Brings new weights into all engines. Every process constructs it, and calls it, alike."""
+    """EngineWeights pushes new weights to all engines. All processes must construct it and call it
+    in step.
+    """
 
     def __init__(self, shards: Sequence[Shard], engine: Loader, *, bucket_bytes: int):
-        """Rehearses the load and plans it, a collective over all processes; the engine's weights
-        are lost.
+        """Rehearses a load and plans the push, a collective over all processes; the engine's
+        weights are lost.
 
-        Raises EngineError for a tensor that no engine reads: the policy's idea of the model would
-        not be the engine's.
+        Raises EngineError for a tensor that no engine reads: policy and engine would not agree on
+        the model.
         """
         self.engine = engine
         self.shards = LocalShards(shards)
@@ -102,9 +104,9 @@ class EngineWeights:
         missing = torch.tensor(sum(map(self._missing_bytes, tensors)), device=self.shards.device)
         dist.all_reduce(missing)
         self.least_bytes = int(missing)
-        # of messages that this process held at once in the last push, at most
+        # peak size of the messages that this process held in the last push
         self.buffer_bytes = 0
-        self._sums = SliceSums()  # of the last push
+        self._sums = SliceSums()  # checksums of the last push
 
     def checksums(self) -> list[SliceChecksums]:
         """Returns the checksums of every slice of the last push; a collective, with the policy's
@@ -113,12 +115,12 @@ class EngineWeights:
         return self._sums.compared(self.shards)
 
     def push(self, *, version: int) -> Metrics:
-        """Afterwards every engine answers under `version`. If anything fails anywhere, none answers
-        until a push was whole.
+        """Makes every engine generate under `version`. After a failure on any process, no engine
+        generates until a complete push.
 
-        Raises what this process's engine raised, or EngineError; a push that failed on a living
-        process may be repeated. What else fails in moving the weights (no memory for a message) is
-        raised as it is, and that process can't go on.
+        Raises the error of this process's engine, or EngineError; a push that failed on a living
+        process may be repeated. Other errors in moving weights (no memory for a message) are raised
+        unchanged, and this process can't continue.
         """
         begin = time.perf_counter()
         self.engine.invalidate()
@@ -137,7 +139,7 @@ class EngineWeights:
 
     @torch.no_grad()
     def _push(self, version: int) -> int:
-        """Pushes, and returns the bytes that all processes sent."""
+        """Runs a push. Returns the bytes that all processes sent."""
         failure: Exception | None = None
         self.shards.look_again()
         try:
@@ -149,7 +151,7 @@ class EngineWeights:
             except Exception as error:
                 failure = error
             self.buffer_bytes = passage.buffer_bytes
-            passage.drain()  # others wait for what this process sends
+            passage.drain()  # other processes wait for this one's messages
             total = torch.tensor(
                 [int(failure is not None), passage.sent_bytes], device=self.shards.device
             )
@@ -170,8 +172,8 @@ class EngineWeights:
         return int(moved)
 
     def _rehearse(self, tensors: Sequence[LogicalTensor]) -> dict[str, list[Box]]:
-        """Returns, by HF name, the boxes that a loader asks for where it can't be watched at its
-        parameters.
+        """Returns, by HF name, the boxes that the loader reads, for an engine whose parameters
+        can't be watched.
         """
         asked: dict[str, list[Box]] = defaultdict(list)
 
@@ -199,24 +201,24 @@ class EngineWeights:
 
 
 class _Passage:
-    """One push under way, as one process sees it."""
+    """State of one push on one process."""
 
     def __init__(self, weights: EngineWeights, version: int, sums: SliceSums):
         self.weights = weights
         self.version = version
         self.sums = sums
         self.sent_bytes = 0
-        self.over = False  # the last tensor was taken
-        self.buffer_bytes = 0  # of messages that were there at once, at most
-        self.proof: Proof | None = None  # of a recording that has none yet
+        self.over = False  # the loader has read the last tensor
+        self.buffer_bytes = 0  # peak size of the messages held at once
+        self.proof: Proof | None = None  # of an unproven recording
         self._fillings: list[ReceivedFill] = []
         self._alive: list[tuple[StorageWeakRef, int]] = []
         self._left = iter(enumerate(weights.buckets))
         self._travelling = self._post()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, tensor on demand) of the whole model, but for what is copied without the
-        loader. Raises EngineError where what came is not what was sent.
+        """Yields (HF name, lazy tensor) of the whole model, except for tensors whose copies are
+        replayed. Raises EngineError if a message differs from what was sent.
         """
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording and destinations and not recording.proven:
@@ -227,9 +229,9 @@ class _Passage:
         self.over = True
 
     def finish(self) -> None:
-        """Ends the push when the engine has returned.
+        """Ends the push after the engine has returned.
 
-        Raises EngineError where it did not take everything.
+        Raises EngineError if the engine did not take everything.
         """
         if not self.over:
             raise EngineError("The engine stopped reading before the last tensor of the push.")
@@ -246,13 +248,13 @@ class _Passage:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields a bucket's tensors.
 
-        Its messages go with this generator, before the bucket after the next one sets out.
+        Its messages are freed with this generator, before the bucket after the next is posted.
         """
         for source, message in came.items():
             refuse_damaged(message, bucket.receives[source], self.version, source)
         if by_loader := self._copy(number, bucket, came):
             yield from self._on_demand(bucket, came, by_loader)
-        # after the loader has read it: nothing may have changed it since it came
+        # after the loader has read the message: nothing may have changed it meanwhile
         for source, message in came.items():
             self.sums.received(
                 source,
@@ -261,7 +263,7 @@ class _Passage:
             )
 
     def _copy(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> list[Part]:
-        """Does the recorded copies of a bucket. What is left to the loader."""
+        """Replays the recorded copies of a bucket. Returns the HF tensors left to the loader."""
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording is None or destinations is None:
             return _everything(bucket)
@@ -293,7 +295,7 @@ class _Passage:
     def _record(
         self, tensor: LogicalTensor, number: int, own: Sequence[tuple[Box, Tensor]]
     ) -> None:
-        """Records the checksums of what the engine reads of this process's own shard."""
+        """Records checksums of the elements that the engine reads from this process's own shard."""
         for box, elements in own:
             for needed in self.weights.needs.get(tensor.names[number], []):
                 if common := intersection(box, needed):
@@ -302,17 +304,17 @@ class _Passage:
                     self.sums.used([used], checksums(read[None]))
 
     def drain(self) -> None:
-        """Takes part in what is left, for the others' sake."""
+        """Exchanges the remaining buckets, so that other processes do not hang."""
         while self._travelling is not None:
             self._arrive()
 
     def _post(self) -> tuple[int, PushBucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
-        """Starts a bucket on its way."""
+        """Posts the sends and receives of the next bucket."""
         number, bucket = next(self._left, (-1, None))
         if bucket is None:
             return None
         device = self.weights.shards.device
-        alike: dict[int, Tensor] = {}  # processes that need the same get the same message
+        alike: dict[int, Tensor] = {}  # processes with equal needs get the same message
         sent = {}
         for target, layout in bucket.sends.items():
             if id(layout) not in alike:
@@ -336,7 +338,7 @@ class _Passage:
         )
 
     def _count(self, messages: Sequence[Tensor]) -> None:
-        """Counts new messages, beside those that somebody still reads."""
+        """Adds new messages to those still in use, and updates the peak size."""
         self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
         self._alive += [
             (StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages
@@ -344,8 +346,8 @@ class _Passage:
         self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
 
     def _arrive(self) -> tuple[int, PushBucket, dict[int, Tensor]]:
-        """Waits for the bucket on its way, once the next one has set out: it travels while this one
-        is loaded.
+        """Waits for the posted bucket after posting the next one, which travels while this one is
+        loaded.
         """
         mark()
         assert self._travelling is not None
@@ -358,8 +360,8 @@ class _Passage:
 
 
 def is_of_a_connection(error: RuntimeError) -> bool:
-    """Returns whether a connection failed: NCCL's and the store's errors have classes; gloo's name
-    a source file of gloo's.
+    """Returns whether the error is a failed connection. NCCL and store errors have classes; gloo's
+    messages name a gloo source file.
     """
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
@@ -367,7 +369,7 @@ def is_of_a_connection(error: RuntimeError) -> bool:
 def _plan(
     buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> list[PushBucket]:
-    """Plans the push, the same on every process; each keeps what it takes part in."""
+    """Plans the push identically on every process; each keeps its own part."""
     made = []
     for tensors, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
         made.append(_own_part(tensors, moves))
@@ -375,7 +377,7 @@ def _plan(
 
 
 def _own_part(tensors: list[LogicalTensor], moves: Iterable[Transfer]) -> PushBucket:
-    """Returns what this process takes part in."""
+    """Returns the sends and receives of this process for one bucket."""
     me = dist.get_rank()
     sends: dict[int, list[TensorSlice]] = defaultdict(list)
     receives: dict[int, list[TensorSlice]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Records what an engine's own loader copies where, from one load of tensors and parameters that
-have a shape and no elements.
+"""Records which elements an engine's loader copies to which parameter, in one load of tensors and
+parameters on the meta device.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from rftmega.weights.lazy_tensors import box_of
 
 
 class Geometry(NamedTuple):
-    """A view, within its storage."""
+    """Geometry is the size, stride and offset of a view within its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,7 +23,7 @@ class Geometry(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A box of an HF tensor goes, element by element, into a view of a parameter."""
+    """Copy is an elementwise copy of a box of an HF tensor into a view of a parameter."""
 
     name: str
     box: Box
@@ -31,12 +31,12 @@ class Copy(NamedTuple):
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Within it, a loader is handed the tensors that `tensor` makes; it fills parameters that are
-    on the meta device.
+    """LoadRecorder is a dispatch mode that records a loader's copies. The loader gets the tensors
+    that `tensor` makes, and fills parameters on the meta device.
 
     `asked` has, by HF name, the boxes that it reads; `copies`, by parameter, those that it copies
-    as they are. Whatever else is written to a parameter puts it among the `changed`, and whatever
-    else becomes of a tensor puts that among the `worked_on`.
+    unchanged. A parameter that is written in any other way is `changed`; a tensor that is used in
+    any other way is `worked_on`.
     """
 
     def __init__(self) -> None:
@@ -53,20 +53,20 @@ class LoadRecorder(TorchDispatchMode):
         self._parameters = {_storage(parameter): name for name, parameter in named.items()}
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Makes a tensor for the loader, of an HF tensor's shape."""
+        """Creates a meta tensor with an HF tensor's shape for the loader."""
         made = torch.empty(shape, dtype=dtype, device="meta")
         self._tensors[_storage(made)] = name, made
         return made
 
     def forget(self) -> None:
-        """Lets go of the tensors and parameters; what was learnt of them stays."""
+        """Releases the tensors and parameters; the recorded copies stay."""
         self._tensors.clear()
         self._parameters.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skips torch's compiler: nothing here is compiled; torch's guard against it would cost as
-        much again as what is done.
+        """Returns False: nothing here is compiled, and torch's guard against compilation would
+        double the cost.
         """
         return False
 
@@ -100,7 +100,9 @@ class LoadRecorder(TorchDispatchMode):
             self.copies[parameter].append(Copy(name, box, geometry))
 
     def _read(self, tensor: Tensor) -> None:
-        """Notes that somebody computes with a tensor: with a box of it, or one can't say with what."""
+        """Records that a computation reads a tensor: a box of it, or all of it if the view is no
+        box.
+        """
         name, whole = self._tensors[_storage(tensor)]
         self.worked_on.add(name)
         self.asked[name].append(
@@ -108,8 +110,8 @@ class LoadRecorder(TorchDispatchMode):
         )
 
     def plain(self) -> dict[str, list[Copy]]:
-        """Returns, by parameter, the copies of those that get nothing else, from tensors that go
-        nowhere else.
+        """Returns, by parameter, the copies of those parameters that only copies fill, from tensors
+        that are used for nothing else.
         """
         changed, worked_on = set(self.changed), set(self.worked_on)
         while True:

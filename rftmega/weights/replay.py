@@ -1,8 +1,7 @@
-"""Replays the copies of an engine's own loader, recorded once, in as few operations as they can be
-done with.
+"""Replays the recorded copies of an engine's loader in as few operations as possible.
 
-A mixture has tens of thousands of tensors; copying each by itself costs the processor more than
-moving it costs the link.
+An MoE model has tens of thousands of tensors; copying each by itself costs the CPU more time than
+the transfer takes.
 """
 
 import math
@@ -26,20 +25,20 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Run(NamedTuple):
-    """Views of one size and stride, evenly spaced within a storage."""
+    """Run is a sequence of views of one size and stride, evenly spaced within a storage."""
 
     number: int
     step: int
     first: Geometry
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the views as [number, *size], of the tensor's storage."""
+        """Returns the views of the tensor's storage as [number, *size]."""
         return tensor.as_strided(
             (self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset
         )
 
     def followed_by(self, view: Geometry) -> "Run | None":
-        """Returns the run with one view more; None where that breaks the pattern."""
+        """Returns the run extended by one view, or None if the view breaks the pattern."""
         if view[:2] != self.first[:2]:
             return None
         step = self.step if self.number > 1 else view.offset - self.first.offset
@@ -48,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Slices of one message that go to evenly spaced places."""
+    """Received is a group of slices of one message that go to evenly spaced places."""
 
     source: int
     within: Run  # of the message, in elements
@@ -56,7 +55,7 @@ class Received(NamedTuple):
 
 
 class Fill:
-    """Fill holds what a bucket brings to one parameter: from messages, and `slices` of this
+    """Fill holds a bucket's copies to one parameter: from messages, and from `slices` of this
     process's own shards.
     """
 
@@ -81,7 +80,7 @@ class Fill:
         self.elements += math.prod(target.size)
 
     def settle(self) -> None:
-        """Ends the adding of slices: those that lie evenly on both sides become one copy."""
+        """Merges the added slices: those evenly spaced on both sides become one copy."""
         for source, within, target in sorted(
             self._from_messages, key=lambda each: (each[0], each[1].offset)
         ):
@@ -97,8 +96,8 @@ class Fill:
         self._sums = runs_of(self.targets)
 
     def own(self, shards: LocalShards) -> list[tuple[Run, list[Tensor]]]:
-        """Returns the runs that views of this process's shards go to; views adjacent on both sides
-        (gate, up) as one.
+        """Returns target runs with their source views in this process's shards; views adjacent on
+        both sides (gate, up) are joined.
         """
         if shards.computed:  # kept, they would be the model once more
             return self._runs(shards)
@@ -114,7 +113,7 @@ class Fill:
         return [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
 
     def note(self, parameter: Tensor, shards: LocalShards, sums: SliceSums) -> None:
-        """Records the checksums of this process's own slices, as they are in the parameter now."""
+        """Records the checksums of this process's own slices as they are in the parameter now."""
         end = 0
         for run in self._sums:
             begin, end = end, end + run.number
@@ -128,7 +127,7 @@ class Fill:
 
 
 class ReceivedFill:
-    """A Fill with the messages of one push."""
+    """ReceivedFill is a Fill with the messages of one push."""
 
     def __init__(
         self, fill: Fill, messages: Mapping[int, Tensor], shards: LocalShards, sums: SliceSums
@@ -140,9 +139,9 @@ class ReceivedFill:
         }
 
     def into(self, parameter: Tensor) -> None:
-        """Copies everything into a parameter of the shape that was recorded.
+        """Copies everything into a parameter of the recorded shape.
 
-        One on the meta device is only counted.
+        On a meta parameter, it only counts the elements.
         """
         if parameter.is_meta:
             torch.empty(self.fill.elements, device="meta").copy_(
@@ -158,7 +157,7 @@ class ReceivedFill:
         self.done = True
 
     def equals(self, parameter: Tensor) -> bool:
-        """Returns whether the parameter has, bit for bit, what `into` would copy."""
+        """Returns whether the parameter equals, bit for bit, what `into` would copy."""
         whole = parameter.detach()
         pairs = [
             (target.of(whole), within.of(self._messages[source]))
@@ -173,8 +172,8 @@ class ReceivedFill:
 
 
 class Proof:
-    """Compares what the engine's loader leaves in its parameters with what the recorded copies
-    would.
+    """Proof compares the parameters that the engine's loader filled with the result of the recorded
+    copies.
     """
 
     def __init__(self) -> None:
@@ -186,12 +185,12 @@ class Proof:
             self._waiting[filling.fill.parameter].append(filling)
 
     def filled(self, name: str, parameter: Tensor) -> None:
-        """Notes that the loader has copied its last to a parameter."""
+        """Compares a parameter after the loader's last copy to it."""
         if not all(filling.equals(parameter) for filling in self._waiting.pop(name, [])):
             self.wrong.add(name)
 
     def refuted(self) -> set[str]:
-        """Returns the parameters whose copies are not all that the loader does."""
+        """Returns the parameters that the recorded copies do not reproduce."""
         return self.wrong | self._waiting.keys()
 
 
@@ -203,7 +202,7 @@ def fills_of(
 ) -> list[Fill]:
     """Returns the fills of a bucket whose messages have `layouts`, by source.
 
-    `copies`: by HF name, what goes where.
+    `copies`: by HF name, the parameter and the copy to it.
     """
     arrived: dict[str, list[Arrived]] = defaultdict(list)
     for source, layout in layouts.items():
@@ -238,7 +237,7 @@ def _add(
     shards: LocalShards,
     arrived: Sequence[Arrived],
 ) -> None:
-    """Adds one recorded copy, cut where its elements come from elsewhere."""
+    """Adds one recorded copy, cut where its elements come from different sources."""
     here: list[tuple[Box, Arrived | None]] = [
         (box, None) for box in shards.boxes(read.tensor, read.number)
     ]
@@ -262,7 +261,7 @@ def _add(
 
 
 def runs_of(views: Sequence[Geometry]) -> list[Run]:
-    """Groups views in their order, those that are evenly spaced together."""
+    """Groups consecutive evenly spaced views into runs."""
     found: list[Run] = []
     for view in views:
         longer = found[-1].followed_by(view) if found else None
@@ -276,7 +275,7 @@ def runs_of(views: Sequence[Geometry]) -> list[Run]:
 def _joined(
     targets: Sequence[Geometry], views: Sequence[Tensor]
 ) -> tuple[list[Geometry], list[Tensor]]:
-    """Joins copies whose rows go on in the next one."""
+    """Joins consecutive copies whose rows are adjacent in source and target."""
     joined: list[tuple[Geometry, Tensor]] = []
     for target, view in zip(targets, views, strict=True):
         if joined and _goes_on(joined[-1][0], target) and _is_next_to(joined[-1][1], view):
@@ -322,7 +321,7 @@ def _words(elements: Tensor) -> Tensor:
 
 
 def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, Copy]]]:
-    """Groups copies by HF name: which parameters a tensor goes to and how."""
+    """Groups copies by HF name, each with its parameter."""
     found: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
     for parameter, theirs in copies.items():
         for copy in theirs:
@@ -331,8 +330,8 @@ def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, C
 
 
 def message_order(slices: Iterable[TensorSlice]) -> list[TensorSlice]:
-    """Orders slices as a message has them: those of the same tensor of all layers and experts are
-    adjacent, to lie evenly.
+    """Orders slices as in a message: slices of the same tensor of all layers and experts are
+    adjacent, and so evenly spaced.
     """
     kinds: dict[tuple[str, int], list[TensorSlice]] = {}
     for each in slices:

@@ -1,8 +1,8 @@
 """Checksums of every slice of the last push: as the trainer holds it now, as it was sent, and as it
 arrived at the loader.
 
-They are kept where they were computed, and compared only when somebody asks why engine and trainer
-differ.
+They stay where they were computed, and are compared only to diagnose a difference between engine
+and trainer.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,18 @@ from rftmega.runtime.parallel.checksum import checksums
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights.slices import LocalShards, TensorSlice
 
-SliceKey = tuple[str, Box, int, int]  # tensor, what of it, source, target
+SliceKey = tuple[str, Box, int, int]  # tensor, box, source, target
 
 
 def sum_of(elements: Tensor) -> int:
-    """Returns the checksum that a message has of the same slice."""
+    """Returns the checksum of a slice, equal to the one in its message."""
     return int(checksums(elements[None]))
 
 
 class SliceSums:
-    """SliceSums records what one process sends, receives and uses of its own in one push."""
+    """SliceSums records the slices that one process sends, receives and takes from its own shard in
+    one push.
+    """
 
     def __init__(self) -> None:
         self._sent: list[tuple[int, Sequence[TensorSlice], Tensor]] = []
@@ -41,13 +43,14 @@ class SliceSums:
         self._received.append((source, slices, sums))
 
     def used(self, slices: Sequence[TensorSlice], sums: Tensor) -> None:
-        """Records the `sums` [slices] of what this process's engine takes from the trainer's own
-        shard.
+        """Records the `sums` [slices] of the slices that this process's engine takes from the
+        trainer's own shard.
         """
         self._own.append((slices, sums))
 
     def compared(self, shards: LocalShards) -> list[SliceChecksums]:
-        """Compares all processes' slices of the last push; a collective, alike everywhere.
+        """Compares all processes' slices of the last push; a collective with the same result
+        everywhere.
 
         Weights must be on the device.
         """
@@ -74,9 +77,9 @@ class SliceSums:
 def _joined(
     told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]],
 ) -> list[SliceChecksums]:
-    """Joins the slices that each process told of.
+    """Merges the slices reported by each process.
 
-    One that was sent and never arrived has None as what was received.
+    A slice that was sent and never arrived has None for the received checksum.
     """
     held, sent, received = (
         {place: total for part in told for place, total in part[i].items()} for i in range(3)

@@ -1,4 +1,6 @@
-"""Learns once, from what each process says, who holds which box of which tensor of the model."""
+"""Determines once, from all processes' shards, which process holds which box of which tensor of the
+model.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,7 +26,7 @@ from rftmega.runtime.parallel.collectives import gather_objects
 
 
 class TensorSlice(NamedTuple):
-    """TensorSlice is a box of one of a LogicalTensor's HF tensors, that moves or is read."""
+    """TensorSlice is a box of one HF tensor of a LogicalTensor that is moved or read."""
 
     tensor: LogicalTensor
     number: int  # of the HF tensor
@@ -44,7 +46,7 @@ class TensorSlice(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, int]:
-        """Returns what is equal for the same HF tensor of other layers and experts."""
+        """Returns a key that is equal for the same HF tensor of other layers and experts."""
         return self.tensor.kind, self.number
 
     def __str__(self) -> str:
@@ -56,26 +58,26 @@ class LocalShards:
 
     def __init__(self, shards: Sequence[Shard]):
         self._held = {shard.logical.names: shard for shard in shards}
-        # elements with an addend are computed when they are asked for, and kept by nobody
+        # elements with an addend are computed on each access and not cached
         self.computed = any(shard.addend is not None for shard in shards)
         self.device = shards[0].tensor.device
-        self.generation = 0  # of what is kept
+        self.generation = 0  # of the cached views
         self._kept: dict[int, tuple[list[TensorSlice], list[Tensor]]] = {}
         self._storages: list[int] = []
 
     def pieces(self, tensor: LogicalTensor, number: int) -> list[tuple[Box, Tensor]]:
-        """Returns the boxes of one HF tensor that are here, and their elements: see Shard.views."""
+        """Returns the local boxes of an HF tensor with their elements: see Shard.views."""
         shard = self._held.get(tensor.names)
         return [] if shard is None else list(shard.views(number))
 
     def boxes(self, tensor: LogicalTensor, number: int) -> list[Box]:
-        """Returns the boxes of one HF tensor that are here."""
+        """Returns the local boxes of an HF tensor."""
         shard = self._held.get(tensor.names)
         parts = () if shard is None else shard.parts
         return [part.box for part in parts if part.number == number]
 
     def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
-        """Returns how many elements of the boxes, which do not overlap, are not here."""
+        """Returns how many elements of the boxes, which do not overlap, this process does not hold."""
         boxes = list(boxes)
         found = sum(map(volume, boxes))
         for here in self.boxes(tensor, number):
@@ -84,9 +86,10 @@ class LocalShards:
         return found
 
     def slice_of(self, wanted: TensorSlice, pieces: dict[Any, Tensor] | None = None) -> Tensor:
-        """Returns the elements of a slice: they lie within one piece, kept in `pieces` where given.
+        """Returns the elements of a slice, which lies within one piece; pieces are cached in
+        `pieces` if given.
 
-        Of a piece that is computed, all is, whatever the slice: equal bits for all who ask.
+        A computed piece is always computed as a whole, so every slice of it has the same bits.
         """
         pieces = {} if pieces is None else pieces
         shard = self._held.get(wanted.tensor.names)
@@ -99,8 +102,8 @@ class LocalShards:
         raise AssertionError(f"planned to send {wanted}, which is not here")
 
     def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
-        """Returns the elements of each slice: views, kept by the list that asks, until `look_again`
-        finds other memory; with addends, computed now, each piece once.
+        """Returns the elements of each slice. Views are cached per list object until `look_again`
+        finds new memory; elements with addends are computed now, each piece once.
         """
         if self.computed:
             pieces: dict[Any, Tensor] = {}
@@ -111,8 +114,8 @@ class LocalShards:
         return kept[1]
 
     def look_again(self) -> None:
-        """Forgets the kept views if a parameter was given other memory since (`.data = `); a
-        storage that was filled anew, as offloading does, is the same memory.
+        """Drops the cached views if a parameter has new memory (`.data = `). A storage that was
+        refilled, as offloading does, counts as the same memory.
         """
         storages = [shard.tensor.untyped_storage()._cdata for shard in self._held.values()]
         if storages != self._storages:
@@ -131,8 +134,8 @@ def planned(tensors: Iterable[LogicalTensor]) -> list[PlannedTensor]:
 
 
 def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[LogicalTensor]:
-    """Returns every tensor that the group (default: all processes) holds between them, with its
-    holders, in the order of the model. A collective; everybody gets the same.
+    """Returns all tensors that the group's processes (default: all) hold, with their holders, in
+    model order. A collective with the same result on every process.
     """
     mine = [
         (replace(shard.logical, holders=()), tuple((part[0], part[1]) for part in shard.parts))
@@ -145,9 +148,9 @@ def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[Logic
         for tensor, parts in theirs:
             found.setdefault(tensor.names, tensor)
             everybody = holders.setdefault(tensor.names, {})
-            if parts:  # a shard may be padding alone
+            if parts:  # a shard may be only padding
                 everybody.setdefault(parts, []).append(process)
-    # one object for equal ones, so that what is planned of one holds for all layers
+    # equal values share one object, so that plans can be reused for all layers
     alike: dict[Any, Any] = {}
     tensors = []
     for names, tensor in found.items():
@@ -158,7 +161,7 @@ def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[Logic
 
 
 def in_order(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
-    """Orders tensors: embedding, layers with their experts behind the rest of each, norm, head."""
+    """Orders tensors: embedding, layers (each with its experts last), norm, head."""
     layers = [each for each in tensors if each.layer is not None]
     layers.sort(key=lambda each: (each.layer, -1 if each.expert is None else each.expert))
     outside = [each for each in tensors if each.layer is None]
@@ -170,10 +173,10 @@ def in_order(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
 def buckets_of(
     tensors: Sequence[LogicalTensor], bucket_bytes: int, *, for_an_engine: bool = False
 ) -> list[list[LogicalTensor]]:
-    """Groups consecutive tensors of one dtype up to `bucket_bytes`; what is larger by itself is a
-    bucket of its own.
+    """Groups consecutive tensors of one dtype into buckets of up to `bucket_bytes`; a larger tensor
+    is a bucket of its own.
 
-    An engine loads the experts of a layer as one: for it they stay together.
+    An engine loads a layer's experts as one, so `for_an_engine` keeps them together.
     """
     groups: list[list[LogicalTensor]] = []
     for tensor in tensors:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.interfaces import RolloutGroup
 from rftmega.core.types import Prompt, Rollout, Sampling
-from rftmega.environments import SingleTurnEnvironment
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
 from rftmega.run.placement.phases import DevicePhases

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.data import Example, rows_of
+from rftmega.data.supervised import Example, rows_of
 from rftmega.trainer.experience import given
 from tests.layouts import build_actor
 from tests.ranks import run_ranks

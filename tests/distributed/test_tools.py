@@ -21,7 +21,8 @@ from rftmega.config.options.environments import Tools
 from rftmega.core.errors import EngineFault, Preempted
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling
 from rftmega.data.tokenizer import Chat, Tokenizer
-from rftmega.environments import ToolsEnvironment, specs_of
+from rftmega.environments.create import specs_of
+from rftmega.environments.tool_environment import ToolsEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.engine_pool import EnginePool
 from rftmega.rollout.requests import Request

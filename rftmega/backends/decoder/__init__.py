@@ -1,1 +1,1 @@
-"""TODO rftmega/backends/decoder."""
+"""Descriptions, parameter positions and tensor-parallel plans of transformers decoders."""

@@ -1,5 +1,5 @@
-"""Finds the layers of a transformers model that have an adapter: a low-rank product B A beside the
-weight (LoRA, arXiv:2106.09685), named as PEFT names it.
+"""Finds the layers of a transformers model that get LoRA adapters (arXiv:2106.09685), with PEFT's
+names.
 """
 
 import re
@@ -19,36 +19,36 @@ from rftmega.converters.adapters import (
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD, OF_VOCABULARY
 
-if TYPE_CHECKING:  # imported where they are used: a launcher that only checks does without
+if TYPE_CHECKING:  # imported lazily: a launcher that only validates doesn't need them
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
 WEIGHT = ".weight"
-EXPERTS = ".experts."  # in the name of what belongs to an expert
-ROUTERS = ("gate", "router", "shared_expert_gate")  # which have no adapters
+EXPERTS = ".experts."  # in the names of expert parameters
+ROUTERS = ("gate", "router", "shared_expert_gate")  # never get adapters
 
 
 class AdaptedLayers(NamedTuple):
-    """AdaptedLayers holds the layers of a model that have adapters, by their names in it."""
+    """AdaptedLayers holds the layers of a model that get adapters, by module name."""
 
-    linears: Mapping[str, nn.Linear]  # the output head among them, where it is named
-    embeddings: Mapping[str, nn.Embedding]  # the one of words, where it is named
-    # a parameter with all experts of a layer -> what stands in each one's matrix, one below the
-    # other, by the last parts of the folder's names: (gate_proj, up_proj)
+    linears: Mapping[str, nn.Linear]  # including the LM head, if targeted
+    embeddings: Mapping[str, nn.Embedding]  # the token embedding, if targeted
+    # fused expert parameter -> the matrices stacked by rows in each expert, by the last parts of
+    # their names in the folder: (gate_proj, up_proj)
     stacks: Mapping[str, tuple[str, ...]]
-    targets: frozenset[str]  # the last parts of the names of all that have a pair
+    targets: frozenset[str]  # the last parts of the names of all adapted matrices
 
 
 def adapted_of(
     model: "PreTrainedModel", targets: Sequence[str], *, value: bool = False
 ) -> AdaptedLayers:
-    """Returns the layers of a decoder that `targets` name, all linear ones of its layers and all
-    experts where it is empty. A `value` model has no output head: where targets name one as well as
-    other layers, it is left out.
+    """Returns the layers of a decoder that `targets` name, or all linear layers and experts if it
+    is empty.
 
-    Raises ConfigError for a target that the model does not have, for the embedding or the head of a
-    model where both are one matrix, for experts that are not told apart in transformers' own
-    conversion, and for a model with a tower.
+    A `value` model has no LM head: a target that names it is left out beside others. Raises
+    ConfigError for a target that the model does not have, for the embedding or LM head of a model
+    that ties them, for experts whose matrices transformers' conversion mapping does not tell apart,
+    and for a model with a tower.
     """
     if vocabulary_of(model) is not model.base_model:
         raise ConfigError(
@@ -89,18 +89,20 @@ def adapted_of(
 
 
 def pair_of(weight: str) -> tuple[str, str]:
-    """Returns the names of A and B beside the weight of a linear layer, or of an embedding."""
+    """Returns PEFT's names of A and B for the weight of a linear layer or an embedding."""
     return pair_names(weight.removesuffix(WEIGHT))
 
 
 def module_name(weight: str) -> str:
-    """Returns the last part of the name of a linear layer, such as q_proj, by its weight's."""
+    """Returns the last part of a linear layer's name, such as q_proj, from its weight's name."""
     return _leaf(weight.removesuffix(WEIGHT))
 
 
 def _of_vocabulary(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
-    """Returns the embedding and the output head of a model by the last parts of their names, with
-    their whole names; without one that computes, or is called, otherwise than in most models.
+    """Returns the embedding and the LM head by the last parts of their names, each with its full
+    name.
+
+    Modules of an unusual class or name are left out.
     """
     kinds = {EMBEDDING: nn.Embedding, HEAD: nn.Linear}
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -120,9 +122,9 @@ def _is_within(name: str, layers: Iterable[str]) -> bool:
 
 
 def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Returns what stands in the matrices of experts: `AdaptedLayers.stacks`.
+    """Returns the matrices stacked in each fused expert parameter: `AdaptedLayers.stacks`.
 
-    Raises ConfigError for a parameter of experts of which transformers does not say so.
+    Raises ConfigError for an expert parameter whose layout transformers does not declare.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -145,8 +147,8 @@ def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple
 
 
 def _parts(name: str, converters: "Sequence[WeightConverter]") -> tuple[str, ...]:
-    """Returns the last parts of the names of the matrices that transformers puts one below the other,
-    of each expert; () where it makes the parameter otherwise.
+    """Returns the names of the matrices that transformers stacks by rows in each expert; () if it
+    builds the parameter in another way.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 

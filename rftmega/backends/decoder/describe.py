@@ -1,4 +1,4 @@
-"""Describes a decoder by transformers' own config, whatever its family."""
+"""Describes any decoder from transformers' own config, independent of its architecture."""
 
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -13,19 +13,19 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import VisionTower
 
-CHANGING = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest row
-# Models with a vision tower whose images `rftmega.data.media` places and reads. Not qwen3_vl_moe:
-# transformers transposes its experts, which then are no boxes of the folder's tensors.
+CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the longest row
+# Vision-language models whose images `rftmega.data.media` supports. Not qwen3_vl_moe: transformers
+# transposes its experts, which then are no boxes of the folder's tensors.
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class TransformersModel(ModelDescription):
-    """TransformersModel is a ModelDescription whose weights are counted, not derived."""
+    """TransformersModel is a ModelDescription whose parameters are counted instead of derived."""
 
-    counted: int = 0  # weights of the whole model; tied embeddings count once
-    matrices: int = 0  # weights in the matrices of all layers that one token is multiplied with
+    counted: int = 0  # parameters of the whole model; tied embeddings count once
+    matrices: int = 0  # elements of the layers' matrices that a token is multiplied with
 
     @property
     def parameters(self) -> int:
@@ -36,9 +36,10 @@ class TransformersModel(ModelDescription):
 
 
 def read_config(path: str | Path) -> Any:
-    """Returns transformers' config of a folder.
+    """Returns transformers' config of a model folder.
 
-    Raises CheckpointError where it knows no such model, or its weights are quantised.
+    Raises CheckpointError if backend=fsdp can't train the model: it is unknown to transformers, has
+    an unsupported tower, quantised weights or bidirectional attention.
     """
     from transformers import AutoConfig
 
@@ -71,8 +72,10 @@ def read_config(path: str | Path) -> Any:
 
 
 def unknown_to_transformers(path: str | Path) -> str:
-    """Says that transformers itself has no model of the type that a folder's config.json names; "" where
-    it has one. Code that comes with a folder is not run.
+    """Returns an error message if transformers has no model of the folder's model_type, otherwise
+    an empty text.
+
+    Code that comes with a folder is not run.
     """
     from transformers import CONFIG_MAPPING
 
@@ -92,11 +95,11 @@ def _other(path: str | Path) -> str:
 
 
 def beyond_its_positions(config: Any, longest: int) -> list[str]:
-    """Lists why rows of up to `longest` tokens can't be trained, [] where they can.
+    """Lists the reasons why rows of up to `longest` tokens can't be trained; [] if they can.
 
-    Angles of these rotary embeddings change with the longest row of a micro-batch, once it is
-    longer than what the model was first trained on (`modeling_rope_utils.dynamic_rope_update`), so
-    log-probs would depend on how rows are put together.
+    Some RoPE types change their angles with the longest row of a micro-batch beyond the original
+    context length (`modeling_rope_utils.dynamic_rope_update`), so log-probs would depend on how
+    rows are batched.
     """
     found = []
     text = config.get_text_config()
@@ -113,14 +116,14 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
 
 
 def _scalings(config: Any) -> list[dict[str, Any]]:
-    """Returns the rotary embeddings of a config: one, or one a type of layer."""
+    """Returns the RoPE settings of a config: one, or one per layer type."""
     said = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in said.values() if isinstance(each, dict)]
     return nested if nested and "rope_type" not in said else [said]
 
 
 def tower_of(path: str | Path, config: Any) -> VisionTower | None:
-    """Describes the vision tower of a folder; None where it has none."""
+    """Describes the vision tower of a model folder; None if it has none."""
     if config.model_type not in SEEING:
         return None
     tower = describe(read_hf_config(path)).tower
@@ -129,7 +132,7 @@ def tower_of(path: str | Path, config: Any) -> VisionTower | None:
 
 
 def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersModel:
-    """Describes transformers' config of a decoder, and of its `tower`; the weights are not counted
+    """Describes a decoder from transformers' config, with its `tower`; parameters are not counted
     yet.
     """
     text = config.get_text_config()

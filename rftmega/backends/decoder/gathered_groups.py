@@ -1,4 +1,4 @@
-"""Groups: which parameters of a decoder, and of adapters on it, FSDP2 gathers together."""
+"""FSDP2 parameter groups: which parameters of a decoder and its adapters are gathered together."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,18 +15,23 @@ Shape = tuple[int, ...]
 
 
 class Groups(NamedTuple):
-    """Groups holds the shapes of parameters, or of a tensor-parallel process's shares of them, as
-    FSDP2 gathers them.
+    """Groups holds the parameter shapes of each FSDP2 group, under tensor parallelism those of a
+    process's shares.
     """
 
-    apart: tuple[tuple[Shape, ...], ...]  # one after another, in the order of the forward pass
-    whole_pass: tuple[Shape, ...]  # from the beginning of a pass to its end
-    # A and B of each adapter in each group of `apart`, which alone learn; (): all of the model does
+    apart: tuple[
+        tuple[Shape, ...], ...
+    ]  # gathered one after another, in the order of the forward pass
+    whole_pass: tuple[Shape, ...]  # gathered from the beginning of a pass to its end
+    # A and B of each adapter in each group of `apart`; only these are trained. (): the whole model
+    # is
     pairs: tuple[tuple[Shape, ...], ...] = ()
     beside: tuple[
         Shape, ...
-    ] = ()  # of a value head, the last of `apart`: it learns whole beside pairs
-    looked_up: tuple[Shape, ...] = ()  # B of the embedding's pair, if any: merged with it as with A
+    ] = ()  # of a value head, the last of `apart`: trained whole, beside pairs
+    looked_up: tuple[
+        Shape, ...
+    ] = ()  # B of the embedding's pair, if any: needed for merging, like A
 
 
 @lru_cache(8)
@@ -40,12 +45,12 @@ def _built(path: str) -> tuple[Any, TransformersModel]:
 def read_groups(
     path: str, *, value: bool, tensor: int, rank: int = 0, targets: tuple[str, ...] = ()
 ) -> tuple[TransformersModel, Groups]:
-    """Describes the decoder of a folder's config.json, with a number a token as its head if
-    `value` and with adapters of a `rank` above 0 on `targets`, and the groups of the first of
-    `tensor` processes that share its matrices.
+    """Describes the decoder of a folder and the FSDP2 groups of the first of `tensor`
+    tensor-parallel processes.
 
-    Raises CheckpointError where transformers can't build it, or they can't share it, and
-    ConfigError where it can't have these adapters.
+    `value`: a value head replaces the LM head. `rank` above 0: adapters on `targets`. Raises
+    CheckpointError if transformers can't build the model or the processes can't share it, and
+    ConfigError if it can't have these adapters.
     """
     model, said = _built(path)
     head = model.get_output_embeddings()
@@ -76,7 +81,7 @@ def read_groups(
             of_group: list[Shape] = []
             for parameter in module.parameters():
                 shape = shape_of(parameter)
-                if id(parameter) in embeddings:  # whose pair is of the weight turned around
+                if id(parameter) in embeddings:  # its pair is of the transposed weight
                     of_group += _pairs(shape[::-1], rank, 1, 1)
                     looked_up.append(of_group[-1])
                 else:
@@ -88,8 +93,8 @@ def read_groups(
 
 
 def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
-    """Returns, by the identity of a parameter with adapters, how many matrices stand in it, one below
-    the other, and how many of these have a pair.
+    """Returns, by parameter id, the number of matrices stacked in an adapted parameter, and how
+    many of them have a pair.
     """
     found = {id(linear.weight): (1, 1) for linear in layers.linears.values()}
     for name, parts in layers.stacks.items():
@@ -99,7 +104,7 @@ def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
 
 
 def _pairs(shape: Shape, rank: int, parts: int, chosen: int) -> list[Shape]:
-    """Returns the shapes of A and B of each pair on a weight, or on a tensor of experts."""
+    """Returns the shapes of A and B of each pair on a weight or on a fused expert tensor."""
     if not chosen:
         return []
     *experts, rows, columns = shape

@@ -1,4 +1,4 @@
-"""Builds a decoder of transformers on the meta device: the shapes of its parameters, without memory."""
+"""Builds transformers decoders on the meta device: parameter shapes without memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,14 @@ from rftmega.model_providers.tower import VisionTower
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
 
-EXPERT_DIMENSIONS = 3  # of the parameters that transformers fuses experts into
+EXPERT_DIMENSIONS = 3  # of fused expert parameters
 
 
 def on_meta(config: Any, attention: str) -> "PreTrainedModel":
-    """Builds the decoder of a config, in float32. A vision tower has an attention of its own.
+    """Builds the decoder of a config in float32, with `attention` in its text layers and SDPA in a
+    vision tower.
 
-    Raises ValueError, ImportError where transformers knows that it can't have this attention.
+    Raises ValueError or ImportError if transformers can't use this attention implementation.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -34,13 +35,13 @@ def on_meta(config: Any, attention: str) -> "PreTrainedModel":
 
 
 def vocabulary_of(model: "PreTrainedModel") -> nn.Module:
-    """Returns the decoder of text, which is all of most models but their head."""
+    """Returns the text decoder, which in most models is all but the LM head."""
     decoder: nn.Module = getattr(model.base_model, "language_model", model.base_model)
     return decoder
 
 
 def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> TransformersModel:
-    """Describes a model that was built, on the meta device or not, and counts its weights."""
+    """Describes a built model, on the meta device or not, and counts its parameters."""
     said = describe_any(model.config, tower)
     outside = {
         id(module.weight)
@@ -56,9 +57,9 @@ def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> Tran
 
 
 def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
-    """Returns a model's layers, those of a tower among them.
+    """Returns a model's layers, including those of a tower.
 
-    Raises CheckpointError where transformers does not name their class.
+    Raises CheckpointError if transformers does not name their class.
     """
     kinds = set(model._no_split_modules or ())
     layers = [each for each in model.base_model.modules() if type(each).__name__ in kinds]
@@ -71,11 +72,11 @@ def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def gathered_apart(model: "PreTrainedModel", head: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose parameters FSDP2 gathers together, one after another: the embedding,
-    each layer, and `head`, which stands for the model's own. What is in none of them is gathered
-    for a whole pass; so is a tied embedding, since it is the head, too.
+    """Returns the modules that FSDP2 gathers one after another: the embedding, each layer, and
+    `head` in place of the model's own.
 
-    Raises CheckpointError where transformers does not name the class of the layers.
+    All other parameters are gathered for a whole pass, including a tied embedding, which is also
+    the LM head. Raises CheckpointError if transformers does not name the layer class.
     """
     layers = layers_of(model)
     embedding = model.get_input_embeddings()

@@ -1,8 +1,8 @@
-"""Finds the Hugging Face tensors in a transformers model's parameters.
+"""Finds the positions of Hugging Face tensors in the parameters of a transformers model.
 
-transformers names most parameters as the folder does. Where it fuses tensors (experts into one of
-three dimensions, gate and up into one), its own conversion mapping says so, and what each becomes
-is a box here. What is no box (transposed, interleaved) is refused by name.
+Most parameters are named as in the folder. Where transformers fuses tensors (experts into one of
+three dimensions, gate and up into one), its conversion mapping gives the box of each. Tensors that
+become no box (transposed, interleaved) are refused by name.
 """
 
 import re
@@ -35,29 +35,31 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placed says where an HF tensor lies in a parameter."""
+    """Placed is the position of an HF tensor in a parameter."""
 
     name: str  # of the HF tensor
     shape: tuple[int, ...]
-    expert: int | None  # its slice of the parameter's first dimension; None: no such dimension
-    offset: tuple[int, ...]  # in the parameter, or in that slice
+    expert: int | None  # index in the parameter's first dimension; None: no such dimension
+    offset: tuple[int, ...]  # in the parameter, or in the expert's slice
 
     @property
     def box(self) -> Box:
-        """Returns the place, as a box of the parameter or of the slice."""
+        """Returns the position, as a box of the parameter or of the expert's slice."""
         return tuple((at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """ShardPlan is what a process's rows of a parameter hold, of any tensor of their shape."""
+    """ShardPlan maps a process's rows of a parameter to HF tensors, for any tensor of the rows'
+    shape.
+    """
 
     logical: LogicalTensor
     parts: tuple[ShardPart, ...]
     index: int | None  # of the expert among the rows; None: the rows themselves
 
     def of(self, rows: Tensor) -> Shard:
-        """Returns the shard of the weights, or of what belongs to them."""
+        """Returns the shard for `rows`: of the weights, or of a tensor that belongs to them."""
         held = rows if self.index is None else rows[self.index]
         return Shard(self.logical, self.parts, held)
 
@@ -71,9 +73,9 @@ def places_of(
 ) -> dict[str, list[Placed]]:
     """Returns the HF tensors of each wanted parameter (name -> shape).
 
-    Every tensor of the folder is in one, `allowed`, or known to transformers as not the model's.
-    Raises CheckpointError for another one, for a parameter that the folder does not have whole, and
-    for a fusion that is no box.
+    Every tensor of the folder must belong to one, be `allowed`, or be ignored by transformers.
+    Raises CheckpointError for any other tensor, for an incomplete parameter, and for a fusion that
+    is no box.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -123,7 +125,7 @@ def _fused(
     pattern: str,
     number: int,
 ) -> Placed:
-    """Places the `number`-th tensor that one of a fusion's patterns gave."""
+    """Returns the position of the `number`-th tensor that matches a pattern of a fusion."""
     merged, joined = False, 0
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
@@ -138,7 +140,7 @@ def _fused(
             )
     offset = [0] * len(shape)
     if len(converter.source_patterns) > 1:
-        # gate and up, or q, k and v, are of one shape or are told apart by what came before
+        # assumes tensors of equal shapes, such as gate and up
         axis = joined - 1 if merged else joined
         offset[axis] = converter.source_patterns.index(pattern) * shape[axis]
     return Placed(name, shape, number if merged else None, tuple(offset))
@@ -172,10 +174,10 @@ def plans_of(
     split: Split | None = None,
     opens: bool,
 ) -> list[ShardPlan]:
-    """Returns what the rows start ... stop - 1 of a parameter's first dimension hold, or those of a
-    process's share of it (`split`).
+    """Returns the plans of rows start ... stop - 1 of a parameter, or of a process's share of it
+    (`split`).
 
-    `opens`: it comes before the layers. A process without rows of a tensor has no plan of it.
+    `opens`: the parameter precedes the layers. Tensors without elements in these rows have no plan.
     """
     start, stop = rows
     found_layer = LAYER.search(parameter)
@@ -210,7 +212,7 @@ def plans_of(
 def _parts(
     group: Sequence[Placed], rows: tuple[int, int] | None, split: Split | None
 ) -> Iterable[ShardPart]:
-    """Yields what of each HF tensor lies in rows start ... stop - 1 (None: all) of a share."""
+    """Yields the parts of each HF tensor in rows start ... stop - 1 (None: all) of a share."""
     for number, place in enumerate(group):
         own = place.box
         for shared, moved in _shared(own, split):
@@ -225,8 +227,8 @@ def _parts(
 
 
 def _shared(own: Box, split: Split | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yields the boxes that a tensor at `own` has in a share, as they lie there, and how far they are
-    from where they lie in the whole.
+    """Yields a tensor's boxes within a share, in the share's coordinates, each with its offset from
+    the whole parameter.
     """
     if split is None:
         yield own, (0,) * len(own)
@@ -246,7 +248,7 @@ def _moved(box: Box, away: Sequence[int]) -> Box:
 
 @torch.no_grad()
 def read(files: HFFolder, shards: Iterable[Shard]) -> int:
-    """Fills shards from the folder, reading only their boxes. Returns the bytes read."""
+    """Fills shards from the folder, reading only their boxes; returns the number of bytes read."""
     read_bytes = 0
     for shard in shards:
         for number, (name, shape) in enumerate(
@@ -262,8 +264,8 @@ def read(files: HFFolder, shards: Iterable[Shard]) -> int:
 
 @torch.no_grad()
 def differs_from(files: HFFolder, name: str, shards: Iterable[Shard]) -> bool:
-    """Returns whether the folder holds tensor `name`, of a shape like the shards', and this
-    process's boxes of it are other numbers.
+    """Returns whether the folder's tensor `name` differs from this process's boxes of it; False if
+    the folder does not have it.
     """
     if name not in files:
         return False

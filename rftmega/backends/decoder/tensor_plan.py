@@ -1,8 +1,8 @@
-"""Reads transformers' own plan of how the processes of a tensor-parallel group share a decoder.
+"""Reads transformers' own tensor-parallel plan of a decoder.
 
-The plan names a style for modules and parameters. Which elements a process then holds is said here,
-for whoever makes them, reads them, or counts their bytes. The vocabulary is no part of it: its rows
-are always shared, in blocks of which the last may be short.
+The plan assigns styles to modules and parameters; this module computes which elements a process
+holds. The vocabulary is no part of the plan: its rows are always split, in blocks of which the last
+may be short.
 """
 
 import re
@@ -25,32 +25,32 @@ PARTIAL, VOCABULARY = "replicated_with_grad_allreduce", "vocabulary"
 OF_VOCABULARY = "embedding_rowwise"
 OF_LINEARS = (COLUMN, ROW, COLUMN_GATHERED, ROW_OF_WHOLE)
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
-FUSED = 3  # dimensions of the parameters that hold all experts of a layer
+FUSED = 3  # dimensions of fused expert parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split says which slices of one dimension of a parameter a process holds, one after another."""
+    """Split lists the slices of one dimension of a parameter that a process holds, in order."""
 
     dim: int
     slices: tuple[tuple[int, int], ...]
 
     @property
     def size(self) -> int:
-        """Returns the elements along the dimension that a process holds."""
+        """Returns the number of elements that a process holds along the dimension."""
         return sum(stop - start for start, stop in self.slices)
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of what a process holds of a parameter."""
+        """Returns the shape of a process's share of a parameter."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 def styles_of(model: "PreTrainedModel", size: int) -> dict[str, str]:
-    """Returns the styles of modules and parameters, by their names in the model, for groups of
-    `size` processes.
+    """Returns the tensor-parallel styles of modules and parameters by name, for groups of `size`
+    processes.
 
-    Raises CheckpointError where transformers has no plan of this model, one of a style that is not
-    known here, or one that `size` processes can't share evenly.
+    Raises CheckpointError if transformers has no plan for this model, or if the plan has a style
+    that is unknown here or that `size` processes can't share evenly.
     """
     kind = type(model).__name__
     plan: dict[str, str] = model.tp_plan or {}
@@ -87,8 +87,10 @@ def _known(style: str, part: object) -> bool:
 
 
 def _refuse_forgotten(model: "PreTrainedModel", styles: dict[str, str]) -> None:
-    """Raises CheckpointError for weights beside shared columns that the plan says nothing of: a norm
-    of each process's heads has a share of its gradient only, one of all heads a wrong mean.
+    """Raises CheckpointError for parameters beside column-split weights that the plan does not
+    mention.
+
+    A norm of each head would get only a share of its gradient, a norm over all heads a wrong mean.
     """
     columns = {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMN}
     for parent in sorted(columns):
@@ -127,9 +129,7 @@ def _refuse_uneven(model: "PreTrainedModel", styles: dict[str, str], size: int) 
 def splits_of(
     model: "PreTrainedModel", styles: dict[str, str], rank: int, size: int
 ) -> dict[str, Split]:
-    """Returns what process `rank` of a group of `size` holds of each parameter that is split, by
-    the parameter's name.
-    """
+    """Returns the slices that process `rank` of `size` holds of each split parameter, by name."""
     found = {}
     for name, parameter, style in _styled(model, styles):
         dim = _dimension(style, parameter.dim())
@@ -140,8 +140,8 @@ def splits_of(
 
 
 def partial_of(model: "PreTrainedModel", styles: dict[str, str]) -> set[str]:
-    """Returns the names of parameters that are whole on every process and see its heads only, so
-    that their gradients are to be added up.
+    """Returns the names of replicated parameters that see this process's heads only, so their
+    gradients must be summed.
     """
     return {name for name, _, style in _styled(model, styles) if style == PARTIAL}
 
@@ -151,14 +151,14 @@ def _styled(
 ) -> Iterator[tuple[str, nn.Parameter, str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.endswith((EMBEDDING_DOWN, EMBEDDING_UP)):
-            continue  # an adapter's, which is shared as it says itself
+            continue  # adapters define their own split
         style = styles.get(name, styles.get(name.rpartition(".")[0]))
         if style is not None:
             yield name, parameter, style
 
 
 def _dimension(style: str, dims: int) -> int | None:
-    """Returns which dimension of a parameter is split; None: every process has all of it."""
+    """Returns the split dimension of a parameter; None if every process has all of it."""
     if style in (COLUMN, COLUMN_GATHERED, PACKED):
         return max(dims - 2, 0)
     if style in (ROW, ROW_OF_WHOLE) and dims > 1:  # a bias is added once, after the sum

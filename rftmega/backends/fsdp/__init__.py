@@ -1,3 +1,3 @@
-"""The trained model on torch's FSDP2: any decoder that transformers builds, its rows sharded over
-the processes.
+"""FSDP2 backend: trains any decoder that transformers builds, with its rows sharded over the
+processes.
 """

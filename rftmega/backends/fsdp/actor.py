@@ -1,4 +1,4 @@
-"""FSDPActor: the policy, scored and trained over sharded parameters."""
+"""FSDPActor: the policy model with sharded parameters."""
 
 from collections.abc import Callable
 
@@ -13,16 +13,15 @@ from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeight
 
 
 class FSDPActor(FSDPModel):
-    """FSDPActor is the policy.
+    """FSDPActor scores and trains the policy.
 
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh):
-        """Builds and loads the model with its optimizer.
+        """Builds the model and its optimizer and loads the weights.
 
-        Log-probs are of the distribution that is sampled from: `cfg.rollout.temperature` is the
-        engine's, too.
+        Log-probs are of the sampling distribution, with the engine's `cfg.rollout.temperature`.
         """
         super().__init__(FSDPModelManager(cfg, placement), placement)
         self.manager.setup_model_and_optimizer()
@@ -30,7 +29,7 @@ class FSDPActor(FSDPModel):
         residency, weights = self.manager.residency, self.manager.weights
         self.reference: ReferenceWeights | ShardedAdapters | None = None
         if cfg.algorithm.kl.coef > 0:
-            # without its adapters the policy is the model that it began with: no second weights
+            # with adapters, the frozen base model is the reference: no second copy of the weights
             if self.manager.adapters is None:
                 self.sum_of_frozen = self.manager.sum_of_weights()
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
@@ -42,7 +41,7 @@ class FSDPActor(FSDPModel):
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Returns log-prob and entropy of every target on the host; no gradient.
+        """Returns log-prob and entropy of every target on the host, without gradient.
 
         `temperature`: None for the rollout's.
         """
@@ -50,9 +49,9 @@ class FSDPActor(FSDPModel):
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the same under the reference weights.
+        """Returns log-prob and entropy of every target under the reference weights.
 
-        Raises AssertionError where none are kept.
+        Raises AssertionError if no reference weights are kept.
         """
         assert self.reference is not None, (
             "algorithm.kl.coef is 0, so no reference weights are kept"

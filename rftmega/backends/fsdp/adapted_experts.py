@@ -1,5 +1,5 @@
-"""Adapters on the experts of a model of transformers: what they are named, where they are, how they
-are shared.
+"""LoRA adapters on the fused experts of transformers models: their names, positions and
+tensor-parallel split.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs
 
-BESIDE = "lora"  # the name of the module of pairs within that of the experts
+BESIDE = "lora"  # submodule of the experts that holds the pairs
 
 
 class AdaptedStack:
-    """AdaptedStack is a layer's experts in one tensor, with pairs beside its matrices."""
+    """AdaptedStack is a layer's fused experts with LoRA pairs for their matrices."""
 
     def __init__(
         self,
@@ -30,8 +30,10 @@ class AdaptedStack:
         found: Container[str],
         lora: LoRA,
     ):
-        """`name`: of the parameter. `parts`: what stands in each expert's matrix, one below the
-        other, such as gate_proj and up_proj; those that are `found` among them get pairs.
+        """Adds LoRA pairs to the experts.
+
+        `name`: of the parameter. `parts`: the matrices stacked by rows in each expert, such as
+        gate_proj and up_proj; those in `found` get pairs.
         """
         above, _, self.leaf = name.rpartition(".")
         self.above, self.parts, self.scaling = above, parts, lora.scaling
@@ -54,7 +56,7 @@ class AdaptedStack:
             if self.off:
                 return forward(*given, **named)
             stack = getattr(self.experts, self.leaf)
-            # an attribute of the module's own comes before its parameters
+            # a module's own attributes take precedence over its parameters
             vars(self.experts)[self.leaf] = StackWithPairs(
                 stack, [self.pairs.get(part) for part in self.parts]
             )
@@ -66,27 +68,27 @@ class AdaptedStack:
         return adapted
 
     def train(self, learning: bool) -> None:
-        """Switches the pairs between learning, which may drop, and scoring."""
+        """Switches the pairs between training, which may apply dropout, and scoring."""
         for pairs in self.pairs.values():
             pairs.training = learning
 
     def matrices(self) -> Iterator[Tensor]:
-        """Yields A and B of each pair, of all experts."""
+        """Yields A and B of each pair, for all experts."""
         for pairs in self.pairs.values():
             yield from (pairs.lora_A, pairs.lora_B)
 
     def names(self, above: str = "") -> dict[str, tuple[str, str]]:
-        """Returns the names of the parameters A and B by the part that they are beside, within
-        experts of the name `above`; "": transformers'.
+        """Returns the parameter names of A and B by matrix, within the experts module `above`, by
+        default transformers' own.
         """
         inside = f"{above or self.above}.{BESIDE}"
         return {part: (f"{inside}.{part}.lora_A", f"{inside}.{part}.lora_B") for part in self.pairs}
 
     def places(self, places: Sequence[Placed]) -> dict[str, list[Placed]]:
-        """Returns where the pairs' tensors lie in their parameters, by the folder's `places` of the
-        experts.
+        """Returns the positions of the pairs' tensors in their parameters, from the folder's
+        `places` of the experts.
 
-        Raises ConfigError where the folder has all experts in one tensor.
+        Raises ConfigError if the folder has all experts in one tensor.
         """
         found: dict[str, list[Placed]] = {}
         for place in places:
@@ -105,8 +107,10 @@ class AdaptedStack:
         return found
 
     def share(self, split: Split, splits: dict[str, Split], partial: set[str]) -> None:
-        """Adds to `splits` and `partial` how tensor-parallel processes share the pairs, by how they
-        share the experts: see `ShardedAdapters.share`.
+        """Adds the pairs' tensor-parallel splits to `splits` and `partial`, following the experts'
+        own `split`.
+
+        See `ShardedAdapters.share`.
         """
         for part, (down, up) in self.names().items():
             pairs = self.pairs[part]
@@ -120,14 +124,14 @@ class AdaptedStack:
                 partial.add(up)
 
     def bind(self, known: Mapping[str, Weight]) -> Iterator[Weight]:
-        """Finds the pairs among the weights of a process, and yields them."""
+        """Finds the pairs among this process's weights, and yields them."""
         for part, (down, up) in self.names().items():
             self._bound[part] = known[down], known[up]
             yield from self._bound[part]
 
     def delta(self, index: int, rows: int) -> StackDelta:
-        """Returns what is added to a matrix of so many rows: of the `index`-th expert of this
-        process, which has that one's pairs as well.
+        """Returns the adapter delta of a matrix with `rows` rows: that of this process's `index`-th
+        expert, whose pairs it holds as well.
         """
         pairs: list[tuple[Tensor, Tensor] | None] = []
         for part in self.parts:
@@ -137,6 +141,6 @@ class AdaptedStack:
 
 
 def _within(split: Split, first: int, rows: int) -> tuple[tuple[int, int], ...]:
-    """Returns the slices of a split that lie in `rows` from the `first` on, as seen from there."""
+    """Returns the slices of a split within the `rows` rows from `first` on, relative to `first`."""
     own = [(max(start - first, 0), min(stop - first, rows)) for start, stop in split.slices]
     return tuple((start, stop) for start, stop in own if start < stop)

@@ -1,10 +1,10 @@
-"""Adapters on a model whose own weights are frozen: built, filled, switched off, and merged where a
-shard is read. `adapted_experts`: those on experts.
+"""LoRA adapters on a frozen FSDP2 model: built, loaded, disabled, and merged when shards are read;
+`adapted_experts` has those on experts.
 
-Pairs are parameters like others: FSDP2 shards their rows, and tensor-parallel processes share them
-as they share the layer. B has the weight's rows on every process, so a process that merges lacks
-rows of A alone, which are gathered before weights are read; of an embedding's pair, whose A has a
-column for each word, both are.
+Pairs are ordinary parameters: FSDP2 shards their rows, and tensor-parallel processes split them
+like the layer. B has the weight's rows on every process, so merging lacks rows of A alone, which
+are gathered before weights are read; for an embedding's pair, whose A has a column per vocabulary
+entry, both matrices are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,15 +36,15 @@ Places = dict[str, list[Placed]]
 
 
 class ShardedAdapters:
-    """ShardedAdapters holds those of a model, of which this process has rows."""
+    """ShardedAdapters holds this process's rows of a model's adapters."""
 
     def __init__(
         self, network: Network, model: PreTrainedModel, options: LoRA, placement: ShardingMesh
     ):
-        """Puts pairs beside the linear layers, words and experts that the options name; the model, of
-        which the network is made, and pairs are on the meta device.
+        """Adds LoRA pairs to the linear layers, embeddings and experts that the options target.
 
-        Raises ConfigError where it has none of them.
+        The model, which the network is made of, and the pairs are on the meta device. Raises
+        ConfigError if no layer matches.
         """
         self.options, self.placement = options, placement
         self.layers: dict[str, LinearWithPair | EmbeddingWithPair] = {}
@@ -63,22 +63,23 @@ class ShardedAdapters:
         for name, parts in found.stacks.items():
             self.stacks[name] = AdaptedStack(model, name, parts, found.targets, options)
         if self.stacks:
-            model.set_experts_implementation("eager")  # expert by expert, as pairs are
+            model.set_experts_implementation("eager")  # one expert at a time, as pairs need it
         self.weights: list[Weight] = []  # A and B of each layer, one after the other
-        self._deltas: dict[str, PairDelta] = {}  # by the layer
-        self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and all of it
+        self._deltas: dict[str, PairDelta] = {}  # by layer name
+        self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and the whole matrix
 
     def train(self, learning: bool) -> None:
-        """Switches pairs between learning, which may drop, and scoring."""
+        """Switches pairs between training, which may apply dropout, and scoring."""
         for layer in self.layers.values():
             layer.training = learning
         for stack in self.stacks.values():
             stack.train(learning)
 
     def places(self, places: Places) -> Places:
-        """Returns where the pairs' tensors lie in their parameters, by the folder's places.
+        """Returns the positions of the pairs' tensors in their parameters, from the folder's
+        `places`.
 
-        Raises ConfigError for a layer that is several tensors of the folder.
+        Raises ConfigError for a layer that the folder has as several tensors.
         """
         found: Places = {}
         for name, layer in self.layers.items():
@@ -96,8 +97,8 @@ class ShardedAdapters:
         return found
 
     def named(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Returns the names of the pairs' parameters, the network's own -> transformers'. `names`
-        are those of the weights.
+        """Returns the pairs' parameter names, the network's own -> transformers'; `names` maps
+        those of the weights.
         """
         found: dict[str, str] = {}
         for own, name in names.items():
@@ -110,15 +111,15 @@ class ShardedAdapters:
         return found
 
     def share(self, splits: dict[str, Split], partial: set[str]) -> None:
-        """Adds to `splits` and `partial` how tensor-parallel processes share the pairs.
+        """Adds the pairs' tensor-parallel splits to `splits` and `partial`.
 
-        The matrix on the side where the weight is split is split like it. The other one is whole,
-        and sees a share of the layer only.
+        The matrix on the side where the weight is split is split like it. The other one is
+        replicated, and sees only a share of the layer.
         """
         for name, layer in self.layers.items():
             weight = name + WEIGHT
             down, up = pair_of(weight)
-            if isinstance(layer, EmbeddingWithPair):  # the words are columns of A
+            if isinstance(layer, EmbeddingWithPair):  # the vocabulary is the columns of A
                 if weight in splits:
                     splits[down] = replace(splits[weight], dim=1)
                     partial.add(up)
@@ -136,8 +137,8 @@ class ShardedAdapters:
                 stack.share(splits[name], splits, partial)
 
     def freeze(self, network: nn.Module, dtype: torch.dtype, *, beside: Iterable[Tensor]) -> None:
-        """Freezes all but the pairs and what learns `beside` them. What is frozen needs no other
-        dtype than the forward pass's.
+        """Freezes all parameters but the pairs and those in `beside`; frozen ones get the forward
+        pass's dtype.
         """
         learn = {id(matrix) for layer in self.layers.values() for matrix in layer.pair}
         learn |= {id(matrix) for stack in self.stacks.values() for matrix in stack.matrices()}
@@ -148,13 +149,15 @@ class ShardedAdapters:
                 parameter.data = parameter.data.to(dtype)
 
     def bind(self, weights: Sequence[Weight]) -> None:
-        """Finds the pairs among the weights of a process, now that these have memory."""
+        """Finds the pairs among this process's weights, once these have memory."""
         known = {weight.name: weight for weight in weights}
         for name, layer in self.layers.items():
             down, up = (known[each] for each in pair_of(name + WEIGHT))
             self.weights += (down, up)
             a, b = self._whole(down), up.pushed
-            if isinstance(layer, EmbeddingWithPair):  # turned around, from this process's words on
+            if isinstance(
+                layer, EmbeddingWithPair
+            ):  # transposed, from this process's vocabulary rows on
                 first = self.placement.first_row(len(layer.weight))
                 a, b = self._whole(up).T, a[:, first:].T
             self._deltas[name] = PairDelta(a, b, self.options.scaling)
@@ -162,14 +165,14 @@ class ShardedAdapters:
             self.weights += stack.bind(known)
 
     def _whole(self, weight: Weight) -> Tensor:
-        """Returns what `gather` fills with all rows of a matrix."""
+        """Returns the buffer that `gather` fills with all rows of a matrix."""
         whole = weight.pushed.new_zeros(len(weight.parameter), weight.pushed.shape[1])
         self._gathered.append((weight, whole))
         return whole
 
     @property
     def gathered(self) -> list[Tensor]:
-        """Returns A of each linear layer, with its columns of this process, and both matrices of an
+        """Returns A of each linear layer, with this process's columns, and both matrices of an
         embedding's pair, as `gather` left them.
         """
         return [whole for _, whole in self._gathered]
@@ -187,8 +190,10 @@ class ShardedAdapters:
 
     @torch.no_grad()
     def gather(self, where: torch.device) -> None:
-        """Gathers the rows of what `merged` reads, `gathered`; a collective of the processes of a
-        replica that compute on `where`. Experts are where their pairs are.
+        """Gathers the rows that `merged` reads (`gathered`); a collective over the processes of a
+        replica that compute on `where`.
+
+        Experts need no gathering: a process holds their pairs.
         """
         if not self._gathered:
             return
@@ -205,8 +210,8 @@ class ShardedAdapters:
             matrix.copy_(blocks.reshape(-1, matrix.shape[1])[: len(matrix)])
 
     def merged(self, weight: Weight) -> list[Shard]:
-        """Returns the shards of a weight of the model, to which its adapter is added where they are
-        read; the weight stays as it is.
+        """Returns the shards of a model weight with its adapter delta, which is added when they are
+        read; the weight stays unchanged.
         """
         if stack := self.stacks.get(weight.name):
             rows = weight.pushed.shape[1]
@@ -218,13 +223,13 @@ class ShardedAdapters:
         return [replace(shard, addend=delta) for shard in weight.shards()]
 
     def shards(self) -> list[Shard]:
-        """Returns the rows of the matrices themselves."""
+        """Returns the shards of the adapter matrices themselves."""
         return [shard for weight in self.weights for shard in weight.shards()]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Makes the model compute without adapters within a `with` block, as the reference of a
-        policy: `device.held_weights.ReferenceWeights`.
+        """Disables the adapters within a `with` block, for the reference model of a policy (see
+        `device.held_weights.ReferenceWeights`).
         """
         held: list[LinearWithPair | EmbeddingWithPair | AdaptedStack]
         held = [*self.layers.values(), *self.stacks.values()]
@@ -238,7 +243,7 @@ class ShardedAdapters:
 
 
 def compare_copies(weight: Weight, folder: PEFTFolder) -> None:
-    """Compares the rows that this process holds of a weight with the copies of it that a folder has."""
+    """Compares this process's rows of a weight with the copies of it in a PEFT folder."""
     for shard in weight.shards():
         for number, (name, shape) in enumerate(
             zip(shard.logical.names, shard.logical.shapes, strict=True)

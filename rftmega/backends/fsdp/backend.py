@@ -1,4 +1,4 @@
-"""FSDPBackend builds the models of a run on torch's FSDP2."""
+"""FSDPBackend builds the models of a run with FSDP2."""
 
 from rftmega.backends.fsdp.actor import FSDPActor
 from rftmega.backends.fsdp.critic import FSDPCritic
@@ -7,11 +7,11 @@ from rftmega.config import RunConfig
 
 
 class FSDPBackend:
-    """FSDPBackend is the `strategy.backend.Backend` that shards any decoder of transformers."""
+    """FSDPBackend is the `strategy.backend.Backend` that shards any transformers decoder."""
 
     def policy(self, config: RunConfig) -> FSDPActor:
         return FSDPActor(config, ShardingMesh.create(config.parallel))
 
     def value_model(self, config: RunConfig, *, role: str) -> FSDPCritic:
-        """Builds a critic or a reward model, over replicas of its own."""
+        """Builds a critic or a reward model, over its own sharding mesh."""
         return FSDPCritic(config, ShardingMesh.create(config.parallel), learns=role == "critic")

@@ -1,4 +1,4 @@
-"""FSDPCritic: a value per token, over sharded parameters."""
+"""FSDPCritic: a value model with sharded parameters."""
 
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.mesh import ShardingMesh
@@ -9,14 +9,16 @@ from rftmega.core.types import Column, Rows, TokenValues
 
 
 class FSDPCritic(FSDPModel):
-    """FSDPCritic is a value model.
+    """FSDPCritic computes a value per token.
 
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh, *, learns: bool):
         """Builds the model of `cfg.model` with a value head, from a reward model's folder or a
-        policy's (head at 0); it `learns`, or only scores.
+        policy's (value head at 0).
+
+        `learns`: it is trained, instead of only scoring.
         """
         super().__init__(FSDPModelManager(cfg, placement, value_model=True), placement)
         if learns:
@@ -26,6 +28,8 @@ class FSDPCritic(FSDPModel):
         self.runner = FSDPRunner(self.manager, TokenValues)
 
     def values(self, rows: Rows[Column]) -> Column:
-        """Returns the value of the state in which each target is chosen, on the host; no gradient."""
+        """Returns the value of the state in which each target is chosen, on the host, without
+        gradient.
+        """
         found: Column = self.runner.score(rows).value
         return found

@@ -1,4 +1,4 @@
-"""Exchanges between the processes of a tensor-parallel group, with their gradients."""
+"""Differentiable collectives of a tensor-parallel group."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Copied(torch.autograd.Function):
-    """_Copied hands on what every process has; each has a share of its gradient."""
+    """_Copied returns a replicated tensor and sums the processes' gradients of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -23,7 +23,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """_Summed adds up what each process has a share of."""
+    """_Summed adds up the processes' partial sums."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -37,7 +37,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """_Joined puts together the columns [..., C] that each process has."""
+    """_Joined concatenates the processes' columns [..., C]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -50,7 +50,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _OwnColumns(torch.autograd.Function):
-    """_OwnColumns takes a process's columns of what every process has."""
+    """_OwnColumns takes this process's columns of a replicated tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -75,21 +75,19 @@ def _own(x: Tensor, group: Any) -> Tensor:
 
 
 def copied(x: Tensor, group: Any) -> Tensor:
-    """Returns x, which is the same on every process of `group`; the gradients that they compute of
-    it are added up.
-    """
+    """Returns x, which is the same on every process of `group`; their gradients of it are summed."""
     found: Tensor = _Copied.apply(x, group)
     return found
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """Adds up what each process of `group` has a share of, in its place where that can be."""
+    """Sums x over the processes of `group`, in place where possible."""
     found: Tensor = _Summed.apply(x.contiguous(), group)
     return found
 
 
 def joined(x: Tensor, group: Any) -> Tensor:
-    """Puts together the columns [..., C] that each process of `group` has: [..., C * processes]."""
+    """Concatenates the columns [..., C] of the processes of `group` to [..., C * processes]."""
     found: Tensor = _Joined.apply(x, group)
     return found
 

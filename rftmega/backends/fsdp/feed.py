@@ -1,4 +1,4 @@
-"""Feeds rows to a decoder of transformers, packed or padded, and says where its answers belong."""
+"""Builds the packed or padded inputs of a transformers decoder, and the positions of its targets."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ from rftmega.data.media.model_inputs import FedImages
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Feed is a micro-batch as a decoder takes it. N targets are asked for."""
+    """Feed is a micro-batch of decoder inputs with N targets."""
 
-    arguments: dict[str, Any]  # of the decoder
-    places: Tensor  # [N] of each target's hidden state in the decoder's flattened output
+    arguments: dict[str, Any]  # keyword arguments of the decoder
+    places: Tensor  # [N] index of each target's hidden state in the decoder's flattened output
     targets: Tensor  # [N] token ids
-    slots: Tensor  # [N] of each target in the flat [rows * columns] grid; behind it: filler
+    slots: Tensor  # [N] index of each target in the flat [rows * columns] grid; behind it: filler
     rows: int
     columns: int
 
@@ -30,14 +30,13 @@ def feed(
     where: torch.device,
     images: FedImages | None = None,
 ) -> Feed:
-    """Feeds the tokens [B, T + 1] of rows of so many tokens each, on the host, but each row's last,
-    which predicts nothing here.
+    """Builds decoder inputs from tokens [B, T + 1], with `lengths` tokens per row, on the host; a
+    row's last token is only a target.
 
-    Packed rows lie end to end, and their attention is told their `edges`. Padded ones have filler
-    at their ends, which a causal decoder's earlier tokens never see, so it needs no mask. A batch
-    without targets is one token of filler.
-
-    `images` are those of a model that sees, of packed rows; what its tower is fed is never empty.
+    Packed rows are concatenated, and attention gets their `edges`. Padded rows have filler at their
+    ends, which a causal decoder's earlier tokens never see, so they need no mask. A batch without
+    targets becomes one filler token. `images`: of a vision-language model, with packed rows; the
+    inputs of its tower are never empty.
     """
     rows, columns = tokens.shape[0], tokens.shape[1] - 1
     real = torch.arange(columns) < lengths[:, None] - 1
@@ -73,13 +72,13 @@ def feed(
 
 
 def _sent(value: Tensor, where: torch.device) -> Tensor:
-    """Returns the value on the device, for which the host does not wait."""
+    """Returns the value on the device, copied without blocking the host."""
     return value.to(where, non_blocking=True)
 
 
 def _seen(images: FedImages, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
-    """Returns positions [3, 1, N] and features [1, N] of the tokens of `grid`, and the tower's
-    arguments.
+    """Returns the tower's inputs, and positions [3, 1, N] and features [1, N] of the tokens of
+    `grid`.
     """
     assert images.pixels is not None
     assert images.grids is not None

@@ -1,4 +1,6 @@
-"""FSDPModelManager builds this process's shard of a model, and owns its optimizer and schedule."""
+"""FSDPModelManager builds this process's shard of a model, with its optimizer and learning-rate
+schedule.
+"""
 
 import math
 from collections.abc import Iterable
@@ -51,14 +53,14 @@ FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class FSDPModelManager:
-    """FSDPModelManager holds this process's shard of one model, with Hugging Face weights, ready to
-    be run and stepped.
+    """FSDPModelManager holds this process's shard of a model with Hugging Face weights, ready for
+    forward passes and optimizer steps.
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh, *, value_model: bool = False):
         """Builds `cfg.model` over the processes of `placement` and loads its weights.
 
-        Raises CheckpointError where the folder's config or weights can't serve.
+        Raises CheckpointError if the folder's config or weights can't be used.
         """
         self.cfg, self.placement, self.value_model = cfg, placement, value_model
         self.where = device.current().here()
@@ -95,7 +97,7 @@ class FSDPModelManager:
         home = torch.device("cpu") if self.on_host else self.where
         materialise(self.network, self.model, home)
         every = self._weights(names, places)
-        # those of the model, and those that are learnt: the same, or its adapters' and a value head's
+        # the model's weights, and the trained ones: the same, or its adapters' and a value head's
         own = set(built.names.values())
         self.weights_held = [weight for weight in every if weight.name in own]
         self.trained = [weight for weight in every if weight.learns]
@@ -106,7 +108,7 @@ class FSDPModelManager:
         self.schedule_steps = 0
         self._pushed_is_old = True
         self._reached = ActiveAdapters()
-        # what adapters drop; processes that compute the same rows drop the same
+        # adapter dropout; processes that compute the same rows drop the same elements
         self.dropped: RandomStream | None = None
         if self.adapters is not None and cfg.model.lora.dropout:
             self.dropped = RandomStream(cfg.trainer.seed + placement.data_rank)
@@ -114,7 +116,7 @@ class FSDPModelManager:
 
     @property
     def on_host(self) -> bool:
-        """Returns whether parameters live on the host, and come layer by layer."""
+        """Returns whether parameters are offloaded to the host and fetched layer by layer."""
         return self.cfg.parallel.cpu_offload
 
     @cached_property
@@ -122,19 +124,19 @@ class FSDPModelManager:
         return ImageProcessor(self.cfg.model.path)
 
     def pixels(self, image: PlacedImage) -> Tensor:
-        """Returns the patches [P, C] of an image or video, as the vision tower is fed them.
+        """Returns the patches [P, C] of an image or video, as inputs of the vision tower.
 
-        Raises DataError where it can't be read any more, or has changed.
+        Raises DataError if it can't be read any more, or has changed.
         """
         return self._processor.pixels(image)
 
     def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
-        """Begins to read the images of micro-batches that come next."""
+        """Starts reading the images of the next micro-batches."""
         held = [images_of(batch.distinct.values()) for batch in batches if batch is not None]
         self._processor.read_ahead(image for batch in held for image in batch)
 
     def _places(self, files: HFFolder, built: Built) -> dict[str, list[Placed]]:
-        """Returns the folder's tensors in each parameter, by transformers' names."""
+        """Returns the folder's tensors of each parameter, by transformers' names."""
         parameters = dict(built.network.named_parameters())
         shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
         without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
@@ -143,7 +145,7 @@ class FSDPModelManager:
         heads = [weight] if self.description.tied else []
         heads = [weight, *others] if self.value_model else heads
         found = places_of(built.model, wanted, files, allowed=heads)
-        # a value model that starts from a policy has its head at 0
+        # a value model that starts from a policy has a zero value head
         made = {
             name: [Placed(name, shapes[name], None, (0,) * len(shapes[name]))] for name in shapes
         }

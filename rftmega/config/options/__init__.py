@@ -1,1 +1,1 @@
-"""Options of the parts that a run is put together from: algorithms, environments, tools."""
+"""Options of components: algorithms, adapters, environments and tools."""

@@ -1,4 +1,4 @@
-"""Options of agents that bring a loop of their own, and of environments of other libraries."""
+"""Options of agents with their own loop, and of environments of the verifiers library."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +10,9 @@ from rftmega.config.options.secrecy import SecretCommand, SecretOptions
 
 @dataclass(frozen=True)
 class Agent(EnvironmentPart):
-    """A program of yours does the task, and asks the model by OpenAI's API (docs/agents.md)."""
+    """An agent: a program of yours that does the task and calls the model through OpenAI's API
+    (docs/agents.md).
+    """
 
     type: Literal["agent"] = "agent"
 
@@ -20,23 +22,23 @@ class Agent(EnvironmentPart):
     """
 
     command: SecretCommand = field(default_factory=list)
-    """Program that does a task, in place of a function. It finds OPENAI_BASE_URL, OPENAI_API_KEY,
-    OPENAI_MODEL and TASK (JSON) in its environment; its last line may be rewards as JSON.
+    """Program that does a task, instead of a function. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    OPENAI_MODEL and TASK (JSON) in its environment; its last line of output may be rewards as JSON.
     """
 
     seconds: Positive = 600.0
-    """Seconds that one rollout may take; what there is then is scored."""
+    """Maximum seconds of one rollout; after that its completions so far are scored."""
 
     agent_errors: Literal["raise", "score"] = "raise"
-    """What becomes of a rollout whose agent failed: the run ends, or what there is of it is scored,
-    without rewards of the agent's.
+    """Rollouts whose agent failed: end the run, or score the completions so far, without rewards of
+    the agent.
     """
 
     renderer: str = "auto"
-    """How messages become tokens between turns, as for type: tools."""
+    """Conversion of messages to tokens between turns, as for type: tools."""
 
     tool_parser: str = "auto"
-    """Format of the calls in an answer, as for type: tools."""
+    """Format of tool calls in a completion, as for type: tools."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,22 @@ class Verifiers(EnvironmentPart):
     type: Literal["verifiers"] = "verifiers"
 
     environment: str = ""
-    """Name of the environment: its taskset, as `verifiers` finds it."""
+    """Name of the environment: its taskset, as known to `verifiers`."""
 
     options: SecretOptions = field(default_factory=dict)
-    """Options of the environment, as its configuration has them; no value is stored."""
+    """Options of the environment, as in its configuration; their values are not stored."""
 
     python: str = ""
     """Python of a virtual environment that has `requirements/verifiers.txt` and the environment."""
 
     seconds: Positive = 600.0
-    """Seconds that one rollout may take; it is given up then, and begun anew."""
+    """Maximum seconds of one rollout; after that it is cancelled and started again."""
 
     start_seconds: Positive = 120.0
-    """Seconds that the process may take to load the environment."""
+    """Maximum seconds for the process to load the environment."""
 
     renderer: str = "auto"
-    """How messages become tokens between turns, as for type: tools."""
+    """Conversion of messages to tokens between turns, as for type: tools."""
 
     tool_parser: str = "auto"
-    """Format of the calls in an answer, as for type: tools."""
+    """Format of tool calls in a completion, as for type: tools."""

@@ -1,5 +1,5 @@
-"""Options of the algorithm: tagged unions of parts, so that an option that no chosen part has
-cannot be written.
+"""Options of the algorithm: tagged unions of components, so that only options of the chosen
+components can be set.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from rftmega.config.options.parts import Advantage, ImportanceSampling, PolicyLo
 
 @dataclass(frozen=True)
 class GroupNorm(Advantage):
-    """GRPO: the reward minus the mean of the prompt's answers, over their deviation."""
+    """GRPO: the reward minus the mean of the prompt's completions, over their standard deviation."""
 
     compares_group: ClassVar[bool] = True
 
@@ -32,14 +32,14 @@ class GroupNorm(Advantage):
     """Divide by the group's standard deviation; false is Dr. GRPO."""
 
     clip_filter_weight: NotNegative = 0.0
-    """Multiply advantages by groups over groups whose rewards differ, at most by this (CPGD); 0:
-    not.
+    """Multiply advantages by the number of groups over the number of groups whose rewards differ,
+    at most by this (CPGD); 0: off.
     """
 
 
 @dataclass(frozen=True)
 class LeaveOneOut(Advantage):
-    """RLOO: the reward minus the mean of the prompt's other answers."""
+    """RLOO: the reward minus the mean of the prompt's other completions."""
 
     compares_group: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -49,19 +49,19 @@ class LeaveOneOut(Advantage):
 
 @dataclass(frozen=True)
 class Returns(Advantage):
-    """REINFORCE: the discounted sum of the rewards that follow a token."""
+    """REINFORCE: the discounted sum of the rewards from a token on."""
 
     takes_kl: ClassVar[bool] = True
 
     type: Literal["reinforce"] = "reinforce"
 
     gamma: NotNegative = 1.0
-    """Discount a token."""
+    """Discount factor per token."""
 
 
 @dataclass(frozen=True)
 class GAE(Advantage):
-    """PPO: generalised advantage estimation; a critic learns beside the policy."""
+    """PPO: generalised advantage estimation (GAE); a critic is trained beside the policy."""
 
     needs_critic: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -69,16 +69,17 @@ class GAE(Advantage):
     type: Literal["gae"] = "gae"
 
     gamma: NotNegative = 1.0
-    """Discount a token."""
+    """Discount factor per token."""
 
     lam: Share = 1.0
-    """Lambda: 1 trusts the rewards that came, 0 the critic's next value."""
+    """GAE's lambda: 1 uses the observed rewards, 0 the critic's next value."""
 
 
 @dataclass(frozen=True)
 class TurnNorm(Advantage):
-    """GRPO over turns: each turn's reward minus the mean of all turns' of the prompt's answers, over
-    their deviation; a token has the sum of its turn's and of those that follow.
+    """GRPO over turns: each turn's reward minus the mean over all turns of the prompt's
+    completions, over their standard deviation; a token's advantage is the sum over its turn and
+    those that follow.
     """
 
     compares_group: ClassVar[bool] = True
@@ -109,25 +110,25 @@ class Clip(PolicyLoss):
 
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
-    """GSPO: as clip, of one ratio an answer."""
+    """GSPO: like clip, with one ratio per completion."""
 
     type: Literal["gspo"] = "gspo"
 
     low: BelowOne = 0.2
-    """Clip an answer's ratio below 1 - low."""
+    """Clip a completion's ratio below 1 - low."""
 
     high: NotNegative = 0.2
-    """Clip an answer's ratio above 1 + high."""
+    """Clip a completion's ratio above 1 + high."""
 
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """CISPO: the score function, weighted with the clipped ratio."""
+    """CISPO: the score function, weighted by the clipped ratio."""
 
     type: Literal["cispo"] = "cispo"
 
     low: NotNegative = 0.2
-    """Clip the weight below 1 - low; 1 and more: no clip."""
+    """Clip the weight below 1 - low; 1 or more: no clip."""
 
     high: NotNegative = 0.2
     """Clip the weight above 1 + high."""
@@ -135,7 +136,7 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class CPGD(PolicyLoss):
-    """CPGD: the clipped logarithm of the ratio, and a drift term."""
+    """CPGD: the clipped log-ratio, and a drift term."""
 
     type: Literal["cpgd"] = "cpgd"
 
@@ -146,44 +147,44 @@ class CPGD(PolicyLoss):
     """Clip the log-ratio above log(1 + high)."""
 
     drift_coef: NotNegative = 0.0
-    """Weight of the KL from the policy that sampled; 0: no drift term."""
+    """Weight of the KL to the policy that sampled; 0: no drift term."""
 
     drift_clip: Positive = 0.2
-    """Largest ratio minus 1 in the gradient of the drift term."""
+    """Maximum of ratio - 1 in the gradient of the drift term."""
 
 
 @dataclass(frozen=True)
 class ScoreFunction(PolicyLoss):
-    """REINFORCE: the plain score function; right for one optimizer step a rollout."""
+    """REINFORCE: the plain score function; correct for one optimizer step per rollout."""
 
     type: Literal["reinforce"] = "reinforce"
 
 
 @dataclass(frozen=True)
 class NoImportance(ImportanceSampling):
-    """No correction: the engine's probabilities are taken for the trainer's."""
+    """No correction: the engine's log-probs are treated as the trainer's."""
 
     type: Literal["none"] = "none"
 
 
 @dataclass(frozen=True)
 class TokenImportance(ImportanceSampling):
-    """A weight a token: the trainer's over the engine's probability."""
+    """One weight per token: the trainer's probability over the engine's."""
 
     type: Literal["token"] = "token"
 
     cap: AtLeastOne = 2.0
-    """Largest weight."""
+    """Maximum weight."""
 
 
 @dataclass(frozen=True)
 class SequenceImportance(ImportanceSampling):
-    """A weight an answer: the product of its tokens' weights."""
+    """One weight per completion: the product of its tokens' weights."""
 
     type: Literal["sequence"] = "sequence"
 
     cap: AtLeastOne = 2.0
-    """Largest weight."""
+    """Maximum weight."""
 
 
 @dataclass(frozen=True)
@@ -199,87 +200,89 @@ class MaskedImportance(ImportanceSampling):
 @dataclass
 class KLConfig:
     placement: Literal["loss", "reward"] = "loss"
-    """Place of the KL to the starting policy: loss, or reward (advantage leave_one_out, reinforce
-    or gae only).
+    """Where the KL to the starting policy enters: loss, or reward (advantage leave_one_out,
+    reinforce or gae only).
     """
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 (in the reward only: as a loss it has no direction), k2 or k3."""
+    """KL estimator: k1 (in the reward only: as a loss its gradient is zero on average), k2 or k3.
+    """
 
     coef: NotNegative = 0.0
-    """Weight of the KL; 0 keeps no reference weights."""
+    """KL coefficient (beta in TRL); 0: no KL and no reference model in memory."""
 
     target: NotNegative = 0.0
-    """KL a token at which coef is kept, by raising and lowering it; 0: coef stays."""
+    """Target KL per token, reached by adapting coef (adaptive KL controller); 0: coef is constant.
+    """
 
     horizon: Count = 10000
-    """With a target: change coef by at most a fifth in so many answers."""
+    """With a target: change coef by at most a fifth in this many completions."""
 
 
 @dataclass
 class ReplayConfig:
     max_age: NotNegativeInt = 0
-    """Learn also from answers of policies up to so many steps old, from a buffer (with
-    importance_sampling); 0: of none.
+    """Also train on completions of policies up to this many steps old, from a replay buffer (needs
+    importance_sampling); 0: no replay.
     """
 
     max_rows: NotNegativeInt = 0
-    """Rows that the buffer keeps; the oldest groups go first. 0: no limit."""
+    """Maximum number of sequences in the buffer; the oldest groups are removed first. 0: no limit.
+    """
 
 
 @dataclass
 class DynamicSamplingConfig:
     max_rounds: NotNegativeInt = 0
-    """Replace groups whose answers all score alike by further prompts, in at most so many rounds;
-    0: they stay.
+    """Dynamic sampling (DAPO): replace groups whose completions all score the same by further
+    prompts, in at most this many rounds; 0: off.
     """
 
     metric: str = ""
-    """Part of the reward that must differ within a group, such as exact_match; empty: the whole
+    """Reward component that must differ within a group, such as exact_match; empty: the whole
     reward.
     """
 
     oversample: AtLeastOne = 1.0
-    """Sample oversample x prompts_per_step prompts a round; stop once enough groups differ.
-
-    Unfinished prompts come first.
+    """Sample oversample x prompts_per_step prompts per round and stop once enough groups differ.
+    Unfinished prompts are used first afterwards.
     """
 
 
 @dataclass
 class AlgorithmConfig:
     recipe: str = ""
-    """Bundle of options: a name of rftmega/config/recipes, or a YAML file's path; what is set
-    besides it comes first.
+    """Preset of options: a name in rftmega/config/recipes, or a YAML file's path; options that are
+    set explicitly take precedence.
     """
 
     task: Literal["rl", "sft", "reward_model"] = "rl"
-    """rl (rewards of sampled answers), sft (given answers) or reward_model (given preferences);
-    docs/data.md.
+    """Task: rl (rewards of sampled completions), sft (supervised fine-tuning) or reward_model
+    (preference data); docs/data.md.
     """
 
     advantage: Annotated[
         GroupNorm | LeaveOneOut | Returns | GAE | TurnNorm, Discriminator("type")
     ] = field(default_factory=GroupNorm)
-    """Estimator of advantages from rewards."""
+    """Advantage estimator."""
 
     policy_loss: Annotated[Clip | GSPO | CISPO | CPGD | ScoreFunction, Discriminator("type")] = (
         field(default_factory=Clip)
     )
-    """Loss of a token, from its ratio and advantage."""
+    """Policy loss of a token, from its ratio and advantage."""
 
     importance_sampling: Annotated[
         NoImportance | TokenImportance | SequenceImportance | MaskedImportance,
         Discriminator("type"),
     ] = field(default_factory=NoImportance)
-    """Correction of the engine's probabilities against the trainer's."""
+    """Importance-sampling correction of the log-prob mismatch between engine and trainer."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_total"] = (
         "token_mean"
     )
-    """token_mean (every token weighs the same), sequence_mean (every answer does), sequence_sum
-    (tokens over the longest answer allowed, answers averaged) or sequence_total (tokens summed,
-    answers averaged: an answer is one action).
+    """Loss aggregation: token_mean (every token has the same weight), sequence_mean (every
+    completion has), sequence_sum (tokens over the maximum response length, mean over completions)
+    or sequence_total (sum over tokens, mean over completions: a completion is one action).
     """
 
     kl: KLConfig = field(default_factory=KLConfig)
@@ -289,34 +292,36 @@ class AlgorithmConfig:
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
     whiten: bool = False
-    """Give advantages mean 0 and variance 1 over all response tokens of the rollout."""
+    """Whiten advantages to mean 0 and variance 1 over all response tokens of the rollout."""
 
     drop_truncated: bool = False
-    """Leave answers that were cut off out of the loss (DAPO's overlong filtering)."""
+    """Leave truncated completions out of the loss (DAPO's overlong filtering)."""
 
     high_entropy_share: PositiveShare = 1.0
-    """Learn from this share of each answer's tokens only, those of highest entropy."""
+    """Train only on this share of each completion's tokens, those of highest entropy."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
     ptx_coef: NotNegative = 0.0
-    """Weight of the cross entropy of data.ptx, of which each step learns as many examples as it has
-    prompts; 0: none.
+    """Weight of the cross entropy on data.ptx; each step trains on as many of its examples as it
+    has prompts. 0: none.
     """
 
     ema_beta: BelowOne = 0.0
-    """Decay, a step of the optimizer, of the moving average of the policy, exported as
-    output/policy_ema; 0 keeps none.
+    """Decay per optimizer step of an exponential moving average (EMA) of the policy, exported as
+    output/policy_ema; 0: no average.
     """
 
     updates_per_epoch: Count = 1
-    """Mini-batches that a rollout is cut into, one optimizer step each."""
+    """Mini-batches per rollout, with one optimizer step each."""
 
     epochs_per_rollout: Count = 1
-    """Times that a rollout is learnt from; the first in its order, further ones shuffled."""
+    """Training epochs per rollout (num_iterations in TRL); the first in sampling order, further
+    ones shuffled.
+    """
 
     @property
     def steps_per_rollout(self) -> int:
-        """Counts the optimizer steps of one rollout."""
+        """Returns the number of optimizer steps per rollout."""
         return self.updates_per_epoch * self.epochs_per_rollout

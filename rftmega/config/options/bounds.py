@@ -1,5 +1,5 @@
-"""Bounds that stand beside a field, as its annotation; `violations` checks them, and --help's
-schema shows them.
+"""Numeric bounds as annotations of fields; `violations` checks them, and the JSON schema shows
+them.
 """
 
 from typing import Annotated

@@ -1,4 +1,6 @@
-"""Options of the environment in which a task is done; and an environment that was made in Python."""
+"""Options of the environment that runs rollouts, and registration of an environment given in
+Python.
+"""
 
 import inspect
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from rftmega.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class SingleTurn(EnvironmentPart):
-    """The prompt, and one answer to it."""
+    """Single-turn: the prompt and one completion."""
 
     may_reward: ClassVar[bool] = False
 
@@ -21,49 +23,51 @@ class SingleTurn(EnvironmentPart):
 
 @dataclass(frozen=True)
 class Tools(EnvironmentPart):
-    """The model calls tools, turn by turn, until an answer calls none (docs/tools.md)."""
+    """Multi-turn tool use: the model calls tools, turn by turn, until a completion calls none
+    (docs/tools.md).
+    """
 
     type: Literal["tools"] = "tools"
 
     tools: list[str] = field(default_factory=list)
-    """Python functions as tools, and classes whose methods are: [my_tools.py:search]."""
+    """Python functions as tools, and classes whose methods are tools: [my_tools.py:search]."""
 
     sandbox: SandboxTool = field(default_factory=SandboxTool)
 
     http: list[HTTPTool] = field(default_factory=list)
-    """Tools that web servers run, each with its options."""
+    """Tools on web servers, each with its options."""
 
     mcp: list[MCPServer] = field(default_factory=list)
-    """Servers of the Model Context Protocol, each with its options."""
+    """Servers of the Model Context Protocol (MCP), each with its options."""
 
     limits: ToolLimits = field(default_factory=ToolLimits)
 
     max_turns: Count = 8
-    """Answers that a rollout may have."""
+    """Maximum number of completions (turns) per rollout."""
 
     max_turn_tokens: NotNegativeInt = 0
-    """Tokens that an answer may have; 0: as many as there is room for."""
+    """Maximum tokens of one completion; 0: as many as there is room for."""
 
     max_tokens: NotNegativeInt = 0
-    """Tokens that all answers of a rollout may have together; 0: as many as there is room for."""
+    """Maximum tokens of all completions of a rollout together; 0: as many as there is room for."""
 
     over_limit: Literal["learn", "zero", "drop"] = "learn"
-    """What becomes of a rollout that was cut off by a limit: it is scored and learnt from as it is,
-    its reward is 0, or it is left out.
+    """Rollouts cut off by a limit. learn: scored and trained on as they are; zero: their reward is
+    0; drop: left out.
     """
 
     renderer: str = "auto"
-    """How messages become tokens between turns: auto, template (the folder's chat template alone),
-    or a renderer of the renderers library by name.
+    """Conversion of messages to tokens between turns: auto, template (the folder's chat template
+    alone), or the name of a renderer of the renderers library.
     """
 
     tool_parser: str = "auto"
-    """Format of the calls in an answer, where no renderer of the library knows it."""
+    """Format of tool calls in a completion, if no renderer of the library knows it."""
 
 
 @dataclass(frozen=True)
 class GivenEnvironment(EnvironmentPart):
-    """The environment that rftmega.train was given in Python."""
+    """The environment passed to rftmega.train in Python."""
 
     type: Literal["python"] = "python"
 
@@ -75,7 +79,7 @@ _given: dict[str, Any] = {}
 
 
 def give_environment(environment: Any) -> str:
-    """Makes an environment known to this process, in place of one before. Returns its name.
+    """Registers an environment in this process, replacing an earlier one, and returns its name.
 
     `environment` has a method `async def run(self, task, model)`, or is a class of such objects,
     which is called with the run's tokenizer. Raises ConfigError for anything else.
@@ -91,7 +95,7 @@ def give_environment(environment: Any) -> str:
 
 
 def environment_given(name: str) -> Any:
-    """Returns the environment. Raises ConfigError where this process was given none of this name."""
+    """Returns the registered environment. Raises ConfigError if none of this name is registered."""
     if name not in _given:
         raise ConfigError(
             f"environment: {name or 'an environment'} was given to rftmega.train in Python. Give it again, as environment=..."

@@ -1,7 +1,6 @@
-"""Parts that an algorithm is put together from: a dataclass of options each, and the function that
-does the part.
+"""Components of an algorithm: a dataclass of options each, and the function that implements it.
 
-A part of a user's own is a dataclass and a function in a file that `plugins` names
+A user-defined component is a dataclass and a function in a file that `plugins` names
 (docs/algorithms.md).
 """
 
@@ -14,19 +13,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Advantage:
-    """Advantage estimators inherit from this.
+    """Base class of the options of advantage estimators.
 
-    Their functions take (batch: Scored, options) and return a number an answer ([B]) or a token (Ragged).
+    Their functions take (batch: Scored, options) and return one number per completion ([R]) or per
+    token (Ragged).
     """
 
     needs_critic: ClassVar[bool] = False
-    compares_group: ClassVar[bool] = False  # an answer without siblings has no advantage
+    compares_group: ClassVar[bool] = False  # a completion alone in its group has no advantage
     takes_kl: ClassVar[bool] = False  # reads the KL penalty of each token, `Scored.penalty`
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Policy losses inherit from this.
+    """Base class of the options of policy losses.
 
     Their functions take (log_ratio, advantage, mask, options) and return [B, T].
     """
@@ -34,7 +34,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """Corrections of the engine's probabilities.
+    """Base class of the options of importance-sampling corrections.
 
     Their functions take (log_ratio [B, T], options) and return weights [B, T].
     """
@@ -42,25 +42,26 @@ class ImportanceSampling:
 
 @dataclass(frozen=True)
 class RewardPart:
-    """Rewards of a user's own inherit from this.
+    """Base class of the options of user-defined reward components.
 
-    Their functions are called as those of reward.functions are, f(prompts, completions,
-    **columns), with `options` among the keywords.
+    Their functions are called like those of reward.functions, f(prompts, completions, **columns),
+    with `options` as an additional keyword.
     """
 
     weight: Annotated[float, "any number"] = 0.0
-    """Weight of this part in the reward; 0: it is not computed."""
+    """Weight of this component in the reward; 0: it is not computed."""
 
 
 @dataclass(frozen=True)
 class EnvironmentPart:
-    """Environments inherit from this.
+    """Base class of the options of environments.
 
-    A class takes the part of the function: it is called with (options, tokenizer), and has a method
-    `async def run(self, task, model)` that returns trajectories (`interfaces.Environment`).
+    They are implemented by a class instead of a function: it is called with (options, tokenizer),
+    and has a method `async def run(self, task, model)` that returns trajectories
+    (`interfaces.Environment`).
     """
 
-    may_reward: ClassVar[bool] = True  # it may give rewards of its own
+    may_reward: ClassVar[bool] = True  # may return rewards of its own
 
 
 KINDS: tuple[type, ...] = (
@@ -74,9 +75,10 @@ IMPLEMENTATIONS: dict[type, Callable[..., Any]] = {}
 
 
 def implements(options: type) -> Callable[[Function], Function]:
-    """Registers the decorated function as the one that does the part whose options are `options`.
+    """Registers the decorated function as the implementation of the component with these options.
 
-    Raises TypeError for a class that is no part, ValueError where the part has a function already.
+    Raises TypeError for a class that is no component, ValueError if it has an implementation
+    already.
     """
     if kind_of(options) is None:
         names = ", ".join(kind.__name__ for kind in KINDS)
@@ -96,11 +98,11 @@ def implements(options: type) -> Callable[[Function], Function]:
 
 
 def kind_of(options: type) -> type | None:
-    """Returns which of KINDS a class of options belongs to; None for another class."""
+    """Returns the base class among KINDS of a class of options; None for any other class."""
     return next((kind for kind in KINDS if issubclass(options, kind) and options is not kind), None)
 
 
 def type_of(options: type) -> str:
-    """Returns the name that YAML selects a part by."""
+    """Returns the name by which YAML selects a component."""
     name: str = getattr(options, "type", "")
     return name

@@ -1,5 +1,5 @@
-"""Reads adapter_config.json: which of PEFT's fields say that an adapter computes something else than
-a product of two matrices beside each weight, scaled by `lora_alpha` and `r`.
+"""Checks adapter_config.json for PEFT features that compute anything but plain LoRA: a product of
+two matrices beside each weight, scaled by `lora_alpha` and `r`.
 
 The fields are those of LoraConfig in peft 0.21.2.
 """
@@ -7,7 +7,7 @@ The fields are those of LoraConfig in peft 0.21.2.
 from collections.abc import Mapping
 from typing import Any
 
-# read here, or without influence on what a saved adapter computes: bookkeeping, how it was learnt
+# supported, or without effect on a saved adapter: bookkeeping, how it was trained
 READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules"),
@@ -17,7 +17,7 @@ READ = frozenset(
         "qalora_group_size",  # of use_qalora
     }
 )
-# change what is computed, with the values of an adapter without them; null is always one
+# fields that change the computation, with the values that switch them off, besides null
 PLAIN: dict[str, tuple[Any, ...]] = {
     **{"use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,)},
     **{"bias": ("none",), "modules_to_save": ([],), "layers_to_transform": ([],)},
@@ -29,8 +29,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     **{"monteclora_config": (), "use_bdlora": (False,)},
 }
 INITS = "init_lora_weights"
-# leave the frozen weights as they are. The others (pissa, olora, corda, loftq, lora_ga) subtract their
-# first product from them, so that the saved pairs belong to weights that no folder has.
+# These leave the frozen weights unchanged. The others (pissa, olora, corda, loftq, lora_ga) subtract
+# their first product from them, so the saved pairs belong to weights that no folder has.
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 EMPTY: tuple[Any, ...] = (
     None,
@@ -38,13 +38,11 @@ EMPTY: tuple[Any, ...] = (
     [],
     {},
     "",
-)  # a field that is not known says nothing with these
+)  # values that make an unknown field irrelevant
 
 
 def foreign_fields(said: Mapping[str, Any]) -> list[str]:
-    """Lists the fields of an adapter_config.json that ask for another computation, each with its
-    value and why.
-    """
+    """Returns the unsupported fields of an adapter_config.json, each with its value and the reason."""
     found = []
     for name, value in said.items():
         if name == INITS:

@@ -1,4 +1,4 @@
-"""Marks of options that hold secrets, and texts that know which variable they came from."""
+"""Markers of options that hold secrets, and strings that know the variable they came from."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden marks an option that is not stored, published or quoted: of `all` of it nothing is, of
-    a mapping's `values` its names are, of the `arguments` of a command the program and the names
-    of --long options.
+    """Hidden marks an option that is not stored, published or quoted: with `all` nothing of it is,
+    with `values` only the keys of a mapping are, with `arguments` only a command's program and the
+    names of its --long options.
     """
 
     part: Literal["all", "values", "arguments"]
@@ -22,7 +22,7 @@ SecretCommand = Annotated[list[str], Hidden("arguments")]
 
 class Interpolated(str):
     """Interpolated is the text of an option that a config file writes with ${...}: it is used like
-    any text, and stored as it was written.
+    any other text, and stored as written.
     """
 
     written: str

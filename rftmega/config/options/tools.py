@@ -1,4 +1,4 @@
-"""Options of the tools that a model may call in a rollout of many turns."""
+"""Options of the tools that a model may call in multi-turn rollouts."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,104 +9,110 @@ from rftmega.config.options.secrecy import SecretCommand, SecretValues
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of the tools of one rollout."""
+    """Limits of tool calls in one rollout."""
 
     seconds: Positive = 30.0
-    """Seconds that one call may take, retries of it apart."""
+    """Maximum seconds of one call, excluding retries."""
 
     rollout_seconds: Positive = 600.0
-    """Seconds that all calls of one rollout may take; the model is told when they are used up."""
-
-    characters: Count = 8192
-    """Characters of one reply; the middle of a longer one is left out, with a note of how much."""
-
-    retries: NotNegativeInt = 3
-    """Further attempts of a call that the infrastructure failed, of tools that are declared
-    idempotent.
+    """Maximum seconds of all calls of one rollout together; the model is told when they are used
+    up.
     """
 
+    characters: Count = 8192
+    """Maximum characters of one reply; the middle of a longer one is replaced by a note of how much
+    is missing.
+    """
+
+    retries: NotNegativeInt = 3
+    """Maximum retries of a call after an infrastructure failure, for tools declared idempotent."""
+
     pause: Positive = 0.5
-    """Seconds before the first of these attempts; twice as long before each further one."""
+    """Seconds before the first retry; doubled before each further one."""
 
 
 @dataclass(frozen=True)
 class SandboxTool:
-    """A Python interpreter in the sandbox of reward.code, one for each rollout."""
+    """A Python interpreter in the sandbox of reward.code, one per rollout."""
 
     python: bool = False
-    """Give the model a tool `python` that runs code; names stay from one call to the next."""
+    """Give the model a tool `python` that runs code; variables persist from one call to the next.
+    """
 
     seconds: Positive = 10.0
-    """Seconds of the clock that one call may take; the interpreter is killed after them, and begins
-    anew at the next call.
+    """Maximum wall-clock seconds of one call; after that the interpreter is killed, and restarted
+    at the next call.
     """
 
     processor_seconds: Positive = 60.0
-    """Seconds of the processor that each process of an interpreter may take, over all its calls."""
+    """Maximum CPU seconds of each process of an interpreter, over all its calls."""
 
     memory_mib: Count = 1024
-    """Address space that each process of an interpreter may take."""
+    """Maximum address space of each process of an interpreter."""
 
 
 @dataclass(frozen=True)
 class HTTPTool:
-    """A tool that a web server runs."""
+    """A tool on a web server."""
 
     name: str = ""
     """Name of the tool."""
 
     description: str = ""
-    """What the model is told that the tool does."""
+    """Description of the tool for the model."""
 
     url: str = ""
-    """Address that the arguments are posted to as JSON; the body of the answer is the reply."""
+    """URL to which the arguments are posted as JSON; the body of the response is the tool's reply.
+    """
 
     parameters: dict[str, Any] = field(default_factory=dict)
-    """JSON schema of the arguments, {type: object, properties: {...}}; empty: it takes none."""
+    """JSON schema of the arguments, {type: object, properties: {...}}; empty: no arguments."""
 
     key_env: str = ""
-    """Environment variable whose value is sent as a bearer token; empty: none is sent."""
+    """Environment variable whose value is sent as a bearer token; empty: no token is sent."""
 
     idempotent: bool = False
-    """Says that a call may be sent twice, so that failed ones are tried again."""
+    """Declare that a call may be sent twice, so that failed calls are retried."""
 
     seconds: float = 0.0
-    """Seconds that one call may take; 0: as limits.seconds says."""
+    """Maximum seconds of one call; 0: limits.seconds."""
 
 
 @dataclass(frozen=True)
 class MCPServer:
-    """A server of the Model Context Protocol; all tools that it lists are given to the model."""
+    """A server of the Model Context Protocol (MCP); the model gets all tools that it lists."""
 
     name: str = ""
-    """Name that errors call the server by."""
+    """Name of the server in error messages."""
 
     command: SecretCommand = field(default_factory=list)
-    """Command that starts the server, which then speaks over its standard input and output."""
+    """Command that starts the server, which then communicates over its standard input and output.
+    """
 
     url: str = ""
-    """Address of a server that speaks streamable HTTP, in place of a command."""
+    """URL of a server with streamable HTTP, instead of a command."""
 
     env: SecretValues = field(default_factory=dict)
-    """Environment variables of the command, beside HOME, PATH and others of their kind. A key stays
-    out of the file as {API_KEY: "${oc.env:API_KEY}"}; no value is stored.
+    """Environment variables of the command, in addition to HOME, PATH and the like. To keep a key
+    out of the file write {API_KEY: "${oc.env:API_KEY}"}; values are not stored.
     """
 
     key_env: str = ""
-    """Environment variable whose value is sent to `url` as a bearer token; empty: none is sent."""
+    """Environment variable whose value is sent to `url` as a bearer token; empty: no token is sent.
+    """
 
     per_rollout: bool = False
-    """Give each rollout a connection of its own (of a command: a server of its own), for tools that
-    keep a state. Otherwise the rollouts of a process share one.
+    """Open a separate connection for each rollout (for a command: start a separate server), for
+    stateful tools. Otherwise the rollouts of a process share one.
     """
 
     tools: list[str] = field(default_factory=list)
-    """Names of the tools to give to the model; empty: all of the server."""
+    """Names of the tools to give to the model; empty: all tools of the server."""
 
     idempotent: list[str] = field(default_factory=list)
-    """Names of tools whose calls may be sent twice, beside those that the server marks as such; not
-    with per_rollout, where a new connection has lost the state.
+    """Names of tools whose calls may be sent twice, in addition to those that the server marks as
+    such; not with per_rollout, because a new connection has lost the state.
     """
 
     start_seconds: Positive = 60.0
-    """Seconds that the server may take to start and to list its tools."""
+    """Maximum seconds for the server to start and to list its tools."""

@@ -1,1 +1,1 @@
-"""Conversations of many turns: messages become tokens, and answers are kept as they were sampled."""
+"""Multi-turn conversations: tokenizes messages, and keeps completions exactly as sampled."""

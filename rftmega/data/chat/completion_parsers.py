@@ -1,4 +1,4 @@
-"""Reads calls of functions and thinking out of an answer's tokens, in the formats of model families."""
+"""Parsers of function calls and reasoning in completions, for the formats of model families."""
 
 import json
 import logging
@@ -21,8 +21,8 @@ ANALYSIS = re.compile(
     r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
 )
 LLAMA_CALL = re.compile(r'\{\s*"(?:name|parameters|type"\s*:\s*"function)"')
-NEAR = 8  # tokens at the end of a context in which it may have begun to think
-DEEPEST = 100  # lists and objects within each other in the arguments of a call
+NEAR = 8  # tokens at the end of a context that may contain an opening think tag
+DEEPEST = 100  # nesting levels of lists and objects in the arguments of a call
 UNREADABLE = (
     400  # brackets within each other, at which no parser of JSON is asked: it would recurse
 )
@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """SampledCompletion is what the model wrote behind a context, without the token that ended it."""
+    """SampledCompletion is a completion with its context, without the token that ended it."""
 
     context: Sequence[int]
     token_ids: Sequence[int]
-    ended: bool = True  # by such a token
+    ended: bool = True  # by a stop token
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call is a function's call as it was written; arguments None: they could not be read."""
+    """Call is a function call as written by the model; arguments None: they could not be parsed."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -52,20 +52,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Parsed is an answer, taken apart."""
+    """Parsed is a completion split into content, reasoning and calls."""
 
     content: str
     reasoning: str
     calls: tuple[Call, ...]
-    spoken: str  # text up to the first call, thinking included
-    text: str  # all of it, special tokens by their names
+    spoken: str  # text up to the first call, reasoning included
+    text: str  # the whole text, special tokens by their names
 
 
 Parser = Callable[[ChatTokenizer, SampledCompletion], Parsed]
 
 
 def call_of(fields: Any, text: str) -> Call:
-    """Returns the call that JSON's `fields` describe."""
+    """Returns the call described by the JSON value `fields`."""
     name = fields.get("name") if isinstance(fields, dict) else None
     if not isinstance(name, str) or not _writable([name]):
         return Call("", None, text)
@@ -74,10 +74,10 @@ def call_of(fields: Any, text: str) -> Call:
 
 
 def object_of(value: Any) -> dict[str, Any] | None:
-    """Returns a JSON object, which may be written as a string; None for anything else.
+    """Returns a JSON object, which may be encoded as a string; None for anything else.
 
-    Numbers that are not finite, text that is not Unicode, numbers of more digits than Python reads
-    and very deep nesting are not JSON that a tool or a chat template could be given.
+    Non-finite numbers, invalid Unicode, numbers of more digits than Python reads and very deep
+    nesting are rejected: no tool or chat template could take them.
     """
     if isinstance(value, str):
         value = _json(value)
@@ -85,7 +85,7 @@ def object_of(value: Any) -> dict[str, Any] | None:
 
 
 def _writable(value: Any) -> bool:
-    """Returns whether a value can be written as JSON in UTF-8, nested at most DEEPEST times."""
+    """Returns whether a value can be written as JSON in UTF-8, nested at most DEEPEST levels."""
     level, depth = [value], 0
     while level:
         if depth > DEEPEST:
@@ -101,8 +101,8 @@ def _writable(value: Any) -> bool:
 
 
 def too_deep(text: str) -> bool:
-    """Tells whether a text has more brackets within each other than a parser of JSON should see: at
-    the limit of recursion even the destructors that Python runs there fail.
+    """Returns whether a text has more nested brackets than a JSON parser should see: at the
+    recursion limit even the destructors that Python runs there fail.
     """
     depth = 0
     for bracket in BRACKET.finditer(text):
@@ -113,7 +113,7 @@ def too_deep(text: str) -> bool:
 
 
 def _json(text: str) -> Any:
-    """Returns the value that the text writes; None where it is no JSON."""
+    """Returns the parsed JSON value; None for invalid JSON."""
     if too_deep(text):
         return None
     try:
@@ -123,7 +123,7 @@ def _json(text: str) -> Any:
 
 
 def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tuple[str, str]:
-    """Returns the thinking at the beginning of an answer, and what stands behind it."""
+    """Returns the reasoning at the beginning of a completion, and the text after it."""
     begun = text_of(tokenizer, context[-NEAR:]).rstrip().endswith(THINK)
     if not begun and not text.lstrip().startswith(THINK):
         return "", text
@@ -132,7 +132,7 @@ def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tup
 
 
 def hermes(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
+    """Parses `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
     found = list(HERMES.finditer(behind))
@@ -149,7 +149,9 @@ def hermes(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def mistral(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and `[TOOL_CALLS]name[ARGS]{...}`."""
+    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and
+    `[TOOL_CALLS]name[ARGS]{...}`.
+    """
     text = text_of(tokenizer, completion.token_ids)
     content, *written = text.split(MISTRAL)
     calls: list[Call] = []
@@ -165,7 +167,9 @@ def mistral(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def llama(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Reads an answer that is nothing but `{"name": ..., "parameters": {...}}`, of Llama 3."""
+    """Parses a completion that consists of `{"name": ..., "parameters": {...}}` alone, of Llama
+    3.
+    """
     text = text_of(tokenizer, completion.token_ids)
     written = text.strip().removeprefix("<|python_tag|>")
     fields = _json(written)
@@ -177,9 +181,9 @@ def llama(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def deepseek(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Reads the calls of DeepSeek: the name, a line feed, and the arguments in a fence.
+    """Parses the calls of DeepSeek: the name, a line feed, and the arguments in a code fence.
 
-    The library's own pattern takes time that grows with the cube of a run of spaces.
+    The library's own pattern takes time cubic in the length of a run of spaces.
     """
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
@@ -193,7 +197,7 @@ def deepseek(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def _deepseek_call(written: str) -> Call:
-    """Returns the call of `function<｜tool▁sep｜>NAME`, a line feed and the arguments."""
+    """Parses the call `function<｜tool▁sep｜>NAME`, a line feed and the arguments."""
     body, ended, _ = written.partition(CALL_END)
     _, separated, named = body.partition(SEPARATOR)
     name, _, rest = named.strip().partition("\n")
@@ -205,12 +209,12 @@ def _deepseek_call(written: str) -> Call:
 
 
 def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Reads the channels of gpt-oss."""
+    """Parses the channels of gpt-oss."""
     from renderers.parsing import parse_gpt_oss
 
     ids = {f"{name[2:-2]}_id": token_id(tokenizer, name) for name in (*HARMONY, "<|constrain|>")}
     start = ids["start_id"]
-    # the answer begins within a message whose head ends the context
+    # the completion begins within a message whose header ends the context
     head = [start, *tokenizer.encode_reply("assistant")]
     end = [ids["call_id"]] if completion.ended else []
     try:
@@ -222,7 +226,7 @@ def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def _unread_channels(text: str) -> Parsed:
-    """Returns an answer of gpt-oss with its thinking, and behind it a call that can't be read."""
+    """Returns a gpt-oss completion with its reasoning, followed by an unparsed call."""
     thoughts = list(ANALYSIS.finditer(text))
     behind = thoughts[-1].end() if thoughts else 0
     reasoning = "".join(each[1] for each in thoughts).strip()
@@ -230,7 +234,7 @@ def _unread_channels(text: str) -> Parsed:
 
 
 def by_library(name: str) -> Parser:
-    """Returns a parser of the renderers library that reads tokens."""
+    """Returns a token-based parser of the renderers library."""
 
     def parser(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
         from renderers.base import ParsedResponse
@@ -252,7 +256,7 @@ def by_library(name: str) -> Parser:
 
 
 def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Returns an answer at which a parser failed: behind its thinking, a call that can't be read."""
+    """Returns a completion that a parser failed on: its reasoning, followed by an unparsed call."""
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
     spoken = text[: len(text) - len(behind)]
@@ -260,7 +264,7 @@ def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any) -> Parsed:
-    """Returns what the library's ParsedResponse says of an answer."""
+    """Converts the library's ParsedResponse of a completion."""
     calls = [_read(each) for each in response.tool_calls]
     reasoning = (response.reasoning_content or "").strip("\n")
     text = text_of(tokenizer, token_ids)
@@ -273,7 +277,7 @@ def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any)
 
 
 def _read(call: Any) -> Call:
-    """Returns a call of the library's; one that it could not read has no arguments."""
+    """Converts a call of the library; one that it could not parse has no arguments."""
     from renderers.base import ToolCallParseStatus
 
     readable = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
@@ -291,7 +295,7 @@ PARSERS: dict[str, Parser] = {
     "glm": by_library("glm"),
     "qwen3.5": by_library("qwen3.5"),
 }
-# what a chat template says -> the parser of such answers; the first that it says
+# text in a chat template -> the parser of its format; the first match counts
 SIGNS = {
     "<|channel|>": "gpt-oss",
     MISTRAL: "mistral",
@@ -305,9 +309,9 @@ SIGNS = {
 
 
 def parser_for(name: str, template: str) -> Parser:
-    """Returns the parser `name`; "auto": that of the format which the chat template writes.
+    """Returns the parser `name`; "auto": that of the format in the chat template.
 
-    Raises ConfigError for a name that there is not.
+    Raises ConfigError for an unknown name.
     """
     if name == "auto":
         name = next((found for sign, found in SIGNS.items() if sign in template), "hermes")

@@ -1,4 +1,4 @@
-"""Conversation keeps one rollout of many turns: what was sampled as tokens, and all as messages."""
+"""Conversation holds one multi-turn rollout: its sampled tokens, and all turns as messages."""
 
 import json
 from collections.abc import Sequence
@@ -13,18 +13,20 @@ from rftmega.data.chat.replies import Messages, Reply, Specs
 
 @dataclass(slots=True)
 class GrowingTrajectory:
-    """GrowingTrajectory holds contexts and answers in their order, and where messages lie in them."""
+    """GrowingTrajectory holds contexts and completions in order, with the positions of their
+    turns.
+    """
 
     parts: list[Sequence[int] | Completion]
     length: int
     turns: list[Turn] = field(default_factory=list)
 
     def ids(self) -> tuple[int, ...]:
-        """Returns all tokens, answers included."""
+        """Returns all tokens, completions included."""
         return tuple(token for part in self.parts for token in tokens_of(part))
 
     def add(self, part: Sequence[int] | Completion, turns: Sequence[Turn]) -> None:
-        """Puts tokens behind the others; places of `turns` count from the first of them."""
+        """Appends tokens; positions of `turns` are relative to the first of them."""
         self.turns += [
             each._replace(start=each.start + self.length, stop=each.stop + self.length)
             for each in turns
@@ -33,7 +35,7 @@ class GrowingTrajectory:
         self.length += len(tokens_of(part))
 
     def trajectory(self) -> Trajectory | None:
-        """Returns it up to the last answer; None where there is none."""
+        """Returns the trajectory up to the last completion; None if there is none."""
         parts, length = list(self.parts), self.length
         while parts and not isinstance(parts[-1], Completion):
             length -= len(tokens_of(parts.pop()))
@@ -44,8 +46,8 @@ class GrowingTrajectory:
 class Conversation:
     """Conversation holds the messages and the trajectories of one rollout.
 
-    Between turns only what is new is tokenised. Where the chat template rewrites what stands before,
-    the present trajectory ends, and another begins with the whole conversation as its context.
+    Between turns only new text is tokenized. If the chat template rewrites earlier text, the
+    current trajectory ends, and another begins with the whole conversation as its context.
     """
 
     def __init__(
@@ -57,18 +59,18 @@ class Conversation:
         messages: Messages,
         images: bool = False,
     ):
-        """Begins with `task_ids`, which the chat template makes of `messages` and `tools`: messages
-        in which control tokens are hidden that are not meant.
+        """Begins with `task_ids`, the chat template's rendering of `messages` and `tools`;
+        unintended control tokens in the messages must be hidden.
         """
         self.renderer, self.tools = renderer, list(tools)
         self.messages = list(messages)
         self._images = images
         self.turns = 0
-        self.control_tokens = 0  # whose names the environment said; they stayed text
+        self.control_tokens = 0  # names in the environment's messages, tokenized as plain text
         self._calls = 0
         self._context: tuple[int, ...] = tuple(task_ids)
         self._segments = [GrowingTrajectory([self._context], len(self._context))]
-        self._asked: tuple[int, ...] | None = None  # the context of the last answer
+        self._asked: tuple[int, ...] | None = None  # the context of the last completion
 
     @classmethod
     def of(
@@ -79,10 +81,10 @@ class Conversation:
         *,
         checked: bool = False,
     ) -> "Conversation":
-        """Begins with a task, whose record has its messages.
+        """Begins with a task, whose record contains its messages.
 
-        Raises DataError for a task whose tokens are not what the chat template makes of them;
-        `checked` says that they are known to be.
+        Raises DataError for a task whose tokens differ from the chat template's rendering;
+        `checked` skips the comparison.
         """
         messages, images = renderer.tokenizer.recorded(messages_of(task)), bool(task.images)
         found = cls(task.token_ids, renderer, tools, messages=messages, images=images)
@@ -96,16 +98,16 @@ class Conversation:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Returns the tokens that the model is to go on behind."""
+        """Returns the context of the next completion."""
         return self._context
 
     def answered(self, completion: Completion) -> Reply:
-        """Takes the model's answer to `context`. Returns it taken apart."""
+        """Adds the completion of `context`. Returns it parsed."""
         segment, size = self._segments[-1], len(completion.token_ids)
         segment.add(completion, [Turn("assistant", 0, size)])
         ids = tuple(completion.token_ids)
         reply = self.renderer.parse(self._context, ids, self.tools, first=self._calls)
-        if completion.finish_reason == "stop":  # a stop string leaves no token that tells
+        if completion.finish_reason == "stop":  # a stop string leaves no stop token
             reply = replace(reply, complete=True)
         self._asked, self._context = self._context, (*self._context, *ids)
         self._calls += len(reply.calls)
@@ -114,9 +116,7 @@ class Conversation:
         return reply
 
     def _add_completion(self, message: dict[str, Any]) -> None:
-        """Adds an answer, which goes on with the text that the task ends with where that is the
-        assistant's.
-        """
+        """Adds a completion; it continues the task's last message if that is the assistant's."""
         begun = self.messages[-1] if self.turns == 1 and self.messages else {}
         if begun.get("role") != "assistant":
             self.messages.append(message)
@@ -127,11 +127,11 @@ class Conversation:
         self.messages[-1] = {**message, "content": said + message["content"]}
 
     def reply(self, messages: Messages) -> None:
-        """Says `messages` (of tools, of the user) to the last answer. Names of control tokens in them
-        stay text.
+        """Adds `messages` (of tools, of the user) after the last completion. Names of control
+        tokens in them are tokenized as plain text.
 
-        Raises DataError, and changes nothing, where the conversation would have to be rendered anew
-        and can't be: the template refuses it, or it has images.
+        Raises DataError, and changes nothing, if the conversation must be rendered again and can't
+        be: the template refuses it, or it has images.
         """
         if self._asked is None:
             raise ValueError("a reply comes behind an answer")
@@ -152,7 +152,7 @@ class Conversation:
         self._context += bridge.token_ids
 
     def reward(self, value: float) -> None:
-        """Sets the reward of the last answer."""
+        """Sets the reward of the last completion."""
         for segment in reversed(self._segments):
             for place in reversed(range(len(segment.turns))):
                 if segment.turns[place].role == "assistant":
@@ -161,7 +161,7 @@ class Conversation:
         raise ValueError("there is no answer to reward")
 
     def trajectories(self) -> list[Trajectory]:
-        """Returns the trajectories in their order, each up to its last answer."""
+        """Returns the trajectories in order, each up to its last completion."""
         found = [segment.trajectory() for segment in self._segments]
         return [each for each in found if each is not None]
 
@@ -179,12 +179,12 @@ class Conversation:
 
 
 def tokens_of(part: Sequence[int] | Completion) -> Sequence[int]:
-    """Returns the tokens of a context or of an answer."""
+    """Returns the tokens of a context or of a completion."""
     return part.token_ids if isinstance(part, Completion) else part
 
 
 def messages_of(task: Prompt) -> Messages:
-    """Returns the messages of a task. Raises DataError where its record does not have them."""
+    """Returns the messages of a task. Raises DataError if its record lacks them."""
     record: dict[str, Any] = json.loads(task.record) if task.record else {}
     prompt = record.get("prompt")
     if isinstance(prompt, str):

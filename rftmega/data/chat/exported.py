@@ -1,4 +1,4 @@
-"""MessageExporter gives trajectories back as messages in the format of OpenAI's chat API."""
+"""MessageExporter converts trajectories back into messages in the format of OpenAI's chat API."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,21 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation as far as it was read; messages have the fields that the template reads."""
+    """A conversation as read so far; messages have the fields that the template reads."""
 
     messages: Messages
-    context: tuple[int, ...]  # all tokens before the last answer
+    context: tuple[int, ...]  # all tokens before the last completion
     completion: tuple[int, ...] = ()
-    calls: tuple[ToolCall, ...] = ()  # of the last answer
-    called: int = 0  # calls of all answers
-    rewards: dict[int, float] = field(default_factory=dict)  # of the row's answers, by message
+    calls: tuple[ToolCall, ...] = ()  # of the last completion
+    called: int = 0  # number of calls in all completions
+    rewards: dict[int, float] = field(default_factory=dict)  # of completions, by message index
 
 
 class MessageExporter:
-    """MessageExporter gives rows of a file of trajectories back as messages, in the file's order.
+    """MessageExporter converts rows of a trajectory file back into messages, in the file's order.
 
-    What the policy said is taken apart from its tokens. What was said to it is the text of its
-    tokens, read such that the chat template writes these again, where there is such a reading.
+    The policy's messages are parsed from its tokens. All others are the text of their tokens,
+    interpreted so that the chat template reproduces the tokens, if possible.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class MessageExporter:
     ):
         """`renderer`: None for a tokenizer without a chat template."""
         self.tokenizer, self.renderer, self.tools = tokenizer, renderer, list(tools)
-        self._last: tuple[Any, _Talk] | None = None  # a rollout, and what was said in it
+        self._last: tuple[Any, _Talk] | None = None  # a rollout, and its conversation so far
 
     def exported(self, row: Row) -> dict[str, Any]:
         """Returns the JSON object of a row.
 
-        "weights" has a number for each message: 1 for what the policy said in this trajectory, 0
-        for what it was given. "turn_rewards", too, where the environment rewarded turns. "exact"
-        says that the chat template makes the trajectory's tokens of the messages.
+        "weights" has a number for each message: 1 for the policy's messages in this trajectory, 0
+        for all others. "turn_rewards" is added if the environment rewarded turns. "exact" is
+        whether the chat template renders the messages to the trajectory's tokens.
         """
         talk = self._read(row)
         numbers = range(len(talk.messages))
@@ -65,7 +65,7 @@ class MessageExporter:
         return found | {"exact": self._is_exact(row, talk.messages)}
 
     def _read(self, row: Row) -> _Talk:
-        """Returns what was said in a row, and before it in its rollout."""
+        """Returns the conversation of a row, earlier trajectories of its rollout included."""
         rollout = (row["step"], row["group"], row.get("rollout"))
         goes_on = row.get("trajectory") and self._last and self._last[0] == rollout
         talk = self._begun(row, self._last[1] if goes_on and self._last else None)
@@ -83,9 +83,10 @@ class MessageExporter:
         return talk
 
     def _begun(self, row: Row, before: _Talk | None) -> _Talk:
-        """Returns the conversation up to the row's first answer.
+        """Returns the conversation up to the row's first completion.
 
-        `before`: in the rollout's trajectory before this one; its context was rewritten.
+        `before`: the conversation of the rollout's previous trajectory, whose context was
+        rewritten.
         """
         prompt: str = row["prompt"]
         ids, called = self.tokenizer.encode_reply(prompt), before.called if before else 0
@@ -97,16 +98,16 @@ class MessageExporter:
         return _Talk(self._without_template(row), ids, called=called)
 
     def _without_template(self, row: Row) -> Messages:
-        """Returns the messages of a prompt that the chat template does not make."""
+        """Returns the messages of a prompt that the chat template can't reproduce."""
         text = row["prompt"].removeprefix(self.tokenizer.inner.bos_token or "")
         known = row.get("messages", [])
         plain = len(known) == 1 and known[0].get("content") == text
-        if known and (plain or row.get("images")):  # of an image the prompt has a placeholder
+        if known and (plain or row.get("images")):  # the prompt has a placeholder for an image
             return list(known)
         return [USER | {"content": text}]
 
     def _completion(self, talk: _Talk, ids: Sequence[int], reward: float) -> None:
-        """Adds what the policy said."""
+        """Adds a completion."""
         talk.rewards[len(talk.messages)] = reward
         talk.completion = tuple(ids)
         if self.renderer is None:
@@ -119,7 +120,7 @@ class MessageExporter:
         talk.messages.append(self.renderer.message(reply))
 
     def _reply(self, talk: _Talk, row: Row, turns: Sequence[Turn], place: range) -> None:
-        """Adds what was said to the last answer; `place`: all tokens behind it."""
+        """Adds the messages after the last completion; `place`: the range of their tokens."""
         between = tuple(row["tokens"]["id"][place.start : place.stop])
         if turns:
             talk.messages += self._told(talk, row, turns, between)
@@ -131,7 +132,9 @@ class MessageExporter:
     def _told(
         self, talk: _Talk, row: Row, turns: Sequence[Turn], between: tuple[int, ...]
     ) -> Messages:
-        """Returns the messages of turns, for which the template writes `between` if it can."""
+        """Returns the messages of turns, chosen so that the template renders `between` if
+        possible.
+        """
         ids = row["tokens"]["id"]
         heads = _heads(turns, talk.calls)
         written = [text_of(self.tokenizer, ids[turn.start : turn.stop]) for turn in turns]
@@ -143,8 +146,8 @@ class MessageExporter:
         return _filled(heads, written)
 
     def _untold(self, talk: _Talk, row: Row, place: range) -> Messages:
-        """Returns the messages of tokens that are no turn: read from the template's text, or else
-        all of it as the user's.
+        """Returns the messages of tokens that are no turn: parsed from the template's text, or else
+        all of it as a user message.
         """
         ids = row["tokens"]["id"]
         text = row["prompt"] + text_of(self.tokenizer, ids[: place.stop])
@@ -154,7 +157,7 @@ class MessageExporter:
         return [USER | {"content": text_of(self.tokenizer, ids[place.start : place.stop])}]
 
     def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
-        """Returns the tokens behind the last answer if `messages` reply to it."""
+        """Returns the tokens after the last completion if `messages` reply to it."""
         assert self.renderer is not None
         hidden: Messages = self.tokenizer.control.hidden(
             messages, words=True
@@ -165,7 +168,7 @@ class MessageExporter:
         return bridge.token_ids if bridge else None
 
     def _is_exact(self, row: Row, messages: Messages) -> bool:
-        """Returns whether the chat template makes the row's tokens of the messages."""
+        """Returns whether the chat template renders the messages to the row's tokens."""
         if self.renderer is None:
             return False
         ids = (*self.tokenizer.encode_reply(row["prompt"]), *row["tokens"]["id"])
@@ -181,7 +184,7 @@ class MessageExporter:
         return self.tokenizer.template.text(messages, open_=True, tools=self.tools)
 
     def _with_system(self, messages: Messages) -> Messages:
-        """Returns messages behind the run's system prompt, unless they begin with one."""
+        """Returns messages with the run's system prompt before them, unless they begin with one."""
         system = self.tokenizer.chat.system
         if not system or messages[0].get("role") == "system":
             return list(messages)
@@ -189,9 +192,7 @@ class MessageExporter:
 
 
 def turns_of(row: Row) -> list[Turn]:
-    """Returns the turns of a row; where none were told, each run of tokens that the policy chose is
-    an answer.
-    """
+    """Returns the turns of a row; if none were recorded, each run of sampled tokens is a turn."""
     ids = row["tokens"]["id"]
     if row.get("turns"):
         turns = [
@@ -209,7 +210,7 @@ def turns_of(row: Row) -> list[Turn]:
 
 
 def in_openais_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with thinking under "reasoning_content" and arguments as a JSON string."""
+    """Returns a message with reasoning under "reasoning_content" and arguments as a JSON string."""
     found = {name: value for name, value in message.items() if name not in REASONING_KEYS}
     thinking = [message[key] for key in REASONING_KEYS if message.get(key)]
     if thinking:
@@ -227,8 +228,8 @@ def _in_openais_fields(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages]]:
-    """Returns messages that are known and messages whose words are not, as a row may begin, the
-    likeliest first.
+    """Returns candidates for the beginning of a row, likeliest first: messages that are known, and
+    messages with unknown content.
     """
     ways: list[tuple[Messages, Messages]] = []
     if before:
@@ -239,7 +240,7 @@ def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages
 
 
 def _replies(talk: _Talk) -> list[Messages]:
-    """Returns what may have been said to the last answer, without its words."""
+    """Returns candidates for the replies to the last completion, without their content."""
     replies = [_replying(call) for call in talk.calls]
     return [said for said in (replies, [*replies, USER], [USER]) if said]
 
@@ -249,7 +250,7 @@ def _replying(call: ToolCall) -> dict[str, Any]:
 
 
 def _heads(turns: Sequence[Turn], calls: Sequence[ToolCall]) -> Messages:
-    """Returns the messages of turns without their contents; tools reply to calls in their order."""
+    """Returns the messages of turns without their contents; tools reply to calls in order."""
     left = list(calls)
     heads: Messages = []
     for turn in turns:

@@ -1,4 +1,6 @@
-"""Chooses a renderer of the renderers library for a folder, and holds it to the folder's template."""
+"""Selects a renderer of the renderers library for a model folder, and verifies it against the
+folder's chat template.
+"""
 
 import copy
 import logging
@@ -23,10 +25,10 @@ from rftmega.data.chat.completion_parsers import (
 from rftmega.data.chat.replies import Bridge, ChatTokenizer, Control, Messages, Specs, text_of
 
 logger = logging.getLogger(__name__)
-SHORT, REMEMBERED = 64, 1024  # characters of a text, and texts, whose tokens are kept
+SHORT, REMEMBERED = 64, 1024  # characters of a text, and number of texts, whose tokens are cached
 
-# model_type of config.json -> renderers of the library that may fit such a folder. The library's own
-# choice goes by the name of a model on the hub, which a folder does not have.
+# model_type of config.json -> renderers of the library that may fit such a folder. The library's
+# own choice depends on the model's name on the hub, which a folder lacks.
 CANDIDATES = {
     "qwen3": ("qwen3", "prime-qwen3"),
     "qwen3_moe": ("qwen3", "prime-qwen3"),
@@ -43,8 +45,8 @@ CANDIDATES = {
     "gpt_oss": ("gpt-oss",),
     "hunyuan_v3": ("hy3",),
 }
-# renderers whose answers are read without the library: its pattern of a fence takes minutes for a run
-# of spaces, and it takes a broken call of Llama for words
+# renderers whose completions are parsed without the library: its pattern of a fence takes minutes
+# for a run of spaces, and it takes a broken call of Llama for text
 READ_HERE: dict[str, Parser] = {"deepseek-v3": deepseek, "deepseek-r1": deepseek, "llama-3": llama}
 SPEC = {
     "type": "function",
@@ -80,14 +82,14 @@ ANSWERED = _said("assistant", "An ox.")
 MUSED = _said("assistant", "An ox.", reasoning_content="I know that.")
 SURE = _said("user", "Are you sure?")
 SYSTEM = _said("system", "Be brief.")
-# contexts that a rollout begins with
+# initial contexts of a rollout
 HEADS: tuple[tuple[Messages, Specs], ...] = (
     ([ASKED], ()),
     ([SYSTEM, ASKED], ()),
     ([ASKED], (SPEC,)),
     ([SYSTEM, ASKED], (SPEC,)),
 )
-# what was said before, an answer, and what is said to it
+# earlier messages, a completion, replies to it, and tools
 TURNS: tuple[tuple[Messages, dict[str, Any], Messages, Specs], ...] = (
     ([ASKED], CALLED, [FOUND], (SPEC,)),
     ([SYSTEM, ASKED], SPOKEN, [FOUND], (SPEC,)),
@@ -103,7 +105,9 @@ TURNS: tuple[tuple[Messages, dict[str, Any], Messages, Specs], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class LibraryRenderer:
-    """LibraryRenderer reads answers and goes on behind them with one renderer of the library."""
+    """LibraryRenderer parses completions and continues after them with one renderer of the
+    library.
+    """
 
     name: str
     inner: Any
@@ -115,7 +119,9 @@ class LibraryRenderer:
         end: Sequence[int],
         tools: Specs,
     ) -> Parsed | None:
-        """Takes an answer apart; `end`: the token that ended it, or none. None: the library fails."""
+        """Parses a completion; `end`: the token that ended it, or none. Returns None if the library
+        fails.
+        """
         if parser := READ_HERE.get(self.name):
             return parser(tokenizer, completion)
         if too_deep(text_of(tokenizer, completion.token_ids)):
@@ -138,7 +144,7 @@ class LibraryRenderer:
         messages: Messages,
         tools: Specs,
     ) -> Bridge | None:
-        """Returns the tokens behind an answer; None where the format rewrites what stands before."""
+        """Returns the tokens after a completion; None if the format rewrites earlier text."""
         known = [*previous_ids, *completion_ids]
         specs = [dict(each) for each in tools] or None
         try:
@@ -160,7 +166,7 @@ class LibraryRenderer:
 
 
 def _span(number: int, indices: Sequence[int], content: Sequence[bool]) -> tuple[int, int]:
-    """Returns the range of tokens that message `number` says; an empty one where it says nothing."""
+    """Returns the range of content tokens of message `number`; an empty one if it has none."""
     own = [place for place, index in enumerate(indices) if index == number]
     said = [place for place in own if content[place]]
     if not said:
@@ -169,11 +175,11 @@ def _span(number: int, indices: Sequence[int], content: Sequence[bool]) -> tuple
 
 
 def library_renderer(tokenizer: ChatTokenizer, name: str) -> LibraryRenderer | None:
-    """Returns the library's renderer `name`; "auto": one that writes all that the folder's template
-    writes, or None.
+    """Returns the library's renderer `name`; "auto": one that reproduces the folder's template, or
+    None.
 
-    A named one must agree with the template on how a conversation begins and goes on. Raises
-    ConfigError where it does not, or does not fit the tokenizer.
+    A named one must agree with the template on the beginning and continuation of conversations.
+    Raises ConfigError if it does not, or does not fit the tokenizer.
     """
     if name != "auto":
         found = _built(tokenizer, name)
@@ -197,13 +203,13 @@ def library_renderer(tokenizer: ChatTokenizer, name: str) -> LibraryRenderer | N
 
 
 def _model_type(tokenizer: ChatTokenizer) -> str:
-    """Returns model_type of the folder's config.json; "" where there is none."""
+    """Returns model_type of the folder's config.json; "" if there is none."""
     path = Path(tokenizer.inner.name_or_path) / "config.json"
     return str(read_json_object(path).get("model_type", "")) if path.is_file() else ""
 
 
 def _built(tokenizer: ChatTokenizer, name: str) -> Any:
-    """Returns a renderer of the library, or why there is none."""
+    """Returns a renderer of the library, or an error message."""
     from renderers import create_renderer
     from renderers.configs import config_from_name
 
@@ -212,16 +218,16 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
         given = dict(tokenizer.chat.given)
         inner = _remembering(tokenizer.inner, tokenizer.control)
         return create_renderer(inner, config, chat_template_kwargs=given)
-    # a special token that the tokenizer lacks, an option that is another template's, no network
+    # a special token that the tokenizer lacks, an option of another template, no network
     except (AssertionError, ValueError, TypeError, KeyError, OSError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 def _remembering(inner: Any, control: Control) -> Any:
-    """Returns a tokenizer that keeps the tokens of short texts: a renderer asks for the words of its
-    format several times a turn, and transformers takes 0.1 ms for each. It also asks twice a turn
-    whether the tokenizer tells places in the text, by calling its `__call__` with a letter. Control
-    tokens that are hidden in a text become letters.
+    """Returns a tokenizer that caches the tokens of short texts: a renderer encodes the text of its
+    format several times a turn, and transformers takes 0.1 ms for each. It also tests twice a turn
+    whether the tokenizer returns offsets, by calling its `__call__` with a letter. Hidden control
+    tokens in a text are encoded as letters.
     """
     kept = lru_cache(REMEMBERED)(lambda text: tuple(control.encode(text)))
     letter = lru_cache(1)(lambda text, **options: inner(text, **options))
@@ -259,9 +265,10 @@ def _remembering(inner: Any, control: Control) -> Any:
 
 
 def _difference(tokenizer: ChatTokenizer, renderer: Any, *, rewritten: bool) -> str:
-    """Returns the first conversation that a renderer writes otherwise than the template; "": none.
+    """Describes the first conversation that a renderer and the template render differently; "":
+    none.
 
-    `rewritten`: whole conversations are compared as well, as they are when all is written anew.
+    `rewritten`: also compares whole conversations, which are rendered again after a rewrite.
     """
     for messages, tools in HEADS:
         if not _alike(tokenizer, renderer, messages, tools):
@@ -281,7 +288,7 @@ def _named(messages: Messages, tools: Specs) -> str:
 
 
 def _written(tokenizer: ChatTokenizer, messages: Messages, tools: Specs) -> list[int] | None:
-    """Returns the tokens of the template; None where it refuses the messages."""
+    """Returns the tokens of the template; None if it refuses the messages."""
     try:
         text = tokenizer.template.text(messages, open_=True, tools=tools)
         return list(tokenizer.encode_reply(text))
@@ -290,7 +297,7 @@ def _written(tokenizer: ChatTokenizer, messages: Messages, tools: Specs) -> list
 
 
 def _alike(tokenizer: ChatTokenizer, renderer: Any, messages: Messages, tools: Specs) -> bool:
-    """Returns whether both write the same tokens, or both refuse."""
+    """Returns whether both render the same tokens, or both refuse."""
     system = tokenizer.chat.system
     given = messages
     if system and messages[0]["role"] != "system":
@@ -310,7 +317,9 @@ def _goes_on(
     conversation: tuple[Messages, Messages, Messages],
     tools: Specs,
 ) -> bool:
-    """Returns whether a bridge behind the answer is what the template writes, or there is none."""
+    """Returns whether a bridge after the completion equals the template's rendering, or there is
+    none.
+    """
     before, whole, messages = conversation
     first, second = (_written(tokenizer, each, tools) for each in (before, whole))
     if first is None or second is None or second[: len(first)] != first:

@@ -1,5 +1,5 @@
-"""Finds images, videos and waveforms that parts of chat messages hold, and moves them to the
-record's columns, where those of every other record are.
+"""Moves images, videos and waveforms from parts of chat messages to the record's columns, as in all
+other records.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,15 +20,15 @@ KINDS = {  # types of parts, as OpenAI, transformers and Qwen name them -> the o
     "audio_url": "audio_key",
     "input_audio": "audio_key",
 }
-PLACES = {"images_key": "image", "videos_key": "video", "audio_key": "audio"}  # types of a place
-INSIDE = ("url", "path", "bytes", "base64", "data")  # what a part says itself, or its object
+PLACES = {"images_key": "image", "videos_key": "video", "audio_key": "audio"}  # placeholder types
+INSIDE = ("url", "path", "bytes", "base64", "data")  # keys of the content
 
 
 def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, Record]:
-    """Returns a prompt whose parts are places alone, and the record with what they held in the
+    """Returns a prompt whose media parts are placeholders, and the record with their content in the
     columns of data.images_key, videos_key and audio_key.
 
-    Raises DataError for a record that has a column as well, and for a part that can't be read.
+    Raises DataError for a record that has such a column as well, and for an invalid part.
     """
     found: dict[str, list[Any]] = {}
     if not isinstance(prompt, list):
@@ -52,7 +52,7 @@ def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, R
 
 
 def refuse_places(prompt: Any) -> None:
-    """Raises DataError for messages with parts that are no text."""
+    """Raises DataError for messages with non-text parts."""
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -64,17 +64,17 @@ def refuse_places(prompt: Any) -> None:
 
 
 def with_media_moved(records: Iterable[Record], config: DataConfig) -> Iterator[Record]:
-    """Yields records as `media_moved` makes them; those that it refuses as they are."""
+    """Yields records converted by `media_moved`; records that it refuses stay unchanged."""
     for record in records:
         prompt = parsed(value_at(record, config.prompt_key))
         try:
             yield media_moved(prompt, record, config)[1]
-        except DataError:  # told with its place when the record is read
+        except DataError:  # reported with its position when the record is read
             yield record
 
 
 def _place(part: Any, found: dict[str, list[Any]]) -> Any:
-    """Returns the place of a part; what the part holds is added to `found`, by option."""
+    """Returns the placeholder of a part; adds the part's content to `found`, by option."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in KINDS:
         return part
@@ -88,8 +88,8 @@ def _place(part: Any, found: dict[str, list[Any]]) -> Any:
 
 
 def _held(part: dict[str, Any], kind: str, noun: str) -> Any:
-    """Returns what a part holds: a path, an address, bytes, or text that begins with data:; None for
-    a place without anything.
+    """Returns the content of a part: a path, URL, bytes, or text that begins with data:; None for a
+    placeholder without content.
     """
     names = (kind, noun, f"{noun}_url")
     under = [part[name] for name in names if part.get(name) is not None]
@@ -106,7 +106,7 @@ def _held(part: dict[str, Any], kind: str, noun: str) -> Any:
             return str(inside[name]).removeprefix("file://")
     if "bytes" in inside:
         return inside
-    for name in ("base64", "data"):  # without its head, as transformers and OpenAI have it
+    for name in ("base64", "data"):  # without the data: prefix, as in transformers and OpenAI
         text = inside.get(name)
         if isinstance(text, str):
             form = inside.get("format", "*")

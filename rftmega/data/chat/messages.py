@@ -1,7 +1,7 @@
-"""Reads chat messages of records in the published forms, and refuses what is none of them.
+"""Readers of chat messages in the published formats; any other format is refused.
 
-The form that the other modules know is OpenAI's, with the arguments of calls as dictionaries:
-{"role": ..., "content": text or a list of parts, "reasoning_content": ..., "tool_calls": [...]}.
+The other modules use OpenAI's format, with the arguments of calls as dictionaries: {"role": ...,
+"content": text or a list of parts, "reasoning_content": ..., "tool_calls": [...]}.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +13,7 @@ from rftmega.data.chat.template_forms import REASONING_KEYS, Messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
-CALL = "function_call"  # ShareGPT's name for an answer that is a call, OpenAI's for its old field
+CALL = "function_call"  # ShareGPT's speaker of a call; OpenAI's legacy field
 SHAREGPT = {
     "human": "user",
     "user": "user",
@@ -31,17 +31,17 @@ SHAREGPT = {
 
 
 def no_roles() -> Collection[str]:
-    """Returns the further roles of a chat template that is not known."""
+    """Returns no further roles, for an unknown chat template."""
     return ()
 
 
 def chat_messages(
     value: Any, key: str, roles: Callable[[], Collection[str]] = no_roles
 ) -> Messages:
-    """Returns messages in the form that the other modules know; ShareGPT's are converted.
+    """Returns messages in OpenAI's format; converts ShareGPT's.
 
-    `roles` gives those that the chat template names beside ROLES. Raises DataError that names the
-    message of `key` which has no known role, or says nothing.
+    `roles` returns those that the chat template names beside ROLES. Raises DataError, naming the
+    message of `key`, for an unknown role or empty content.
     """
     messages = []
     for number, given in enumerate(value):
@@ -54,14 +54,14 @@ def chat_messages(
 
 
 def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) -> dict[str, Any]:
-    """Returns one message. Raises DataError that goes on behind the message's name."""
+    """Returns one message. Raises DataError, worded to follow the message's name."""
     if not isinstance(given, Mapping):
         raise DataError(f'is {shown(given)}, not an object with "role" and "content".')
-    # a table gives every field that any message has, as null
+    # a table has each field of any message in all of them, as null
     message = {name: value for name, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _of_sharegpt(message)
-    if message.get("role") == "function":  # of OpenAI's old API
+    if message.get("role") == "function":  # of OpenAI's legacy API
         message["role"] = "tool"
     role = message.get("role")
     if not isinstance(role, str) or role not in (*ROLES, *roles()):
@@ -78,15 +78,15 @@ def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) ->
 
 
 def message_lists(value: Any) -> bool:
-    """Returns whether a value is a list that begins with an object of a message's keys."""
+    """Returns whether a value is a list whose first item has a message's keys."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, Mapping) and bool({"role", "from"} & first.keys())
 
 
 def parsed(value: Any) -> Any:
-    """Returns the messages of a text that is a JSON list of messages, any other value as it is.
+    """Parses a text that is a JSON list of messages; returns any other value unchanged.
 
-    CSV files, and some Parquet files, have messages so.
+    CSV files, and some Parquet files, store messages that way.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -98,8 +98,8 @@ def parsed(value: Any) -> Any:
 
 
 def tool_specs(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    """Returns the specs of functions that a record has, as a list or as its JSON text, in OpenAI's
-    form. Raises DataError for another value.
+    """Returns the function specs of a record, given as a list or as its JSON text, in OpenAI's
+    format. Raises DataError for another value.
     """
     try:
         found = parse_json(value) if isinstance(value, str) and value else value or []
@@ -122,7 +122,7 @@ def tool_specs(value: Any, key: str) -> tuple[dict[str, Any], ...]:
 
 
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message {"from": ..., "value": ...} under OpenAI's names."""
+    """Converts a message {"from": ..., "value": ...} to OpenAI's fields."""
     speaker, value = message.pop("from"), message.pop("value", None)
     if not isinstance(speaker, str) or speaker not in SHAREGPT:
         raise DataError(
@@ -134,7 +134,7 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_json(value: Any) -> Any:
-    """Returns the calls that ShareGPT has as JSON text: one, or a list."""
+    """Returns the calls that ShareGPT stores as JSON text: one, or a list."""
     try:
         found = parse_json(value) if isinstance(value, str) else value
     except NotJSON as error:
@@ -143,7 +143,7 @@ def _in_json(value: Any) -> Any:
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Returns tool calls with a name and a dictionary of arguments each."""
+    """Returns tool calls, each with a name and a dictionary of arguments."""
     if not isinstance(calls, list):
         raise DataError(f'has "tool_calls" {shown(calls)}, not a list.')
     return [_call(call, number) for number, call in enumerate(calls)]
@@ -158,14 +158,14 @@ def _call(given: Any, number: int) -> dict[str, Any]:
         raise DataError(f"has a tool call without the name of a function: {shown(given)}.")
     call = {name: value for name, value in call.items() if value is not None}
     call.setdefault("type", "function")
-    call.setdefault("id", f"call{number:05d}")  # nine letters, as the strictest templates want it
+    call.setdefault("id", f"call{number:05d}")  # nine characters: some templates require it
     return {**call, "function": {**function, "arguments": arguments(function.get("arguments"))}}
 
 
 def arguments(given: Any) -> dict[str, Any]:
-    """Returns the arguments of a call as a dictionary, which OpenAI's API has as JSON text.
+    """Returns the arguments of a call as a dictionary; OpenAI's API has them as JSON text.
 
-    Raises DataError for what is no object.
+    Raises DataError for anything but an object.
     """
     if given is None or given == "":
         return {}
@@ -179,7 +179,7 @@ def arguments(given: Any) -> dict[str, Any]:
 
 
 def _content(message: Mapping[str, Any], given: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Returns what a message says: text, or parts of which at least one says something."""
+    """Returns the content of a message: text, or parts of which at least one is not empty."""
     acts = message["role"] == "assistant" and bool(
         message.get("tool_calls") or any(message.get(key) for key in REASONING_KEYS)
     )

@@ -1,4 +1,4 @@
-"""Reads messages back from the text that a chat template made of them."""
+"""Recovers messages from the text that a chat template rendered."""
 
 import json
 import re
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from rftmega.core.errors import DataError
 from rftmega.data.chat.replies import Messages
 
-# characters for private use, which nobody says
+# private-use characters, which occur in no text
 BEGIN, END = "\ue000", "\ue001"
 Template = Callable[[Messages], str]
-"""Returns the text of messages, up to where the model goes on. Raises DataError."""
+"""Renders messages, up to where the model continues. Raises DataError."""
 
 
 def read_back(template: Template, known: Messages, unknown: Messages, text: str) -> Messages | None:
-    """Returns `known` and the `unknown` messages, with the contents for which the template gives
-    `text`; None where there are none.
+    """Returns `known` and the `unknown` messages, with the contents for which the template renders
+    `text`; None if there are none.
 
-    `unknown`: messages whose contents are to be found.
+    `unknown`: messages without their contents.
     """
     marked = [
         {**message, "content": f"{BEGIN}{number}{END}"} for number, message in enumerate(unknown)
@@ -36,7 +36,9 @@ def read_back(template: Template, known: Messages, unknown: Messages, text: str)
 
 
 def spellings(written: str) -> list[str]:
-    """Returns what may have been said where a template wrote this: the same, or JSON of it."""
+    """Returns candidates for a content that a template rendered as `written`: the same, or its JSON
+    decoding.
+    """
     found = [written, written.strip()]
     for text in (written, f'"{written}"'):
         try:
@@ -49,8 +51,8 @@ def spellings(written: str) -> list[str]:
 
 
 def alike(written: Sequence[str]) -> Iterator[list[str]]:
-    """Yields readings of several texts that a template wrote: all of them as they are, or all of
-    them read as JSON.
+    """Yields interpretations of several rendered texts: all of them unchanged, or all decoded
+    alike.
     """
     most = max((len(spellings(each)) for each in written), default=0)
     for number in range(most):
@@ -58,7 +60,7 @@ def alike(written: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _matched(pattern: str, text: str, count: int) -> list[str] | None:
-    """Returns what stands in `text` in the places of the marks of `pattern`."""
+    """Returns the parts of `text` at the marks of `pattern`."""
     parts = re.split(f"{BEGIN}[0-9]+{END}", pattern)
     if len(parts) != count + 1:  # the template shows a message twice, or not at all
         return None

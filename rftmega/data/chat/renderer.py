@@ -1,4 +1,4 @@
-"""ConversationRenderer turns answers into calls, and messages into the tokens behind an answer."""
+"""ConversationRenderer parses completions, and tokenizes the messages that follow them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +29,11 @@ __all__ = ["Bridge", "ConversationRenderer", "Reply", "ToolCall"]
 
 @dataclass(frozen=True, slots=True)
 class ConversationRenderer:
-    """ConversationRenderer speaks the format of one model folder.
+    """ConversationRenderer converts between messages and tokens in the chat format of one model
+    folder.
 
-    What the model sampled is never tokenised again. A renderer of the renderers library is asked
-    first, where one writes what the folder's chat template writes; then the template itself.
+    Sampled tokens are never tokenized again. It uses a renderer of the renderers library first, if
+    one reproduces the folder's chat template; otherwise the template itself.
     """
 
     tokenizer: ChatTokenizer
@@ -47,7 +48,7 @@ class ConversationRenderer:
         """Builds the renderer of a tokenizer's folder.
 
         `name`: "auto", "template", or a renderer of the library. `tool_parser`: the format of calls
-        where no renderer of the library is taken. Raises ConfigError for names that do not fit.
+        if no renderer of the library is used. Raises ConfigError for names that do not fit.
         """
         library = None if name == "template" else library_renderer(tokenizer, name)
         parser = parser_for(tool_parser, tokenizer.template.source())
@@ -55,18 +56,18 @@ class ConversationRenderer:
 
     @property
     def name(self) -> str:
-        """Returns the library's name of the format; "template" where none is taken."""
+        """Returns the library's name of the format; "template" if no renderer of it is used."""
         return self.library.name if self.library else "template"
 
     @property
     def ends(self) -> set[int]:
-        """Returns all tokens that end an answer in this format."""
+        """Returns all tokens that end a completion in this format."""
         own = self.library.inner.get_stop_token_ids() if self.library else ()
         return {*self.by_template.ends, *own}
 
     @property
     def stop_ids(self) -> list[int]:
-        """Returns tokens that end an answer beside those that the tokenizer lists, in order."""
+        """Returns tokens that end a completion besides the tokenizer's stop ids, in order."""
         return sorted(self.ends - set(self.tokenizer.stop_ids))
 
     def parse(
@@ -77,9 +78,9 @@ class ConversationRenderer:
         *,
         first: int = 0,
     ) -> Reply:
-        """Takes an answer apart. Calls that carry no id of their own are numbered from `first`.
+        """Parses a completion. Calls without an id of their own are numbered from `first`.
 
-        Raises nothing, whatever the model wrote: a call that can't be read has no arguments.
+        Never raises, whatever the model wrote: a call that can't be parsed has no arguments.
         """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         size = len(completion_ids) - ended
@@ -97,7 +98,7 @@ class ConversationRenderer:
         )
 
     def _parsed(self, completion: SampledCompletion, end: Sequence[int], tools: Specs) -> Parsed:
-        """Takes an answer apart; one that the library fails at has a call that can't be read."""
+        """Parses a completion; if the library fails, the result has an unparsed call."""
         if not self.library:
             return self.parser(self.tokenizer, completion)
         if (parsed := self.library.parse(self.tokenizer, completion, end, tools)) is not None:
@@ -107,11 +108,11 @@ class ConversationRenderer:
         return unread(self.tokenizer, completion) if readable else parsed
 
     def message(self, reply: Reply) -> dict[str, Any]:
-        """Returns an answer as a message, in the fields that the folder's chat template reads."""
+        """Returns a reply as a message, in the fields that the folder's chat template reads."""
         return self.by_template.message(reply)
 
     def render(self, messages: Messages, tools: Specs = ()) -> tuple[int, ...]:
-        """Returns the tokens of a whole conversation, up to where the model goes on.
+        """Returns the tokens of a whole conversation, up to where the model continues.
 
         Raises DataError for messages that the chat template refuses.
         """
@@ -127,12 +128,12 @@ class ConversationRenderer:
         *,
         history: Messages | None = None,
     ) -> Bridge | None:
-        """Returns what stands behind an answer when `messages` reply to it; None where the template
-        rewrites what stands before, so that the whole conversation is to be rendered anew.
+        """Returns the tokens after a completion when `messages` reply to it; None if the template
+        rewrites earlier text, so that the whole conversation must be rendered again.
 
-        `history`: the messages before, the answer last, as `message` makes it; without it only a
-        renderer of the library can tell. An answer that was cut off gets the end that the template
-        would have written, as context.
+        `history`: the earlier messages, ending with the completion, as returned by `message`;
+        without it only a renderer of the library can bridge. A truncated completion gets the end
+        that the template would have written, as context.
         """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         found = None

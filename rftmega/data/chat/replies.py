@@ -1,4 +1,4 @@
-"""Defines answers, taken apart, and bridges to what is said next."""
+"""Types for parsed completions and for the bridges to the next messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rftmega.core.types import Turn
 
 Messages = list[dict[str, Any]]
-Specs = Sequence[Mapping[str, Any]]  # of functions, as OpenAI's API has them
+Specs = Sequence[Mapping[str, Any]]  # of functions, in OpenAI's format
 
 UNREAD = (
     "The call could not be read. Write the name of a function and its arguments as a JSON object, in the format that you were "
@@ -17,44 +17,46 @@ UNREAD = (
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """ToolCall is one call of a function that the model wrote."""
+    """ToolCall is a function call written by the model."""
 
     name: str
-    arguments: dict[str, Any] | None  # None: they could not be read
+    arguments: dict[str, Any] | None  # None: they could not be parsed
     text: str  # as the model wrote it
-    id: str  # nine letters and digits, as the strictest templates want it; or the model's own
+    id: str  # nine letters and digits, as the strictest templates require; or the model's own
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply is an answer of the model, taken apart."""
+    """Reply is a parsed completion."""
 
-    content: str  # for the user: no thinking, no calls
+    content: str  # for the user: no reasoning, no calls
     reasoning: str
     calls: tuple[ToolCall, ...]
-    complete: bool  # the model ended it; False: it was cut off
-    problem: str = ""  # for the model, where a call could not be read
-    text: str = ""  # all of it, special tokens by their names, without the token that ended it
+    complete: bool  # ended by the model; False: truncated
+    problem: str = ""  # message to the model if a call could not be parsed
+    text: str = ""  # the whole text, special tokens by their names, without the token that ended it
     spoken: str = ""  # the same up to the first call
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """Bridge goes on with a conversation behind an answer, and nothing before is tokenised again."""
+    """Bridge continues a conversation after a completion without tokenizing earlier text again."""
 
-    token_ids: tuple[int, ...]  # behind the answer, up to where the model goes on
-    turns: tuple[Turn, ...]  # of the messages; places count from the first of `token_ids`
+    token_ids: tuple[int, ...]  # after the completion, up to where the model continues
+    turns: tuple[Turn, ...]  # of the messages; positions are relative to the first of `token_ids`
 
 
 class MessageTemplate(Protocol):
-    """MessageTemplate turns messages into text, as data.ChatTemplate does."""
+    """MessageTemplate renders messages to text, as data.ChatTemplate does."""
 
     def text(self, messages: Messages, *, open_: bool, tools: Specs | None = None) -> str: ...
     def source(self) -> str: ...
 
 
 class Control(Protocol):
-    """Control tells control tokens from text that has their names, as data.ControlTokens does."""
+    """Control distinguishes control tokens from text with their names, as data.ControlTokens
+    does.
+    """
 
     def found(self, value: Any, *, words: bool = False) -> list[str]: ...
     def hidden(self, value: Any, *, words: bool = False) -> Any: ...
@@ -63,7 +65,7 @@ class Control(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """ChatTokenizer is what a conversation needs of data.Tokenizer."""
+    """ChatTokenizer is the part of data.Tokenizer that a conversation needs."""
 
     stop_ids: list[int]
 
@@ -85,9 +87,7 @@ class ChatTokenizer(Protocol):
 def text_of(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
     """Returns the text of tokens, special ones by their names."""
     inner, ids = tokenizer.inner, list(token_ids)
-    if (
-        inner.is_fast
-    ):  # what transformers looks at first, token by token, takes longer than the text
+    if inner.is_fast:  # transformers' own checks per token take longer than decoding
         text: str = inner.backend_tokenizer.decode(ids, skip_special_tokens=False)
     else:
         text = inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -95,14 +95,14 @@ def text_of(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
 
 
 def token_id(tokenizer: ChatTokenizer, text: str) -> int | None:
-    """Returns the id of a token by its whole text; None where it is no token."""
+    """Returns the id of a token by its whole text; None if it is not a token."""
     found = tokenizer.inner.convert_tokens_to_ids(text)
     unknown = found is None or found == tokenizer.inner.unk_token_id
     return None if unknown else int(found)
 
 
 def calls_of(reply: Reply) -> list[dict[str, Any]]:
-    """Returns the calls of a reply as a message has them, arguments in a dictionary."""
+    """Returns the calls of a reply in message format, with arguments as dictionaries."""
     return [
         {
             "type": "function",

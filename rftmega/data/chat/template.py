@@ -1,4 +1,6 @@
-"""Turns chat messages into text, by the chat template of a tokenizer and the options of a run."""
+"""Rendering of chat messages to text, by the chat template of a tokenizer and the options of a
+run.
+"""
 
 import difflib
 import re
@@ -16,9 +18,9 @@ from rftmega.data.chat.template_forms import MARK, USER, Messages, TemplateForms
 from rftmega.data.chat.unrendered import Unrendered
 from rftmega.data.control_tokens.names import ControlTokens, unescaped
 
-# a block of transformers' own, which marks what the assistant says; plain Jinja does not know it
+# a block of transformers, which marks the assistant's text; plain Jinja does not know it
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# what a template raises where it takes no such messages; its expressions are computed by Python
+# exceptions of a template that refuses messages; its expressions are evaluated by Python
 REFUSALS = (
     ValueError,
     TypeError,
@@ -32,12 +34,12 @@ REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Chat holds how messages become text, beyond the tokenizer's own chat template."""
+    """Chat holds the rendering options of messages, beyond the tokenizer's own chat template."""
 
-    system: str = ""  # message before those that begin with none
+    system: str = ""  # system message for conversations without one
     template: str | None = None  # instead of the tokenizer's
-    given: Mapping[str, Any] = field(default_factory=dict)  # to the template
-    tools: Sequence[Mapping[str, Any]] = ()  # specs of functions, as OpenAI's API has them
+    given: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the template
+    tools: Sequence[Mapping[str, Any]] = ()  # specs of functions, in OpenAI's format
 
     @classmethod
     def of(cls, config: DataConfig, tools: Sequence[Mapping[str, Any]] = ()) -> "Chat":
@@ -57,7 +59,7 @@ class Chat:
 
 
 class ChatTemplate:
-    """ChatTemplate puts messages through the template of transformers' tokenizer `inner`."""
+    """ChatTemplate renders messages with the template of transformers' tokenizer `inner`."""
 
     def __init__(self, inner: Any, chat: Chat):
         self._inner, self._chat = inner, chat
@@ -66,8 +68,8 @@ class ChatTemplate:
         self.unrendered = Unrendered(lambda messages, open_: self.text(messages, open_=open_))
 
     def refuse_unread(self, folder: Path) -> None:
-        """Raises DataError for something given to the chat template that it does not read, and for a
-        template of data.chat_template_file that reads no messages.
+        """Raises DataError for arguments or tools that the chat template does not read, and for a
+        template of data.chat_template_file that renders no messages.
         """
         if self._chat.template is not None:
             self.forms.adapted([])
@@ -87,7 +89,9 @@ class ChatTemplate:
             )
 
     def with_system(self, messages: Messages) -> Messages:
-        """Returns messages behind the run's system message, unless they begin with one."""
+        """Returns messages with the run's system message before them, unless they begin with
+        one.
+        """
         system = self._chat.system
         first = messages[0] if messages else None
         if not system or (isinstance(first, dict) and first.get("role") == "system"):
@@ -101,8 +105,8 @@ class ChatTemplate:
         open_: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Returns the text of messages; `open_`: up to where the assistant begins, or goes on where
-        the last message is its own.
+        """Returns the text of messages; `open_`: up to the beginning of the assistant's turn, or to
+        the end of the last message if that is the assistant's.
 
         `tools` None: those of the run. Raises DataError for messages that the template refuses.
         """
@@ -110,7 +114,7 @@ class ChatTemplate:
         return self._text(self.forms.adapted(messages), chosen, open_=open_)
 
     def _text(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, open_: bool) -> str:
-        """Returns the text of messages in the form that the template reads."""
+        """Renders messages that are already in the template's format."""
         chat = self._chat
         specs = [self.control.hidden(dict(each), words=True) for each in tools]
         goes_on = open_ and ends_in_text(messages)
@@ -131,7 +135,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Returns whether the template writes the specs of functions that it is given."""
+        """Returns whether the template renders the specs of functions."""
         spec = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": spec}]
         try:
@@ -140,7 +144,7 @@ class ChatTemplate:
             return False
 
     def source(self) -> str:
-        """Returns the template itself. Raises ValueError where the tokenizer has none."""
+        """Returns the template's source. Raises ValueError if the tokenizer has none."""
         tools = [dict(each) for each in self._chat.tools] or None
         source = self._inner.get_chat_template(self._chat.template, tools=tools)
         assert isinstance(source, str)
@@ -153,8 +157,8 @@ class ChatTemplate:
             return ""
 
     def roles(self) -> frozenset[str]:
-        """Returns the words that the template compares with, the names of its own roles among them;
-        none of one that can't be read.
+        """Returns the strings that the template compares with, which include the names of its
+        roles; none if it can't be parsed.
         """
         return self._words
 
@@ -168,12 +172,14 @@ class ChatTemplate:
         return frozenset(word for word in words if isinstance(word, str) and word)
 
     def _parsed(self) -> nodes.Template:
-        """Returns the template's tree. Raises ValueError or TemplateError where there is none."""
+        """Returns the template's syntax tree. Raises ValueError or TemplateError if there is
+        none.
+        """
         source = GENERATION.sub("", self.source())
         return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
 
     def _names(self, folder: Path) -> set[str]:
-        """Returns what the template reads. Raises DataError for one that can't be read."""
+        """Returns the variables that the template reads. Raises DataError if it can't be parsed."""
         try:
             return meta.find_undeclared_variables(self._parsed())
         except (ValueError, TemplateError) as error:
@@ -181,7 +187,7 @@ class ChatTemplate:
 
 
 def ends_in_text(messages: Messages) -> bool:
-    """Returns whether the last message is text of the assistant's, which an answer goes on with."""
+    """Returns whether the last message is text of the assistant, which a completion continues."""
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     return (
         last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
@@ -189,9 +195,9 @@ def ends_in_text(messages: Messages) -> bool:
 
 
 def answered(messages: Messages, completion: str | dict[str, Any]) -> Messages:
-    """Returns messages with the assistant's answer, text or a message, behind them.
+    """Returns messages with the assistant's response, text or a message, appended.
 
-    Where they end in text of the assistant's, the answer goes on with that.
+    If they end in text of the assistant, the response is joined to it.
     """
     message = (
         {"role": "assistant", "content": completion} if isinstance(completion, str) else completion

@@ -1,5 +1,5 @@
-"""Goes on with conversations by any chat template: text is rendered, and only what is new becomes
-tokens.
+"""Continuation of conversations by any chat template: renders text, and tokenizes only the new
+part.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from rftmega.data.chat.replies import (
     token_id,
 )
 
-MARK = "\ue000\ue001"  # characters for private use, which nobody says
+MARK = "\ue000\ue001"  # private-use characters, which occur in no text
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# tokens that end an answer in one family or another, beside those that its folder lists
+# tokens that end a turn in some model family, besides those that its folder lists
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>", "<|observation|>")
 USER = {"role": "user", "content": "?"}
 
 
 class TemplateBridge:
-    """TemplateBridge goes on with conversations as a folder's chat template would write them.
+    """TemplateBridge continues conversations as a folder's chat template would render them.
 
-    What stands before must be the beginning of the whole conversation's text. Where it is not (the
-    template drops thinking, or counts messages), there is no bridge.
+    The earlier text must be a prefix of the whole conversation's text. Otherwise (the template
+    drops reasoning, or counts messages), there is no bridge.
     """
 
     def __init__(self, tokenizer: ChatTokenizer):
@@ -40,8 +40,8 @@ class TemplateBridge:
         self.ends = {*tokenizer.stop_ids, *self._further_ends()}
 
     def message(self, reply: Reply) -> dict[str, Any]:
-        """Returns an answer as a message in the fields that the template shows; what it has no
-        field for stays in the content.
+        """Returns a reply as a message in the fields that the template renders; parts without a
+        field stay in the content.
         """
         message: dict[str, Any] = {"role": "assistant", "content": reply.text}
         readable = all(call.arguments is not None for call in reply.calls)
@@ -61,15 +61,16 @@ class TemplateBridge:
     def bridge(
         self, completion_ids: Sequence[int], messages: Messages, tools: Specs, history: Messages
     ) -> Bridge | None:
-        """Returns the tokens behind an answer; None where the template rewrites what stands before.
+        """Returns the tokens after a completion; None if the template rewrites earlier text.
 
-        `history`: all messages before `messages`, the answer last, as `message` makes it.
+        `history`: all messages before `messages`, ending with the completion, as returned by
+        `message`.
         """
         try:
             before = self._text(history[:-1], tools, open_=True)
             whole = self._text([*history, *messages], tools, open_=True)
             places = self._places(whole, history, messages, tools)
-        except DataError:  # the template takes no such message, or not here
+        except DataError:  # the template refuses such a message, or refuses it here
             return None
         behind = self._behind(before, whole, completion_ids, history[-1], places[0][0])
         if behind is None:
@@ -90,9 +91,10 @@ class TemplateBridge:
     def _behind(
         self, before: str, whole: str, completion_ids: Sequence[int], message: Any, first: int
     ) -> tuple[str, int] | None:
-        """Returns the text that the new tokens stand behind, and where they begin in `whole`.
+        """Returns the text before the new tokens, and the start of their text in `whole`.
 
-        `first`: where the first new message's words begin. None where there is no such place.
+        `first`: start of the first new message's content. Returns None if there is no such
+        position.
         """
         completion = text_of(self._tokenizer, completion_ids)
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
@@ -102,7 +104,7 @@ class TemplateBridge:
         body = completion.removesuffix(end)
         if not end or end in body or not whole.startswith(before):
             return None
-        # the template writes the answer otherwise (JSON, line feeds): it must keep all of it
+        # the template renders the completion differently (JSON, line feeds): it must keep all of it
         last = whole.find(end, len(before))
         if last < 0 or last + len(end) > first or not _kept(message, whole[len(before) : last]):
             return None
@@ -111,7 +113,9 @@ class TemplateBridge:
     def _places(
         self, whole: str, history: Messages, messages: Messages, tools: Specs
     ) -> list[tuple[int, int]]:
-        """Returns where the words of each new message lie in `whole`: what changes with them."""
+        """Returns the range of each new message's content in `whole`: the text that changes with
+        it.
+        """
         places = []
         for number, message in enumerate(messages):
             marked = [*messages[:number], {**message, "content": MARK}, *messages[number + 1 :]]
@@ -125,7 +129,9 @@ class TemplateBridge:
     def _spans(
         self, anchor: str, text: str, places: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Returns the tokens of characters `places` of `text`, which stands behind `anchor`."""
+        """Returns the token ranges of the character ranges `places` of `text`, which follows
+        `anchor`.
+        """
         inner = self._tokenizer.inner
         if inner.is_fast:
             found, offsets = self._tokenizer.control.encode_places(anchor + text)
@@ -137,7 +143,7 @@ class TemplateBridge:
         return [(first, min(last, len(ids))) for first, last in counted]
 
     def _completion_text(self, **fields: Any) -> str:
-        """Returns the text of a conversation that ends in an answer; "" where it is refused."""
+        """Renders a conversation that ends in an assistant message; returns "" if it is refused."""
         completion = {"role": "assistant", "content": "", **fields}
         try:
             return self._text([USER, completion], (), open_=False)
@@ -145,7 +151,7 @@ class TemplateBridge:
             return ""
 
     def _shown_reasoning(self) -> str:
-        """Returns the field of a message whose thinking the template shows; "": none."""
+        """Returns the message field of reasoning that the template renders; "": none."""
         calls = [_call({"name": "f", "arguments": {}})]
         for key in REASONING_KEYS:
             texts = (
@@ -157,8 +163,8 @@ class TemplateBridge:
         return ""
 
     def _further_ends(self) -> set[int]:
-        """Returns tokens that the template writes behind answers and calls, and the folder does not
-        list.
+        """Returns tokens that the template writes after turns and calls, besides the tokenizer's
+        stop ids.
         """
         call = {"name": "f", "arguments": {"a": MARK}}
         texts = [
@@ -176,7 +182,7 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _behind_thinking(reply: Reply) -> str:
-    """Returns an answer's text behind its thinking, calls as they were written."""
+    """Returns a completion's text after its reasoning, with calls as written."""
     _, closed, behind = reply.text.partition("</think>")
     if closed:
         return behind.lstrip("\n")
@@ -184,7 +190,7 @@ def _behind_thinking(reply: Reply) -> str:
 
 
 def _kept(message: Any, text: str) -> bool:
-    """Returns whether `text`, which the template made of an answer, has all parts of it."""
+    """Returns whether `text`, the template's rendering of a completion, contains all its parts."""
     names = [each["function"]["name"] for each in message.get("tool_calls", ())]
     thinking = [message.get(key) or "" for key in REASONING_KEYS]
     said = [part.strip() for part in (message["content"], *thinking, *names)]
@@ -192,7 +198,7 @@ def _kept(message: Any, text: str) -> bool:
 
 
 def _common(one: str, other: str) -> int:
-    """Counts the characters that two texts begin with alike."""
+    """Returns the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -204,7 +210,7 @@ def _common(one: str, other: str) -> int:
 
 
 def _tokens(offsets: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Returns the range of tokens that have characters of [start, stop)."""
+    """Returns the range of tokens that overlap the characters [start, stop)."""
     first = sum(1 for _, end in offsets if end <= start)
     if stop <= start:
         return first, first

@@ -1,4 +1,6 @@
-"""Finds out in which form a chat template reads messages, and brings messages into that form."""
+"""Detection of the message format that a chat template reads, and conversion of messages into
+it.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -10,25 +12,26 @@ from rftmega.core.errors import DataError
 from rftmega.core.json_files import NotJSON, parse_json
 
 Messages = list[dict[str, Any]]
-MARK, OTHER = "zq7mark", "zq8mark"  # texts that no template says by itself
+MARK, OTHER = "zq7mark", "zq8mark"  # texts that no template contains
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 USER = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """TemplateForms knows a chat template by what it renders: `render` gives the text of messages.
+    """TemplateForms detects the properties of a chat template by test renderings; `render` returns
+    the text of messages.
 
-    Nothing of a template's source is read, so that any way to write it counts.
+    It does not read the template's source, so it works for any template.
     """
 
     render: Callable[[Messages], str]
 
     def adapted(self, messages: Messages) -> Messages:
-        """Returns messages in the form that the template reads.
+        """Returns messages in the format that the template reads.
 
-        Raises DataError for a template that renders nothing of what users say, and for parts of
-        another kind where it renders only text.
+        Raises DataError for a template that renders no user content, and for non-text parts if it
+        renders only text.
         """
         if not self.text and not self.parts and not self.unknown:
             raise DataError(
@@ -39,7 +42,7 @@ class TemplateForms:
 
     @cached_property
     def unknown(self) -> bool:
-        """Returns whether the template refuses a conversation of one word."""
+        """Returns whether the template refuses a minimal conversation."""
         return self._rendered([{"role": "user", "content": MARK}]) is None
 
     @cached_property
@@ -49,14 +52,16 @@ class TemplateForms:
 
     @cached_property
     def parts(self) -> bool:
-        """Returns whether the template renders content that is a list of parts, and not as code."""
+        """Returns whether the template renders content that is a list of parts, and not as its
+        repr.
+        """
         part = {"type": "text", "text": MARK}
         found = self._rendered([{"role": "user", "content": [part]}]) or ""
         return MARK in found and "'text'" not in found and '"text"' not in found
 
     @cached_property
     def arguments_as_text(self) -> bool:
-        """Returns whether the template takes the arguments of a call as JSON text alone."""
+        """Returns whether the template accepts the arguments of a call as JSON text only."""
         as_dict, as_text = (
             self._answered(tool_calls=[_call({"name": "f", "arguments": given})])
             for given in ({MARK: OTHER}, json.dumps({MARK: OTHER}))
@@ -66,7 +71,7 @@ class TemplateForms:
 
     @cached_property
     def reasoning_key(self) -> str:
-        """Returns the field of a message whose thinking the template renders; "": none."""
+        """Returns the message field of reasoning that the template renders; "": none."""
         calls = [_call({"name": "f", "arguments": {}})]
         for key in REASONING_KEYS:
             alone = self._answered(content="x", **{key: MARK})
@@ -98,7 +103,7 @@ class TemplateForms:
         if isinstance(given, str) and not self.arguments_as_text:
             try:
                 given = parse_json(given)
-            except NotJSON:  # of a call that a program wrote: the template says what it takes
+            except NotJSON:  # of a program's own call: the template decides what it accepts
                 return call
         elif isinstance(given, Mapping) and self.arguments_as_text:
             given = json.dumps(given, ensure_ascii=False)
@@ -109,7 +114,7 @@ class TemplateForms:
         return self._rendered([USER, completion]) or ""
 
     def _rendered(self, messages: Messages) -> str | None:
-        """Returns the text of messages, None where the template refuses them."""
+        """Returns the text of messages, None if the template refuses them."""
         try:
             return self.render(messages)
         except DataError:
@@ -117,9 +122,9 @@ class TemplateForms:
 
 
 def _joined(parts: list[Any]) -> str:
-    """Returns parts of text as one text, a line or more each.
+    """Joins text parts with line feeds.
 
-    Raises DataError for a part that is no text.
+    Raises DataError for a non-text part.
     """
     return "\n".join(_texts(parts))
 

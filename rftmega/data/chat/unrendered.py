@@ -1,4 +1,4 @@
-"""Finds the parts of messages that a chat template does not render, and reports them once a file."""
+"""Detection of message parts that a chat template does not render, reported once per file."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -10,23 +10,23 @@ from rftmega.core.errors import DataError
 from rftmega.data.chat.template_forms import REASONING_KEYS, Messages
 
 log = logging.getLogger(__name__)
-NAMES = ("role", "name", "tool_call_id", "id", "type", "weight", "from")  # which say nothing
+NAMES = ("role", "name", "tool_call_id", "id", "type", "weight", "from")  # fields without content
 CLOSED = "</think>"
 
 
 @dataclass
 class Unrendered:
-    """Unrendered tells for messages which of their parts are not in the chat template's text.
+    """Unrendered returns the parts of messages that are missing in the chat template's text.
 
-    Each text is replaced by a mark of its own and the marks are looked for, so that trimming and
-    JSON make no difference. Conversations of the same fields are rendered once.
+    Replaces each text by a unique mark and searches for the marks, so that trimming and JSON make
+    no difference. Conversations with the same fields are rendered once.
     """
 
-    render: Callable[[Messages, bool], str]  # of messages, and whether an answer is to follow
+    render: Callable[[Messages, bool], str]  # of messages, and whether a completion follows
     _known: dict[Any, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def of(self, messages: Messages, *, open_: bool) -> tuple[tuple[int, str], ...]:
-        """Returns the number of the message and the name of each part that is not rendered."""
+        """Returns the message index and the name of each part that is not rendered."""
         numbers = count()
         marks: dict[str, tuple[int, str]] = {}
 
@@ -46,20 +46,20 @@ class Unrendered:
     ) -> Iterator[tuple[int, str]]:
         try:
             text = self.render(marked, open_)
-        except DataError:  # it takes other words there, and the record itself was rendered
+        except DataError:  # the template requires other text there; the record itself was rendered
             return
         yield from dict.fromkeys(part for each, part in marks.items() if each not in text)
 
 
 @dataclass
 class Report:
-    """Report counts the parts that are not rendered of the records of a file."""
+    """Report counts the records of a file that have unrendered parts."""
 
-    pending: set[str] = field(default_factory=set)  # of the record that is read
-    places: dict[str, list[str]] = field(default_factory=dict)  # of each part, the records
+    pending: set[str] = field(default_factory=set)  # of the current record
+    places: dict[str, list[str]] = field(default_factory=dict)  # part -> the records with it
 
     def add(self, messages: Messages, missing: tuple[tuple[int, str], ...]) -> None:
-        """Notes the parts of a record's messages."""
+        """Records the unrendered parts of a record's messages."""
         last = len(messages) - 1
         for place, name in missing:
             role = messages[place]["role"]
@@ -67,7 +67,7 @@ class Report:
             self.pending.add(f"{name} of {which} ({role})")
 
     def settle(self, place: str) -> None:
-        """Counts what was noted of the record at a place of a file."""
+        """Counts the pending parts for the record at `place`."""
         for name in sorted(self.pending):
             self.places.setdefault(name, []).append(place)
         self.pending.clear()
@@ -85,7 +85,7 @@ class Report:
 
 
 def _marked(message: dict[str, Any], place: int, mark: Callable[[int, str], str]) -> dict[str, Any]:
-    """Returns a message with a mark for each text that it says."""
+    """Returns a message with each of its texts replaced by a mark."""
     found = dict(message)
     for name, value in message.items():
         if name in NAMES or not value:
@@ -126,13 +126,13 @@ def _marked_call(call: dict[str, Any], place: int, mark: Callable[[int, str], st
 
 
 def _without_names(message: dict[str, Any]) -> Any:
-    """Returns a message without the numbers of its calls, which differ from record to record."""
+    """Returns a message without the ids of its calls, which differ between records."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     kept = {name: value for name, value in message.items() if name not in (*NAMES, "tool_calls")}
     return message["role"], kept, calls
 
 
 def says_something(message: dict[str, Any], missing: set[str]) -> bool:
-    """Returns whether some part of a message is rendered, where `missing` of them are not."""
+    """Returns whether some part of a message is rendered, given the `missing` ones."""
     said = {name for name in ("content", "tool_calls", *REASONING_KEYS) if message.get(name)}
     return bool(said - missing)

@@ -1,1 +1,1 @@
-"""Control tokens of a tokenizer, and text that has their names."""
+"""Control tokens of a tokenizer, and text that contains their names."""

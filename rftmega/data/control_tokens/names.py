@@ -1,4 +1,6 @@
-"""Text that a chat template did not write stays text, although it has the names of control tokens."""
+"""Protection against injected control tokens: their names in data and messages are tokenized as
+plain text.
+"""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -7,29 +9,32 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-Encoded = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters that each is made of
-# Characters that Unicode keeps out of texts. A stand-in is a number in 16 of them between two others,
-# and goes through templates, JSON and comparisons like any word.
+Encoded = tuple[list[int], list[tuple[int, int]]]  # ids, and the character range of each
+# Unicode noncharacters. A stand-in is a hexadecimal number in 16 of them between two delimiters,
+# and passes through templates, JSON and comparisons like any word.
 DIGIT, WIDTH = 0xFDD0, 5
 BEGIN, END = "\ufdee", "\ufdef"
 OWN_BEGIN, OWN_END = "\ufdec", "\ufded"  # around the number of a token that a template wrote
 STAND_IN = re.compile(f"{BEGIN}([\ufdd0-\ufddf]{{{WIDTH}}}){END}")
-# as a template has it that writes JSON in ASCII
+# the form in templates that write JSON in ASCII
 ESCAPED = re.compile(rf"\\ufdee((?:\\ufdd[0-9a-f]){{{WIDTH}}})\\ufdef")
 RESERVED = re.compile("[\ufdd0-\ufdef]")
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class ControlTokens:
-    """ControlTokens tells the control tokens of a tokenizer from text that spells their names.
+    """ControlTokens distinguishes the control tokens of a tokenizer from text that contains their
+    names.
 
-    A name in foreign text is replaced by a stand-in before a template sees it. Where the template's
-    text becomes tokens, a stand-in becomes the name's letters, and all else what it always is. Text
-    without a name is not touched: it takes one search.
+    A name in foreign text is replaced by a stand-in before it is rendered. When the rendered text
+    is tokenized, a stand-in becomes the letters of the name. Text without a name is not changed: it
+    costs one search.
     """
 
     def __init__(self, inner: Any, source: Callable[[], str]):
-        """`inner`: transformers' tokenizer. `source` returns its chat template, "" without one."""
+        """`inner`: transformers' tokenizer. `source` returns its chat template, "" if there is
+        none.
+        """
         self._inner, self._source = inner, source
         added: dict[int, Any] = inner.added_tokens_decoder
         self._added = {str(token): number for number, token in added.items()}
@@ -40,35 +45,37 @@ class ControlTokens:
         self._special = _any_of(self._names)
 
     def found(self, value: Any, *, words: bool = False) -> list[str]:
-        """Returns the names of control tokens in a text, or in all texts of messages, as often as
-        they are there. `words`: those that the template writes as well, as <tool_call>, which a
-        tokenizer need not call special.
+        """Returns the names of control tokens in a text, or in all texts of messages, with
+        repetitions. `words`: includes tokens that the template writes, such as <tool_call>, which a
+        tokenizer need not mark as special.
         """
         pattern = self._all if words else self._special
         return [name for text in _texts(value) for name in pattern.findall(text)]
 
     def hidden(self, value: Any, *, words: bool = False, but: Collection[str] = ()) -> Any:
-        """Returns a value with stand-ins for all that `found` returns, `but` for some."""
+        """Returns a value with stand-ins for all names that `found` returns, except those in
+        `but`.
+        """
         pattern = self._all if words else self._special
 
         def stand_in(name: re.Match[str]) -> str:
             return name[0] if name[0] in but else BEGIN + _digits(self._added[name[0]]) + END
 
         def hide(text: str) -> str:
-            if RESERVED.search(text):  # nobody writes them, but who wants to be taken for us
+            if RESERVED.search(text):  # only text that imitates stand-ins contains them
                 text = RESERVED.sub(UNKNOWN, text)
             return pattern.sub(stand_in, text)
 
         return _mapped(value, hide)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the token ids of a text, stand-ins as the letters of the names."""
+        """Returns the token ids of a text, with stand-ins as the letters of the names."""
         if BEGIN not in text:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
         return self._apart(text, add_special_tokens)[0]
 
     def encode_places(self, text: str) -> Encoded:
-        """Returns the same with the places of the tokens in `text`; of a fast tokenizer."""
+        """Returns the token ids and their positions in `text`; requires a fast tokenizer."""
         if BEGIN in text:
             return self._apart(text, False)
         found = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -86,7 +93,9 @@ class ControlTokens:
 
     @cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """Returns a tokenizer that knows control tokens by other names alone, and the ids of those."""
+        """Returns a copy of the tokenizer that knows control tokens only by other names, and their
+        ids.
+        """
         copy: Any = Tokenizer.from_str(self._inner.backend_tokenizer.to_str())
         names = [name for name in self._added if self._all.fullmatch(name)]
         copy.add_special_tokens([AddedToken(name, special=True) for name in names])
@@ -99,7 +108,7 @@ class ControlTokens:
         return OWN_BEGIN + _digits(self._added[name]) + OWN_END
 
     def _renamed(self, name: str) -> AddedToken:
-        """Returns a token that eats spaces as the one of this name does."""
+        """Returns a renamed token that strips spaces like the original."""
         flags = self._flags[name]
         return AddedToken(
             self._own(name),
@@ -112,7 +121,7 @@ class ControlTokens:
 
     def _apart(self, text: str, add_special_tokens: bool) -> Encoded:
         """Returns the tokens of a text with stand-ins."""
-        if not self._inner.is_fast:  # nothing can be told to such a tokenizer: a space parts a name
+        if not self._inner.is_fast:  # slow tokenizers take no options: a space splits the name
             told = STAND_IN.sub(lambda found: _parted(self._name(found[1])), text)
             return list(self._inner.encode(told, add_special_tokens=add_special_tokens)), []
         copy, ids = self._copy
@@ -125,7 +134,7 @@ class ControlTokens:
         return [ids.get(each, each) for each in found.ids], spans
 
     def _pieces(self, text: str) -> Iterable[tuple[str, int, int]]:
-        """Yields what the copy is to read, and where in `text` it stands."""
+        """Yields the input of the copy in pieces, with their positions in `text`."""
         at = 0
         for found in self._parts.finditer(text):
             yield from _letters(text, at, found.start())
@@ -134,7 +143,7 @@ class ControlTokens:
         yield from _letters(text, at, len(text))
 
     def _piece(self, found: re.Match[str]) -> str:
-        """Returns the letters of a stand-in, and the copy's own name of a token."""
+        """Returns the letters of a stand-in, or the copy's own name of a token."""
         if found[1]:
             return self._name(found[1])
         return self._own(found[0]) if found[0] in self._added else UNKNOWN
@@ -145,7 +154,7 @@ class ControlTokens:
 
 
 def unescaped(text: str) -> str:
-    """Returns a template's text with the stand-ins that it wrote as JSON in ASCII."""
+    """Restores the stand-ins that a template wrote as JSON in ASCII."""
     if r"\ufdee" not in text:
         return text
     return ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
@@ -168,7 +177,7 @@ def _parted(name: str) -> str:
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """Yields all texts of a value, the keys of dictionaries among them."""
+    """Yields all texts of a value, including the keys of dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -181,7 +190,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value with all its texts changed."""
+    """Applies `change` to all texts of a value."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Images: files that are read safely, what a model is fed of them, and where they stand among tokens."""
+"""Images, videos and waveforms: safe reading of files, model inputs, and positions among tokens."""

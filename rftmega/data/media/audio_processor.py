@@ -1,4 +1,4 @@
-"""AudioProcessor turns waveforms into what a tower that hears is fed."""
+"""AudioProcessor converts waveforms into the inputs of an audio tower."""
 
 from functools import partial
 from pathlib import Path
@@ -16,24 +16,22 @@ from rftmega.data.media.files import content_of, digest_of
 from rftmega.data.media.image_processor import FILE, token_of
 from rftmega.data.media.waveforms import read_waveform, samples_of
 
-SHORTEST = 3  # frames that give a feature
+SHORTEST = 3  # frames that yield a feature
 
 
 class AudioProcessor:
-    """AudioProcessor makes frames of waveforms, each a spectrum of 25 ms, as the model's folder says:
-    as many as the tower's window has, whatever part of them is sound.
+    """AudioProcessor computes spectral frames of 25 ms from waveforms, as the model's folder
+    specifies, padded to the audio tower's window.
     """
 
     def __init__(self, folder: str | Path):
-        """Raises CheckpointError where the folder says nothing of waveforms, or nothing that its
-        model can be fed.
-        """
+        """Raises CheckpointError if the folder has no valid audio settings."""
         folder = Path(folder)
         config = read_json_object(folder / "config.json")
         self._inner = _loaded(folder, config.get("audio_config") or {})
         name = "audio_token_index" if "audio_token_index" in config else "audio_token_id"
         self.placeholder = token_of(folder, config, name)
-        # as a text has it, with what stands around it
+        # placeholder in a text, with its delimiters
         self.text = "<|audio_bos|><|AUDIO|><|audio_eos|>"
         self.rate: int = self._inner.sampling_rate
         self.most: int = self._inner.n_samples
@@ -43,13 +41,13 @@ class AudioProcessor:
 
     @property
     def positions(self) -> int:
-        """Returns how many positions the tower's layers have, two frames each."""
+        """Returns the number of positions of the tower's layers, two frames each."""
         return self.window // 2
 
     def samples_of(self, content: bytes, name: str) -> int:
-        """Returns how many samples the waveform in a file's bytes has.
+        """Returns the number of samples of the waveform in a file's bytes.
 
-        Raises DataError for one that the model can't be fed.
+        Raises DataError for one that the model can't take.
         """
         samples = samples_of(content, name, rate=self.rate, most=self.most)
         if self.frames_of(samples) < SHORTEST:
@@ -60,31 +58,33 @@ class AudioProcessor:
         return samples
 
     def frames_of(self, samples: int) -> int:
-        """Returns how many frames a waveform of so many samples fills."""
+        """Returns the number of frames of a waveform with `samples` samples."""
         return -(-samples // int(self._inner.hop_length))
 
     def tokens_of(self, frames: int) -> int:
-        """Returns how many features a waveform of so many frames has: one of four, roughly."""
+        """Returns the number of features (tokens) of a waveform with `frames` frames: roughly a
+        fourth.
+        """
         return ((frames - 1) // 2 - 1) // 2 + 1
 
     def placed(self, source: str | bytes, digest: str, samples: int, start: int) -> PlacedWaveform:
-        """Returns a waveform of so many samples whose features begin at token `start`."""
+        """Returns a waveform of `samples` samples whose features begin at token `start`."""
         frames = self.frames_of(samples)
         return PlacedWaveform(source, digest, frames, self.positions, start, self.tokens_of(frames))
 
     def waveform(self, source: str | bytes, digest: str = "") -> np.ndarray:
         """Returns the samples of a waveform's file, or of its bytes.
 
-        Raises DataError where the file can't be read, or holds something else than it did.
+        Raises DataError if the file can't be read or has changed.
         """
         return self._read(source, digest)
 
     def frames(self, source: str | bytes | Tensor, digest: str = "") -> Tensor:
-        """Returns the frames [M, window] of a waveform's file, or of its bytes, in float32; a tensor
-        is returned as it is.
+        """Returns the frames [M, window] of a waveform's file, or of its bytes, in float32; returns
+        a tensor unchanged.
 
-        The last ones are kept: with its `digest`, a waveform that is among them is not read again.
-        Raises DataError as `waveform` does.
+        The latest ones are cached by `digest`, and not read again. Raises DataError as `waveform`
+        does.
         """
         if isinstance(source, Tensor):
             return source
@@ -106,9 +106,10 @@ class AudioProcessor:
 
 
 def audio_processor_of(folder: str | Path) -> AudioProcessor | None:
-    """Returns the processor of a model that hears; None for another, and where there is no model.
+    """Returns the processor of an audio-language model; None for another model, and without a
+    model.
 
-    Raises CheckpointError where its folder says nothing of waveforms.
+    Raises CheckpointError if its folder has no audio settings.
     """
     file = Path(folder) / "config.json"
     hears = file.is_file() and read_json_object(file).get("audio_config")
@@ -116,7 +117,7 @@ def audio_processor_of(folder: str | Path) -> AudioProcessor | None:
 
 
 def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
-    """Returns transformers' feature extractor, which makes frames as the tower expects."""
+    """Returns transformers' feature extractor, checked against the audio tower."""
     from transformers import WhisperFeatureExtractor
 
     file = folder / FILE
@@ -129,7 +130,7 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
         found: Any = WhisperFeatureExtractor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever a strange field makes it stumble over
+    except Exception as error:  # of a field with an unexpected value
         raise CheckpointError(
             f"{file} can't be used: {type(error).__name__}: {error}. Copy it from where the model is from."
         ) from error

@@ -1,15 +1,15 @@
-"""Kept remembers the last tensors that were made of files."""
+"""Kept caches the latest tensors computed from files."""
 
 from collections import OrderedDict
 
 from torch import Tensor
 
-MOST = 256 * 2**20  # bytes that wait to be used again
+MOST = 256 * 2**20  # bytes of cached tensors
 
 
 class Kept:
-    """Kept holds tensors by their files' digests, up to MOST bytes; who was asked for longest ago
-    goes first.
+    """Kept holds tensors by their files' digests, up to MOST bytes; it evicts the least recently
+    used.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads images from files that anybody may have made."""
+"""Safe reading of images from untrusted files."""
 
 import hashlib
 import io
@@ -15,23 +15,22 @@ from rftmega.core.errors import DataError
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 MOST_PIXELS = 100_000_000
 MOST_BYTES = 256 * 2**20
-GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
+GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")  # 16-bit modes
 GREY_32 = ("I", "F")
 SHADES_16 = 65535
 ORIENTATION = 0x0112  # of EXIF
 SIDEWAYS = (5, 6, 7, 8)
 PNG_HEAD = 8  # bytes before its first chunk
-PNG_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may tell how it lies
+PNG_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may hold the orientation
 
-PILImage = Any  # PIL.Image.Image, which is imported where it is needed
+PILImage = Any  # PIL.Image.Image, imported on use
 
 
 def content_of(source: str | bytes, digest: str = "", noun: str = "image") -> bytes:
     """Returns the bytes of a file.
 
-    `digest`: of what the file held before; "" where that does not matter. `noun`: what it holds, as
-    errors tell it. Raises DataError where
-    there is no file, or it is empty, too large or changed.
+    `digest`: of the file's earlier content; "" to skip the check. `noun`: its kind, for error
+    messages. Raises DataError if the file is missing, empty, too large or changed.
     """
     content = source if isinstance(source, bytes) else _file(source, noun)
     name = _name(source, noun)
@@ -54,13 +53,13 @@ def digest_of(content: bytes) -> str:
 def size_of(content: bytes, name: str | None = None) -> tuple[int, int]:
     """Returns width and height of the upright image in a file's bytes, without decoding it.
 
-    Raises DataError as `read_image` does, but for what is broken behind the file's head.
+    Raises DataError as `read_image` does, except for damage after the file's header.
     """
     image = _opened(content, name or _name(content))
     width, height = image.size
     try:
         turned = _is_sideways(image, content)
-    except Exception:  # of damaged EXIF data, which is found where the image is decoded
+    except Exception:  # of damaged EXIF data, which is reported when the image is decoded
         turned = False
     return (height, width) if turned else (width, height)
 
@@ -68,16 +67,16 @@ def size_of(content: bytes, name: str | None = None) -> tuple[int, int]:
 def read_image(source: str | bytes, digest: str = "") -> PILImage:
     """Returns the image of a file, or of a file's bytes, upright and in RGB.
 
-    Shades of 16 bits become 8, transparency becomes white. `digest` is as in `content_of`.
+    Converts 16-bit shades to 8 bits, and transparency to white. `digest` is as in `content_of`.
 
-    Raises DataError for a file that can't be read whole, has changed, is no image or an animated
-    one, or is larger than MOST_PIXELS, which is decided before it is decoded.
+    Raises DataError for a file that is truncated, has changed, is no image or an animated one, or
+    is larger than MOST_PIXELS, which is checked before decoding.
     """
     return image_of(content_of(source, digest), _name(source))
 
 
 def image_of(content: bytes, name: str | None = None) -> PILImage:
-    """Returns the image in a file's bytes as `read_image` does; `name`: as errors tell it."""
+    """Returns the image in a file's bytes as `read_image` does; `name`: for error messages."""
     name = name or _name(content)
     image = _opened(content, name)
     try:
@@ -90,7 +89,7 @@ def image_of(content: bytes, name: str | None = None) -> PILImage:
 
 
 def png_of(image: PILImage) -> bytes:
-    """Returns a PNG file's bytes of an image of PIL's, upright and in RGB.
+    """Returns the bytes of a PNG file of a PIL image, upright and in RGB.
 
     Raises DataError for one that is animated or can't be read.
     """
@@ -108,7 +107,7 @@ def png_of(image: PILImage) -> bytes:
 
 @cache
 def _pillow() -> Any:
-    """Returns PIL.Image, which no longer warns of what is refused here."""
+    """Returns PIL.Image, with warnings off for images that are refused here."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -126,7 +125,7 @@ def _name(source: str | bytes, noun: str = "image") -> str:
 def _file(path: str, noun: str) -> bytes:
     try:
         found = Path(path).stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would block
             raise DataError(f"{path} is no file. Give {with_article(noun)}'s file.")
         if found.st_size > MOST_BYTES:
             raise DataError(_too_large(path, found.st_size, noun))
@@ -164,7 +163,7 @@ def _opened(content: bytes, name: str) -> PILImage:
 
 
 def _refuse_frames(image: PILImage, name: str) -> None:
-    if image.format == "MPO":  # a camera's JPEG, with a preview or a map of lights behind it
+    if image.format == "MPO":  # a camera's JPEG, followed by a preview or a gain map
         return
     try:
         frames = getattr(image, "n_frames", 1)
@@ -177,18 +176,18 @@ def _refuse_frames(image: PILImage, name: str) -> None:
 
 
 def _is_sideways(image: PILImage, content: bytes) -> bool:
-    """Returns whether an opened image will exchange width and height when it is made upright."""
+    """Returns whether making an opened image upright will swap width and height."""
     if image.format == "TIFF" and ORIENTATION in image.tag_v2:
-        return False  # PIL has exchanged them
+        return False  # PIL has swapped them
     exif_of = _pillow().Image.getexif
     if image.format != "PNG" or _notes_follow(content):
-        exif_of = type(image).getexif  # PNG's decodes the pixels to see what is behind them
+        exif_of = type(image).getexif  # PNG's own decodes the pixels to read chunks after them
     return exif_of(image).get(ORIENTATION, 1) in SIDEWAYS
 
 
 def _notes_follow(content: bytes) -> bool:
-    """Returns whether a PNG has notes behind its pixels: chunks are a length (4 bytes), a kind (4),
-    so many bytes, and a sum (4).
+    """Returns whether a PNG has metadata after its pixels: chunks are a length (4 bytes), a type
+    (4), the data, and a checksum (4).
     """
     place, pixels = PNG_HEAD, False
     while place < len(content):

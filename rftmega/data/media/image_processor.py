@@ -1,4 +1,4 @@
-"""ImageProcessor turns images and videos into what a vision tower is fed."""
+"""ImageProcessor converts images and videos into the inputs of a vision tower."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +19,10 @@ from rftmega.data.media.videos import Video, read_video
 
 FILE = "preprocessor_config.json"
 Encode = Callable[[str], Sequence[int]]
-KEPT = 256 * 2**20  # bytes of patches that wait to be used again
+KEPT = 256 * 2**20  # bytes of cached patches
 READERS = 4  # threads
-AHEAD = 8  # images and videos that are read before they are asked for
-# fields of vision_config, and those of FILE that must say the same
+AHEAD = 8  # images and videos that are read in advance
+# fields of vision_config -> fields of FILE that must have the same value
 ALIKE = {
     "patch_size": "patch_size",
     "spatial_merge_size": "merge_size",
@@ -32,15 +32,13 @@ ALIKE = {
 
 class ImageProcessor:
     """ImageProcessor scales images and videos and cuts them into patches, as the model's folder
-    says.
+    specifies.
 
-    torchvision does it, as in vLLM: another back-end gives other numbers.
+    It uses torchvision, as vLLM does: another back-end gives other values.
     """
 
     def __init__(self, folder: str | Path):
-        """Raises CheckpointError where the folder says nothing of images, or nothing that its model
-        can be fed.
-        """
+        """Raises CheckpointError if the folder has no valid image settings."""
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         folder = Path(folder)
@@ -51,7 +49,7 @@ class ImageProcessor:
         self.video_placeholder = token_of(folder, config, "video_token_id")
         self._folder, self._config = folder, config
         self.tells_times = str(config.get("model_type")).startswith("qwen3_vl")
-        # as a text has it, with what stands around it
+        # placeholders in a text, with their delimiters
         self.text = "<|vision_start|><|image_pad|><|vision_end|>"
         self.video_text = "<|vision_start|><|video_pad|><|vision_end|>"
         self.merge: int = self._inner.merge_size
@@ -61,7 +59,7 @@ class ImageProcessor:
         self._reading: dict[str, Future[Tensor]] = {}  # by digest
 
     def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
-        """Returns how many patches along time (1), height and width an image of so many pixels has.
+        """Returns the number of patches along time (1), height and width of an image.
 
         Raises DataError for one that is too narrow.
         """
@@ -82,7 +80,7 @@ class ImageProcessor:
         return 1, high // patch, wide // patch
 
     def video_grid_of(self, video: Video, frames: int) -> tuple[int, int, int]:
-        """Returns how many patches along time, height and width so many frames of a video have.
+        """Returns the number of patches along time, height and width of a video's chosen frames.
 
         Raises DataError for one that is too narrow.
         """
@@ -96,7 +94,7 @@ class ImageProcessor:
             "max_pixels": size["longest_edge"],
         }
         try:
-            if type(self._videos).__name__ == "Qwen3VLVideoProcessor":  # bounds all frames together
+            if type(self._videos).__name__ == "Qwen3VLVideoProcessor":  # limits all frames together
                 high, wide = smart_resize(
                     frames, video.height, video.width, temporal_factor=deep, **limits
                 )
@@ -111,8 +109,8 @@ class ImageProcessor:
     def placed_video(
         self, grid: tuple[int, int, int], video: Video, chosen: Sequence[int], encode: Encode
     ) -> tuple[list[int], Frames]:
-        """Returns the tokens that stand in a video's place, and its frames; `encode` gives the
-        tokens of a time, which Qwen3-VL is told in words before each run.
+        """Returns the tokens of a video, and its frames; `encode` tokenizes the timestamp that
+        Qwen3-VL expects as text before each run.
         """
         length = self.tokens_of(grid)
         deep: int = self._videos.temporal_patch_size
@@ -137,21 +135,21 @@ class ImageProcessor:
         return ids, Frames(tuple(chosen), video.total, video.rate, 1.0, tuple(starts), each)
 
     def step_of(self, shown: int, total: int, rate: float) -> float:
-        """Returns how many positions lie between two times of a run of a video of `total` frames,
-        `rate` a second, of which so many are shown.
+        """Returns the number of positions between two temporal patches of a video of `total`
+        frames, `rate` per second, of which `shown` are used.
         """
         if self._config["model_type"] != "qwen2_5_vl":
             return 1.0
         seconds = self._videos.temporal_patch_size * total / (shown * rate)
-        # rounded as transformers' tensor is
+        # rounded like transformers' tensor
         a_second: int = self._config["vision_config"].get("tokens_per_second", 4)
         return float(np.float32(seconds)) * a_second
 
     @cached_property
     def _videos(self) -> Any:
-        """Returns what scales videos.
+        """Returns the video processor.
 
-        Raises CheckpointError where it would scale them as `video_grid_of` does not know.
+        Raises CheckpointError if it scales videos differently from `video_grid_of`.
         """
         from transformers import AutoVideoProcessor
 
@@ -165,16 +163,16 @@ class ImageProcessor:
         return found
 
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
-        """Returns how many features an image or video of these patches has."""
+        """Returns the number of features of an image or video with this grid of patches."""
         time, height, width = grid
         return time * height * width // self.merge**2
 
     def pixels(self, image: PlacedImage) -> Tensor:
-        """Returns the patches [t * h * w, C] of an image or video, in float32; those that are there
-        as a tensor are returned as they are.
+        """Returns the patches [t * h * w, C] of an image or video, in float32; a source that is a
+        tensor is returned unchanged.
 
-        The last ones are kept, and not read again.
-        Raises DataError where the file can't be read, or holds something else than it did.
+        The latest ones are cached and not read again. Raises DataError if the file can't be read or
+        has changed.
         """
         source, digest = image.source, image.digest
         if isinstance(source, Tensor):
@@ -193,8 +191,8 @@ class ImageProcessor:
         return found
 
     def read_ahead(self, images: Iterable[PlacedImage]) -> None:
-        """Begins to read images and videos in threads, a few at a time, in the order in which
-        `pixels` will be asked for them; what was begun before and is not among them is forgotten.
+        """Starts to read images and videos in threads, a few at a time, in the order in which
+        `pixels` will request them; drops earlier reads that are not among them.
         """
         self._coming = deque(images)
         wanted = {image.digest for image in self._coming}
@@ -220,7 +218,7 @@ class ImageProcessor:
         return self.video_patches_of(read_video(str(source), image.frames, image.digest))
 
     def patches_of(self, image: Any) -> Tensor:
-        """Returns the patches [h * w, C] of an image of PIL's, in float32."""
+        """Returns the patches [h * w, C] of a PIL image, in float32."""
         made = self._inner(images=[image], return_tensors="pt")
         patches: Tensor = made["pixel_values"].to(torch.float32)
         return patches
@@ -233,9 +231,10 @@ class ImageProcessor:
 
 
 def processor_of(folder: str | Path) -> ImageProcessor | None:
-    """Returns the processor of a model that sees; None for another, and where there is no model.
+    """Returns the processor of a vision-language model; None for another model, and without a
+    model.
 
-    Raises CheckpointError where its folder says nothing of images.
+    Raises CheckpointError if its folder has no image settings.
     """
     file = Path(folder) / "config.json"
     sees = file.is_file() and read_json_object(file).get("vision_config")
@@ -243,7 +242,7 @@ def processor_of(folder: str | Path) -> ImageProcessor | None:
 
 
 def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
-    """Returns transformers' image processor, which cuts images as the tower expects."""
+    """Returns transformers' image processor, checked against the vision tower."""
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
@@ -257,7 +256,7 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
         found: Any = AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, backend="torchvision"
         )
-    except Exception as error:  # whatever a strange field makes it stumble over
+    except Exception as error:  # of a field with an unexpected value
         raise CheckpointError(
             f"{file} can't be used: {type(error).__name__}: {error}. Copy it from where the model is from."
         ) from error
@@ -276,7 +275,7 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
 
 
 def token_of(folder: Path, config: dict[str, Any], name: str) -> int:
-    """Returns a token's id of config.json; raises CheckpointError where it says none."""
+    """Returns a token id of config.json; raises CheckpointError if it is missing."""
     token = config.get(name)
     if not isinstance(token, int) or isinstance(token, bool):
         raise CheckpointError(f"{folder}/config.json: {name}={token!r} is no token's id.")

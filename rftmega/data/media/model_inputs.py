@@ -1,4 +1,4 @@
-"""Lays out what a model is fed of the images and videos of a micro-batch."""
+"""Model inputs of the images and videos in a micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ class FedImages:
     """FedImages holds positions and features of the tokens [B, S] of a micro-batch, on the host."""
 
     positions: Tensor  # [B, S, 3] int64: time, height, width
-    # [B, S] int64: which row of the tower's output stands in the token's place, from 1; 0 for words
+    # [B, S] int64: the row of the tower's output that replaces the token's embedding, from 1; 0:
+    # none
     features: Tensor
-    pixels: Tensor | None = None  # [P, C] patches of the distinct images; None where there are none
+    pixels: Tensor | None = None  # [P, C] patches of the distinct images; None if there are none
     grids: Tensor | None = None  # [I, 3] int64: patches of each along time, height and width
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns what the first chunk is given besides; nothing where there is no image."""
+        """Returns the additional inputs of the first model chunk; empty if there is no image."""
         if self.pixels is None or self.grids is None:
             return {}
         return {"pixels": self.pixels, "grids": self.grids}
@@ -32,11 +33,11 @@ class FedImages:
 def fed_images(
     images: RowImages | None, rows: int, columns: int, *, merge: int, load: Load | None
 ) -> FedImages:
-    """Returns what `rows` rows of `columns` tokens are fed with; an image that several rows have is
-    loaded once.
+    """Returns the image inputs of `rows` rows of `columns` tokens; loads an image shared by several
+    rows once.
 
-    `merge`: patches along each side that become one feature. `load` gives an image's patches; None
-    where this process feeds none.
+    `merge`: patches along each side that become one feature. `load` returns an image's patches;
+    None if this process needs none.
     """
     positions = torch.arange(columns).repeat(rows, 1)[..., None].repeat(1, 1, 3)
     features = torch.zeros(rows, columns, dtype=torch.int64)
@@ -65,10 +66,10 @@ def fed_images(
 def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int) -> Tensor:
     """Returns [columns, 3] positions of a row (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    A word's three are alike and go on by one. An image's features begin where the words stood;
-    height and width count its rows and columns, and a video's time goes on by its step. What
-    follows goes on behind the largest of them, as in vLLM: transformers 5.19 leaves time out there,
-    so that the words behind a long video would stand amid it.
+    The three positions of a text token are equal and increase by one. An image's features begin at
+    the next text position; height and width count its rows and columns, and a video's time
+    increases by its step. Text after it continues from the largest of them, as in vLLM:
+    transformers 5.19 ignores time there, so that text after a long video would overlap it.
     """
     parts: list[Tensor] = []
     at = end = 0

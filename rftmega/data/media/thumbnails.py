@@ -1,4 +1,4 @@
-"""Small images for people to look at."""
+"""Thumbnails of images for display."""
 
 import base64
 import io
@@ -10,13 +10,13 @@ from rftmega.core.errors import DataError
 from rftmega.core.media_positions import PlacedImage
 from rftmega.data.media.files import read_image
 
-SIDE = 96  # pixels of the longer side, at most
+SIDE = 96  # maximum of the longer side, in pixels
 QUALITY = 80  # of JPEG
 
 
 def thumbnail_of(image: PlacedImage) -> str | None:
-    """Returns a small JPEG in base64; None where the image can't be read any more, or is there as
-    patches alone.
+    """Returns a small JPEG in base64; None if the image can't be read any more, or is given as
+    patches.
     """
     if isinstance(image.source, Tensor):
         return None

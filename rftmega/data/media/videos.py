@@ -1,4 +1,4 @@
-"""Reads videos from folders of images, and from files that anybody may have made."""
+"""Safe reading of videos from folders of images and from untrusted files."""
 
 import hashlib
 import re
@@ -13,22 +13,22 @@ from rftmega.core.errors import DataError
 from rftmega.core.media_positions import Frames
 from rftmega.data.media.files import MOST_PIXELS, content_of, read_image, size_of
 
-# Opened by others, a file might be a list of addresses, which would be fetched.
+# FFmpeg would take any other file for a possible playlist, and fetch its URLs.
 HEADS = {
     "mp4 or mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     "avi": (8, (b"AVI ",)),
     "mkv or webm": (0, (b"\x1a\x45\xdf\xa3",)),
     "mpeg": (0, (b"\x00\x00\x01\xba", b"\x00\x00\x01\xb3")),
 }
-FEWEST = 2  # frames: a patch is two deep
-MOST_FRAMES = 200_000  # of a file, all of which are decoded up to the last that is shown
-MOST_SHOWN = 1_000_000_000  # pixels of all shown frames
+FEWEST = 2  # frames; a patch spans two
+MOST_FRAMES = 200_000  # of a file; all frames up to the last chosen one are decoded
+MOST_SHOWN = 1_000_000_000  # pixels of all chosen frames
 CHUNK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Video tells what is known of a video before it is decoded."""
+    """Video holds the properties of a video, known without decoding it."""
 
     total: int  # frames
     rate: float  # frames a second
@@ -37,9 +37,9 @@ class Video:
 
 
 def probed(path: str | Path, folder_rate: float) -> Video:
-    """Returns what a video has; a folder of images has `folder_rate` frames a second.
+    """Returns the properties of a video; a folder of images has `folder_rate` frames per second.
 
-    Raises DataError where it can't be read, is no video, is too long, too large or too short.
+    Raises DataError if it can't be read, is no video, is too long, too large or too short.
     """
     path = Path(path)
     found = _folder(path, folder_rate) if path.is_dir() else _file(path)
@@ -60,8 +60,8 @@ def probed(path: str | Path, folder_rate: float) -> Video:
 
 
 def chosen_frames(video: Video, rate: float, most: int) -> tuple[int, ...]:
-    """Returns which frames are shown: `rate` a second, at most `most`, evenly spread from the first
-    to the last.
+    """Returns the indices of the frames to use: `rate` per second, at most `most`, evenly spaced
+    from the first to the last.
     """
     wanted = round(video.total / video.rate * rate)
     number = min(max(wanted, FEWEST), most, video.total)
@@ -70,9 +70,10 @@ def chosen_frames(video: Video, rate: float, most: int) -> tuple[int, ...]:
 
 
 def read_video(path: str, frames: Frames, digest: str) -> np.ndarray:
-    """Returns what `read_frames` does, of a video that still is what `digest_of_video` found.
+    """Returns the frames as `read_frames` does, if the video still has the digest of
+    `digest_of_video`.
 
-    Raises DataError where it is not, and as `read_frames` does.
+    Raises DataError if it has changed, and as `read_frames` does.
     """
     if digest_of_video(path, frames.total, frames.rate, frames.chosen) != digest:
         raise DataError(
@@ -84,7 +85,7 @@ def read_video(path: str, frames: Frames, digest: str) -> np.ndarray:
 def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
     """Returns the chosen frames of a video, [frames, height, width, 3] in RGB.
 
-    Raises DataError where one can't be read, or they differ in size.
+    Raises DataError if one can't be read, or they differ in size.
     """
     path = Path(path)
     if path.is_dir():
@@ -100,7 +101,7 @@ def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
 
 
 def check_size(path: str | Path, video: Video, chosen: Sequence[int]) -> None:
-    """Raises DataError where the chosen frames together are too large."""
+    """Raises DataError if the chosen frames together are too large."""
     pixels = len(chosen) * video.width * video.height
     if pixels > MOST_SHOWN:
         raise DataError(
@@ -110,10 +111,10 @@ def check_size(path: str | Path, video: Video, chosen: Sequence[int]) -> None:
 
 
 def digest_of_video(path: str | Path, total: int, rate: float, chosen: Sequence[int]) -> str:
-    """Returns a SHA-256, in hexadecimal, of what the chosen frames show and when: of `total` frames,
-    `rate` a second.
+    """Returns a SHA-256, in hexadecimal, of the chosen frames' content and times: of `total`
+    frames, `rate` per second.
 
-    Raises DataError where it can't be read.
+    Raises DataError if it can't be read.
     """
     path = Path(path)
     found = hashlib.sha256(repr((total, rate, tuple(chosen))).encode())
@@ -142,7 +143,7 @@ def _folder(path: Path, rate: float) -> Video:
 
 
 def _files(path: Path) -> list[Path]:
-    """Returns a folder's files in the order of their names, numbers in them by their value."""
+    """Returns a folder's files in natural order of their names."""
 
     def key(file: Path) -> list[tuple[int, str]]:
         return [
@@ -185,7 +186,7 @@ def _file(path: Path) -> Video:
 
 
 def _decoded(path: Path, chosen: Sequence[int]) -> list[np.ndarray]:
-    """Returns the chosen frames; all before the last are decoded, since a jump may miss."""
+    """Returns the chosen frames; decodes all before the last, since seeking may be inexact."""
     import cv2
 
     opened = _opened(path)

@@ -1,4 +1,4 @@
-"""Makes what a model is fed of the waveforms of a micro-batch."""
+"""Model inputs of the waveforms in a micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ Load = Callable[[PlacedWaveform], Tensor]
 class FedWaveforms:
     """FedWaveforms holds features of the tokens [B, S] of a micro-batch, on the host."""
 
-    # [B, S] int64: which row of the tower's output stands in the token's place, from 1; 0 for words
+    # [B, S] int64: the row of the tower's output that replaces the token's embedding, from 1; 0:
+    # none
     features: Tensor
     frames: Tensor | None = None  # [I, M, 2 x positions] of the distinct waveforms; None: none
-    lengths: Tensor | None = None  # [I] int64: how many of the frames hold sound
+    lengths: Tensor | None = None  # [I] int64: number of frames with sound
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns what the first chunk is given besides; nothing where there is no waveform."""
+        """Returns the additional inputs of the first model chunk; empty if there is no waveform."""
         if self.frames is None or self.lengths is None:
             return {}
         return {"frames": self.frames, "lengths": self.lengths}
@@ -32,10 +33,10 @@ class FedWaveforms:
 def fed_waveforms(
     waveforms: RowImages | None, rows: int, columns: int, *, load: Load | None
 ) -> FedWaveforms:
-    """Returns what `rows` rows of `columns` tokens are fed with; a waveform that several rows have
-    is loaded once.
+    """Returns the waveform inputs of `rows` rows of `columns` tokens; loads a waveform shared by
+    several rows once.
 
-    `load` gives a waveform's frames; None where this process feeds none.
+    `load` returns a waveform's frames; None if this process needs none.
     """
     features = torch.zeros(rows, columns, dtype=torch.int64)
     if waveforms is None:

@@ -1,4 +1,4 @@
-"""Reads waveforms from files that anybody may have made."""
+"""Safe reading of waveforms from untrusted files."""
 
 import io
 from typing import Any, Literal
@@ -8,16 +8,16 @@ import numpy as np
 from rftmega.core.errors import DataError
 from rftmega.data.media.files import content_of
 
-FORMATS = ("WAV", "WAVEX", "FLAC")  # as libsndfile calls them
+FORMATS = ("WAV", "WAVEX", "FLAC")  # libsndfile's names
 RIFF_HEAD = 12  # bytes before its first chunk
-UNTOLD = 2**62  # samples, or more: libsndfile's word for a length that nobody told
+UNTOLD = 2**62  # samples: libsndfile's value for an unknown length
 CONVERT = "Convert it: ffmpeg -i IN -ac 1 -ar {rate} OUT.wav."
 
 
 def samples_of(content: bytes, name: str, *, rate: int, most: int) -> int:
-    """Returns how many samples the waveform in a file's bytes has, without decoding it.
+    """Returns the number of samples of the waveform in a file's bytes, without decoding it.
 
-    Raises DataError as `waveform_of` does, but for what is broken behind the file's head.
+    Raises DataError as `waveform_of` does, except for damage after the file's header.
     """
     with _opened(content, name) as file:
         _check_head(file, name, rate=rate, most=most)
@@ -27,7 +27,7 @@ def samples_of(content: bytes, name: str, *, rate: int, most: int) -> int:
 def read_waveform(source: str | bytes, digest: str = "", *, rate: int, most: int) -> np.ndarray:
     """Returns the waveform of a file, or of a file's bytes, as `waveform_of` does.
 
-    `digest`: of what the file held before; "" where that does not matter.
+    `digest`: of the file's earlier content; "" to skip the check.
     """
     name = source if isinstance(source, str) else "a waveform in the data"
     return waveform_of(content_of(source, digest, "waveform"), name, rate=rate, most=most)
@@ -36,9 +36,9 @@ def read_waveform(source: str | bytes, digest: str = "", *, rate: int, most: int
 def waveform_of(content: bytes, name: str, *, rate: int, most: int) -> np.ndarray:
     """Returns the waveform [samples] in a file's bytes, in float32 from -1 to 1.
 
-    Raises DataError for a file that can't be read whole, is neither WAV nor FLAC, has other than
-    `rate` samples a second, several channels, nothing, or more than `most` samples; the last is
-    decided before it is decoded.
+    Raises DataError for a file that is truncated, is neither WAV nor FLAC, has a sampling rate
+    other than `rate`, several channels, no samples, or more than `most`, which is checked before
+    decoding.
     """
     with _opened(content, name) as file:
         _check_head(file, name, rate=rate, most=most)
@@ -55,7 +55,7 @@ def waveform_of(content: bytes, name: str, *, rate: int, most: int) -> np.ndarra
 
 
 def wav_of(waveform: np.ndarray, rate: int) -> bytes:
-    """Returns a WAV file's bytes of a waveform [samples] from -1 to 1, in float32."""
+    """Returns the bytes of a WAV file of a waveform [samples] from -1 to 1, in float32."""
     import soundfile
 
     file = io.BytesIO()
@@ -98,8 +98,9 @@ def _check_head(file: Any, name: str, *, rate: int, most: int) -> None:
 
 
 def _cut_off(content: bytes) -> int:
-    """Returns how many bytes of its samples a WAV lacks, which libsndfile would overlook: chunks are
-    a kind (4 bytes), a length (4), so many bytes, and one more behind an odd number.
+    """Returns the number of sample bytes missing at the end of a WAV, which libsndfile would
+    ignore: chunks are a type (4 bytes), a length (4), the data, and a padding byte after an odd
+    length.
     """
     order: Literal["big", "little"] = "big" if content.startswith(b"RIFX") else "little"
     place = RIFF_HEAD

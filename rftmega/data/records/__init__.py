@@ -1,4 +1,4 @@
-"""Records are what data files hold."""
+"""Records of data files: readers, and access to their values."""
 
 from rftmega.data.records.readers import records
 from rftmega.data.records.values import Record, listed, value_at, with_value

@@ -1,5 +1,5 @@
-"""Epochs hands out the items of a data set, each once an epoch, and goes on alike after a resume:
-with the same data the rest of the epoch, with other data what was not handed out in it.
+"""Epochs iterates over a dataset epoch by epoch and resumes within one: with the same data the rest
+of the epoch follows, with other data the items not yet used in it.
 """
 
 import functools
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class Examples(list[T]):
-    """Examples is what a data set was read to, with the `identities` of the records (see
-    `identity_of`), one an example.
+    """Examples is the list of a dataset's examples, with the `identities` of their records (see
+    `identity_of`).
     """
 
     def __init__(self, examples: Sequence[T], identities: Sequence[int]):
@@ -26,26 +26,26 @@ class Examples(list[T]):
 
 
 class Epochs(Generic[T]):
-    """Epochs repeats all of `items` endlessly, each epoch in an order of its own."""
+    """Epochs repeats all of `items` endlessly, shuffled anew in each epoch."""
 
     def __init__(self, items: Sequence[T], seed: int | str):
         self.items = items
         self.seed = seed
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
         self._handed_out = functools.lru_cache(maxsize=2)(self._identities_in_order)
-        # A resume begins an epoch anew: after `_taken` items, without those of `_seen`.
+        # After a resume the epoch restarts: after `_taken` items, without those of `_seen`.
         self._taken, self._epoch = 0, 0
         self._seen = torch.empty(0, dtype=torch.int64)
         self._rest: list[int] | None = None
 
     def at(self, taken: int) -> T:
-        """Returns the item that is handed out after `taken` others."""
+        """Returns the item at position `taken` of the stream."""
         epoch, offset = self._place(taken)
         return self.items[self._order_of(epoch)[offset]]
 
     def state(self, taken: int) -> dict[str, Any]:
-        """Returns what a resume needs after `taken` items: the epoch, and the identities of what
-        was handed out in it, [n] int64, which nobody may change.
+        """Returns the state for a resume after `taken` items: the epoch, and the identities of the
+        items used in it, [n] int64, which must not be changed.
         """
         epoch, offset = self._place(taken)
         resumed = self._rest is not None and epoch == self._epoch
@@ -53,7 +53,9 @@ class Epochs(Generic[T]):
         return {"taken": taken, "epoch": epoch, "seen": self._handed_out(epoch)[:offset]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was not handed out in the epoch, whatever items and seed are here."""
+        """Continues with the items not yet used in the epoch, even if items or seed have
+        changed.
+        """
         self._taken, self._epoch, self._seen = state["taken"], state["epoch"], state["seen"]
         seen = Counter(self._seen.tolist())
         rest = []
@@ -67,7 +69,7 @@ class Epochs(Generic[T]):
         self._handed_out.cache_clear()
 
     def _place(self, taken: int) -> tuple[int, int]:
-        """Returns (epoch, how many items of it came before) after `taken` items."""
+        """Returns (epoch, number of its items used) after `taken` items."""
         if self._rest is None:
             return divmod(taken, max(len(self.items), 1))
         past = taken - self._taken
@@ -87,7 +89,7 @@ class Epochs(Generic[T]):
         return order
 
     def _identities_in_order(self, epoch: int) -> Tensor:
-        """Returns the identities of an epoch's items in the order in which they are handed out."""
+        """Returns the identities of an epoch's items in the order of use."""
         own = self._identities[torch.tensor(self._order_of(epoch), dtype=torch.int64)]
         resumed = self._rest is not None and epoch == self._epoch
         return torch.cat([self._seen, own]) if resumed else own
@@ -103,6 +105,6 @@ class Epochs(Generic[T]):
 
 
 def identity_of(content: str) -> int:
-    """Returns a number of 64 bits that stands for a record, in every run and process."""
+    """Returns a 64-bit number that identifies a record, in every run and process."""
     digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

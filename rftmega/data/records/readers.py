@@ -1,7 +1,7 @@
-"""Records of a data set on disk: the one place that knows formats.
+"""Readers of dataset files in all supported formats.
 
-The suffix decides. A folder is what `datasets` wrote with save_to_disk, "folder#train" one split of
-a DatasetDict. "file.py:rows" is a user's function that gives records.
+The suffix determines the format. A folder is one that `datasets` wrote with save_to_disk,
+"folder#train" one split of a DatasetDict. "file.py:rows" is a user's function that returns records.
 """
 
 import csv
@@ -30,12 +30,11 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields (where, record) of everything in `source`: "file:line" counts from 1, "file row N"
-    from 0, as `datasets` does.
+    """Yields (location, record) for all records in `source`: "file:line" counts from 1, "file row
+    N" from 0, as in `datasets`.
 
-    A line that is no JSON object comes as its error, so that all of them can be listed at once.
-    Raises DataError for a format that is not known, a split that there is not, and a file that is
-    corrupt or cut off.
+    Yields an error for a line that is not a JSON object, so that all of them can be listed at once.
+    Raises DataError for an unknown format or split, and for a file that is corrupt or truncated.
     """
     path, split = split_source(source)
     try:
@@ -44,7 +43,7 @@ def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
         raise
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}.") from error
-    # damaged files make the readers of csv, zlib, Arrow and datasets raise what they don't document
+    # for damaged files the readers of csv, zlib, Arrow and datasets raise undocumented exceptions
     except Exception as error:
         said = str(error) or type(error).__name__
         raise DataError(
@@ -79,10 +78,10 @@ def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Reco
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
-    """Returns the files of a folder as the hub has it, of one split: train.jsonl, train/0.parquet,
-    train-00000-of-00002.parquet. None where there is no file of a known format.
+    """Returns the files of one split in a folder with the hub's layout: train.jsonl,
+    train/0.parquet, train-00000-of-00002.parquet. Returns none if no file has a known format.
 
-    Raises DataError where there are several splits, and none of them was chosen.
+    Raises DataError if there are several splits and none of them was chosen.
     """
     found: dict[str, list[Path]] = {}
     for file in sorted(folder.rglob("*")):
@@ -99,7 +98,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields what a user's function gives, which is called without arguments."""
+    """Yields the records of a user's function, which is called without arguments."""
     place = f"{path}:{name}"
     try:
         function = getattr(module_of(str(path), "data"), name, None)
@@ -121,7 +120,7 @@ def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields one JSON object a line; blank lines are passed over."""
+    """Yields one JSON object per line; skips blank lines."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -152,7 +151,7 @@ def _rows(name: str | Path, rows: Iterator[Record]) -> Iterator[tuple[str, Recor
 
 
 def _csv(path: Path) -> Iterator[Record]:
-    """Yields a line as text by the names in the first one."""
+    """Yields each line as a dictionary of texts; the first line has the names."""
     csv.field_size_limit(LONGEST_LINE)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True, restkey=None)
@@ -180,7 +179,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def _arrow(path: Path) -> Iterator[Record]:
-    """Arrow's IPC format, as a file or as a stream."""
+    """Yields the rows of an Arrow IPC file or stream."""
     with pa.memory_map(str(path)) as file:
         if file.read(len(FILE_MAGIC)) == FILE_MAGIC:
             reader = pa.ipc.open_file(file)
@@ -192,14 +191,14 @@ def _arrow(path: Path) -> Iterator[Record]:
 
 
 def _stream(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of an Arrow stream. Raises ValueError where its end is missing."""
+    """Yields the batches of an Arrow stream. Raises ValueError if its end is missing."""
     _check_end(path)
     with pa.memory_map(str(path)) as file:
         yield from pa.ipc.open_stream(file)
 
 
 def _valid(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields batches that were checked: a damaged offset would be followed out of the memory."""
+    """Yields validated batches: Arrow would follow a corrupt offset out of bounds."""
     for batch in batches:
         batch.validate(full=True)
         yield batch
@@ -212,7 +211,7 @@ def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
 
 
 def _check_end(path: Path) -> None:
-    """Refuses a stream that was cut between two messages, which Arrow takes for a whole one."""
+    """Raises ValueError for a stream cut between two messages, which Arrow accepts as complete."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
         if file.read() != END_OF_STREAM:
@@ -220,7 +219,7 @@ def _check_end(path: Path) -> None:
 
 
 def _dataset(folder: Path, split: str) -> Iterator[Record]:
-    from datasets import (  # a second of imports, for these folders alone
+    from datasets import (  # takes a second to import
         Audio,
         Image,
         load_from_disk,
@@ -241,17 +240,17 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
             f"{folder} is not what `datasets` writes with save_to_disk: it holds no state.json."
         )
     for file in json.loads((folder / "state.json").read_text())["_data_files"]:
-        for _ in _valid(_stream(folder / file["filename"])):  # `datasets` follows damaged offsets
+        for _ in _valid(_stream(folder / file["filename"])):  # `datasets` follows corrupt offsets
             pass
     dataset = load_from_disk(str(folder)).with_format(None)
     for feature in _nested(dataset.info.features):
         if isinstance(feature, Audio | Image):
-            feature.decode = False  # the file's own bytes are wanted
+            feature.decode = False  # keeps the bytes of the file
     yield from dataset
 
 
 def _nested(feature: Any) -> Iterator[Any]:
-    """Yields a feature of `datasets` and all inside it."""
+    """Yields a feature of `datasets` and all nested ones."""
     yield feature
     inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
     for each in inner:

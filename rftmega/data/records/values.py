@@ -1,4 +1,4 @@
-"""Finds and replaces values of records by their keys."""
+"""Access to values of records by their keys."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Record = dict[str, Any]
 
 
 def value_at(record: Record, key: str, otherwise: Any = None) -> Any:
-    """Returns what a record has under a key; "a.b" is also the key b of the object under a."""
+    """Returns a record's value under a key; "a.b" is also the key b of the object under a."""
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
@@ -22,7 +22,9 @@ def value_at(record: Record, key: str, otherwise: Any = None) -> Any:
 
 
 def with_value(record: Record, key: str, value: Any) -> Record:
-    """Returns a record with another value where `value_at` finds one, or under a new key."""
+    """Returns a record with the value replaced where `value_at` finds it, or added under a new
+    key.
+    """
     outer, dot, inner = key.partition(".")
     within = record.get(outer)
     if dot and key not in record and isinstance(within, dict):
@@ -31,7 +33,7 @@ def with_value(record: Record, key: str, value: Any) -> Record:
 
 
 def listed(record: Record, key: str) -> list[Any]:
-    """Returns what a record has under a key: one, a list, or nothing."""
+    """Returns a record's value under a key as a list: of one value, several, or none."""
     given = value_at(record, key)
     if given is None:
         return []

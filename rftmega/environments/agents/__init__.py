@@ -1,1 +1,1 @@
-"""Agents that bring their own loop speak to an endpoint of the API of OpenAI."""
+"""Agents with their own loop, which call the policy through an OpenAI-compatible endpoint."""

@@ -1,4 +1,4 @@
-"""AgentEnvironment lets a program of the user's do tasks with a loop of its own."""
+"""AgentEnvironment runs tasks with a user's agent program, which has its own loop."""
 
 import asyncio
 import inspect
@@ -22,17 +22,17 @@ from rftmega.environments.agents.session import Session
 from rftmega.environments.agents.threads import in_thread
 
 log = logging.getLogger(__name__)
-LAST_WORDS = 2000  # characters of what a program said, in an error
+LAST_WORDS = 2000  # characters of a program's error output that an exception quotes
 
 
 @implements(Agent)
 class AgentEnvironment:
-    """AgentEnvironment gives each rollout's agent a key to an endpoint, and learns from what it was
-    answered there.
+    """AgentEnvironment creates an endpoint key for each rollout's agent, and returns the
+    trajectories of the requests made with it.
     """
 
     def __init__(self, options: Agent, tokenizer: Any):
-        """Raises ConfigError for options that name no agent, or two."""
+        """Raises ConfigError unless the options name exactly one agent."""
         if bool(options.function) == bool(options.command):
             raise ConfigError(
                 "environment: an agent is environment.function or environment.command; set one of them."
@@ -48,7 +48,9 @@ class AgentEnvironment:
             self._function = function_of(options.function, "environment.function")
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
-        """Runs the agent. Raises EnvironmentFailed for one that failed, or that asked nothing."""
+        """Runs the agent. Raises EnvironmentFailed if the agent sent no request; re-raises its
+        errors if `agent_errors` is "raise".
+        """
         session = Session(model, self.renderer)
         key = await self.endpoint.open(session)
         given, late = None, False
@@ -78,11 +80,11 @@ class AgentEnvironment:
         return Rollout(tuple(trajectories), rewards=rewards_of(given), measures=measures)
 
     async def close(self) -> None:
-        """Ends the endpoint."""
+        """Stops the endpoint."""
         await self.endpoint.close()
 
     async def _solved(self, task: Prompt, key: str) -> Any:
-        """Returns what the agent gives for a task."""
+        """Runs the agent on a task and returns its result."""
         fields, url = task_of(task), f"{self.endpoint.address}/v1"
         if self._function is None:
             return await _run(self.options.command, fields, url, key)
@@ -92,15 +94,17 @@ class AgentEnvironment:
 
 
 def task_of(task: Prompt) -> dict[str, Any]:
-    """Returns a task as an agent sees it: the columns of its record, its label and its number."""
+    """Returns the task in the form passed to an agent: the columns of its record, its label, index
+    and kind.
+    """
     record: dict[str, Any] = json.loads(task.record) if task.record else {}
     return record | {"label": task.label, "index": task.index, "kind": task.kind}
 
 
 def rewards_of(given: Any) -> dict[str, float]:
-    """Returns rewards by name of what an agent gave.
+    """Converts the result of an agent into rewards by name.
 
-    Raises ValueError for anything but a number, a dictionary of numbers, or None.
+    Raises ValueError unless it is a number, a dictionary of numbers, or None.
     """
     if given is None:
         return {}
@@ -115,7 +119,8 @@ def rewards_of(given: Any) -> dict[str, float]:
 
 
 async def _run(command: Sequence[str], task: Mapping[str, Any], url: str, key: str) -> Any:
-    """Runs a program for a task. Returns what its last line says, where that is JSON.
+    """Runs a program for a task. Returns its last output line parsed as JSON, or None if it is not
+    JSON.
 
     Raises EnvironmentFailed for an exit status that is not 0.
     """
@@ -143,13 +148,13 @@ async def _run(command: Sequence[str], task: Mapping[str, Any], url: str, key: s
 
 
 def _kill(group: int) -> None:
-    """Kills what is left of a program and of what it started."""
+    """Kills the process group of a program."""
     with suppress(ProcessLookupError):
         os.killpg(group, 9)
 
 
 def _json(line: str) -> Any:
-    """Returns the rewards that a line writes; None where it writes none."""
+    """Returns the rewards in a line of JSON; None if it contains none."""
     try:
         value = json.loads(line)
     except ValueError:

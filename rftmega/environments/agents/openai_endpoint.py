@@ -1,4 +1,4 @@
-"""Endpoint lets agents that bring a loop of their own ask the model, by OpenAI's API."""
+"""Endpoint serves the policy to agents with their own loop through OpenAI's API."""
 
 import asyncio
 import concurrent.futures
@@ -30,20 +30,20 @@ from rftmega.environments.agents.session import Session
 if TYPE_CHECKING:
     from aiohttp import web
 
-MODEL = "policy"  # the name of the model, whatever agents call it
+MODEL = "policy"  # the name under which the model is listed; requests may use any
 LARGEST_REQUEST = 2**28  # bytes
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class Endpoint:
-    """Endpoint is a server on loopback, in a thread of its own, for all rollouts of a process.
+    """Endpoint is an HTTP server on loopback, in its own thread, for all rollouts of a process.
 
-    A rollout's key, which clients send as theirs, says whose request it is. Tokens are drawn in the
-    loop of the rollouts, where the session is.
+    The API key of a request identifies its rollout. Tokens are generated in the rollouts' event
+    loop, where the session lives.
     """
 
     def __init__(self) -> None:
-        """Starts nothing: the first session does."""
+        """Starts nothing; the first session starts the server."""
         self._sessions: dict[str, Session] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: concurrent.futures.Future[str] | None = None
@@ -51,13 +51,13 @@ class Endpoint:
         self.address = ""  # http://127.0.0.1:PORT
 
     async def open(self, session: Session) -> str:
-        """Lets an agent in. Returns its key."""
+        """Registers a session and starts the server if needed. Returns the session's key."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            # no exit of the process waits for a request
+            # a daemon thread: pending requests don't delay the exit of the process
             threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
             self._starting = asyncio.run_coroutine_threadsafe(self._started(), self._loop)
-        # all rollouts that come meanwhile wait for the same start, or fail with it
+        # all concurrent rollouts wait for the same start, or fail with it
         assert self._starting is not None
         self.address = await asyncio.shield(asyncio.wrap_future(self._starting))
         key = secrets.token_urlsafe(24)
@@ -65,11 +65,11 @@ class Endpoint:
         return key
 
     def shut(self, key: str) -> None:
-        """Lets an agent in no longer."""
+        """Revokes a session's key."""
         self._sessions.pop(key, None)
 
     async def close(self) -> None:
-        """Ends the server and its thread."""
+        """Stops the server and its thread."""
         if self._loop is None:
             return
         loop, self._loop, self.address = self._loop, None, ""
@@ -90,7 +90,8 @@ class Endpoint:
                 web.post("/inference/v1/generate", self._guarded(self._generate)),
             ]
         )
-        # unpacked here, where what is no gzip is an answer and no broken connection
+        # handlers decompress, so that invalid gzip gives an error response instead of a broken
+        # connection
         self._runner = web.AppRunner(
             application, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
@@ -100,7 +101,9 @@ class Endpoint:
         return f"http://{host}:{port}"
 
     def _guarded(self, handler: Callable[..., Awaitable["web.StreamResponse"]]) -> Handler:
-        """Returns what handles a request of an agent that has a key, and refuses others."""
+        """Returns a handler that passes requests with a valid key to `handler` and refuses
+        others.
+        """
         from aiohttp import web
 
         async def guarded(request: "web.Request") -> "web.StreamResponse":
@@ -174,13 +177,13 @@ class Endpoint:
 
 
 def _key(request: Any) -> str:
-    """Returns the key that a request comes with; "" where it has none."""
+    """Returns the bearer token of a request; "" if it has none."""
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     return key if kind == "Bearer" else ""
 
 
 async def _streamed(request: Any, lines: Iterable[str]) -> "web.StreamResponse":
-    """Sends events to a client that wants a stream."""
+    """Sends server-sent events to a streaming client."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -1,4 +1,4 @@
-"""Defines requests of agents and answers to them, whichever of OpenAI's formats they speak."""
+"""Requests of agents and responses to them, independent of the OpenAI format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,20 @@ NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 
 
 
 class RequestRefused(Exception):  # noqa: N818  it is told to the agent, and ends nothing
-    """A request that can't be answered as it is; the agent gets `status` and the message."""
+    """A request that can't be served; the agent gets `status` and the message."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
         self.status, self.code = status, code
 
     def body(self) -> dict[str, Any]:
-        """Returns the error as OpenAI's API gives it."""
+        """Returns the error in the format of OpenAI's API."""
         return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Asked is a request, in the messages of chat templates."""
+    """Asked is a request in chat messages."""
 
     messages: Messages
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Said is the answer to a request."""
+    """Said is the response to a request."""
 
     reply: Reply
     completion: Completion
@@ -51,12 +51,12 @@ class Said:
 
     @property
     def readable(self) -> bool:
-        """Says that all calls of the answer could be read."""
+        """Returns whether all tool calls of the response could be parsed."""
         return all(call.arguments is not None for call in self.reply.calls)
 
     @property
     def content(self) -> str:
-        """Returns the words for the agent; calls that could not be read are among them."""
+        """Returns the response text; it includes the text of calls if one could not be parsed."""
         if self.readable:
             return self.reply.content
         return self.reply.content + "".join(call.text for call in self.reply.calls)
@@ -70,17 +70,17 @@ class Said:
 
     @property
     def usage(self) -> tuple[int, int]:
-        """Returns how many tokens the context and the answer have."""
+        """Returns the number of context tokens and of completion tokens."""
         return self.prompt_tokens, len(self.completion.token_ids)
 
     def calls(self) -> list[tuple[str, str, str]]:
-        """Returns id, name and arguments as JSON of the calls that could be read."""
+        """Returns id, name and JSON arguments of the calls; none if one could not be parsed."""
         if not self.readable:
             return []
         return [(call.id, call.name, json.dumps(call.arguments)) for call in self.reply.calls]
 
     def message(self) -> dict[str, Any]:
-        """Returns the answer as the agent will send it back."""
+        """Returns the assistant message that the agent will send back in later requests."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reply.calls and self.readable:
             message["tool_calls"] = calls_of(self.reply)
@@ -88,8 +88,8 @@ class Said:
 
 
 def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
-    """Raises RequestRefused for a request that wants tokens drawn otherwise than the run draws them:
-    they would be learnt with the wrong probabilities.
+    """Raises RequestRefused for sampling parameters that differ from the run's: the tokens would be
+    trained on with the wrong probabilities.
     """
     own = sampling._asdict() | NEUTRAL
     for name, value in own.items():
@@ -105,7 +105,7 @@ def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
 
 
 def text_content(content: Any) -> str:
-    """Returns the text of a message's content. Raises RequestRefused for images and sound."""
+    """Returns the text of a message's content. Raises RequestRefused for images and audio."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -120,7 +120,9 @@ def text_content(content: Any) -> str:
 
 
 def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Returns a call as messages of chat templates have it: arguments in a dictionary."""
+    """Returns a call in the format of chat templates, with parsed arguments. Raises RequestRefused
+    for arguments that are not a JSON object.
+    """
     try:
         fields = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
@@ -131,7 +133,9 @@ def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def named(messages: Messages) -> Messages:
-    """Returns messages with the names of tools at their replies, which some templates want."""
+    """Returns messages with the tool's name added to each tool reply, which some templates
+    require.
+    """
     names = {
         call["id"]: call["function"]["name"]
         for message in messages
@@ -146,7 +150,7 @@ def named(messages: Messages) -> Messages:
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two messages say the same; thinking and ids of calls apart, which clients drop
+    """Returns whether two messages are equal, ignoring reasoning and call ids, which clients drop
     or change.
     """
 

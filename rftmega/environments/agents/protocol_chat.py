@@ -1,4 +1,4 @@
-"""Chat completions, as OpenAI's API has them."""
+"""OpenAI's Chat Completions API: parsing of requests and building of responses."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ ROLES = {"developer": "system", "function": "tool"}
 
 
 def asked_in_chat(body: Mapping[str, Any]) -> Asked:
-    """Reads a request. Raises RequestRefused for one that has no messages, or other than text."""
+    """Parses a request. Raises RequestRefused if it is invalid or has non-text content."""
     checked(ChatRequest, body)
     refuse_unread(body)
     messages = body["messages"]
@@ -45,7 +45,7 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said_in_chat(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
-    """Returns the answer; `number` makes its id."""
+    """Returns the response; `number` is part of its id."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content or None}
     if said.reply.reasoning:
         message["reasoning_content"] = said.reply.reasoning
@@ -59,7 +59,7 @@ def said_in_chat(body: Mapping[str, Any], said: Said, number: str) -> dict[str, 
 
 
 def chunks_in_chat(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
-    """Yields the answer as the events of a stream."""
+    """Yields the response as the events of a stream."""
     head = _head(body, number, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _usage(said: Said) -> dict[str, int]:
 
 
 def _logprobs(said: Said) -> list[dict[str, Any]]:
-    """Returns the log-prob of each token; 0 where the engine gave none."""
+    """Returns the log-prob of each token; 0 if the engine returned none."""
     values = said.completion.logprobs or [0.0] * len(said.pieces)
     return [
         {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}

@@ -1,4 +1,4 @@
-"""Responses, as OpenAI's API has them: text and calls of functions."""
+"""OpenAI's Responses API, limited to text and function calls."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ ROLES = {"developer": "system"}
 
 
 def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
-    """Reads a request; `before`: what was said up to the response that it goes on from.
+    """Parses a request; `before`: the messages up to the previous response that it continues.
 
     Raises RequestRefused for items and tools that are neither text nor functions.
     """
@@ -36,7 +36,7 @@ def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
     given = body.get("input") or []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = body.get("instructions")
-    # instructions are of one request, not of those that go on from it
+    # instructions apply to one request, not to those that continue it
     rest = before[1:] if instructions and before and before[0]["role"] == "system" else before
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += rest
@@ -49,9 +49,9 @@ def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
 
 
 def _add(messages: Messages, item: Mapping[str, Any]) -> None:
-    """Adds an item; what the assistant says in several items is one message."""
+    """Adds an item; consecutive assistant items form one message."""
     kind = item.get("type", "message")
-    if kind == "reasoning":  # as we give none, it is of another model
+    if kind == "reasoning":  # we return none, so it is another model's
         return
     if kind == "function_call_output":
         checked(OutputItem, item, "input")
@@ -83,7 +83,7 @@ def _spec(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said_in_responses(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
-    """Returns the answer; `number` makes its id."""
+    """Returns the response; `number` is part of its id."""
     cut = said.finish_reason == "length"
     prompt, completion = said.usage
     usage = {
@@ -121,7 +121,7 @@ def _head(body: Mapping[str, Any], number: str) -> dict[str, Any]:
 
 
 def _output(said: Said, number: str) -> list[dict[str, Any]]:
-    """Returns the items: the words, where there are some, and then the calls."""
+    """Returns the output items: the text, if any, and then the calls."""
     items: list[dict[str, Any]] = []
     calls = said.calls()
     if said.content or not calls:
@@ -137,7 +137,7 @@ def _output(said: Said, number: str) -> list[dict[str, Any]]:
 def events_in_responses(
     body: Mapping[str, Any], said: Said, number: str
 ) -> Iterator[dict[str, Any]]:
-    """Yields the answer as the events of a stream."""
+    """Yields the response as the events of a stream."""
     whole = said_in_responses(body, said, number)
     events = [{"type": "response.created", "response": _head(body, number)}]
     for index, item in enumerate(whole["output"]):

@@ -1,4 +1,4 @@
-"""Requests in token ids, as vLLM's /inference/v1/generate takes them."""
+"""Requests in token ids, in the format of vLLM's /inference/v1/generate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ READ = ("max_tokens", *Sampling._fields, *NEUTRAL)
 
 
 def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> Tokens:
-    """Reads a request. Raises RequestRefused for ids that the model does not know, and for a
-    parameter that is not offered.
+    """Parses a request. Raises RequestRefused for ids outside the vocabulary and for unsupported
+    parameters.
     """
     request = checked(TokenRequest, body)
     known = renderer.tokenizer.size
@@ -37,7 +37,7 @@ def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> 
 
 
 def _ends(params: Mapping[str, Any], renderer: ConversationRenderer) -> Any:
-    """Returns stop_token_ids where an answer ends at all of them anyway."""
+    """Returns stop_token_ids if all of them end a completion anyway, else None."""
     given = params.get("stop_token_ids")
     ends = {*renderer.ends, *renderer.tokenizer.stop_ids}
     own = isinstance(given, list) and all(type(each) is int and each in ends for each in given)

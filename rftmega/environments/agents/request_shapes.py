@@ -1,4 +1,4 @@
-"""Checks requests of agents before anything reads them: what a program sends may be anything."""
+"""Validation of agents' requests before they are processed: a program may send anything."""
 
 import json
 import zlib
@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rftmega.environments.agents.protocol import RequestRefused
 
-DEEPEST = 64  # lists and objects within each other
-WINDOWS = {"gzip": 31, "deflate": 15}  # of zlib
+DEEPEST = 64  # nesting levels of lists and objects
+WINDOWS = {"gzip": 31, "deflate": 15}  # window bits of zlib
 SHOWN = 80  # characters of a value that an error quotes
 Most = Annotated[int, Field(ge=1)] | None
-Text = str | list[str | dict[str, Any]] | None  # of a message: a text, or parts
-# parameters that would change what is sampled or said, and that nothing here reads
+Text = str | list[str | dict[str, Any]] | None  # content of a message: text or parts
+# parameters that would change the sampling or the response, and are not supported
 NOT_OFFERED = (
     *("seed", "stop", "logit_bias", "top_logprobs", "best_of", "use_beam_search", "length_penalty"),
     *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
@@ -24,9 +24,9 @@ NOT_OFFERED = (
     *("chat_template", "chat_template_kwargs", "documents", "continue_final_message"),
     *("vllm_xargs", "kv_transfer_params", "thinking_token_budget", "repetition_detection"),
 )
-# what each says that it does not say anything
+# values that have no effect
 NEUTRAL = {"best_of": 1, "length_penalty": 1}
-# of a request in tokens: what has no effect on tokens, beside what is read
+# parameters of a token request without effect on tokens, besides those that are read
 HARMLESS = (
     *("logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
     *("include_stop_str_in_output", "output_kind", "flat_logprobs", "tool_choice"),
@@ -59,7 +59,7 @@ class _Tool(_Shape):
 
 
 class ChatMessage(_Shape):
-    """ChatMessage is one of a request of chat completions."""
+    """ChatMessage is a message of a chat-completions request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text = None
@@ -79,7 +79,7 @@ class _Head(_Shape):
 
 
 class ChatRequest(_Head):
-    """ChatRequest is the body of a request of chat completions."""
+    """ChatRequest is the body of a chat-completions request."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[_Tool] | None = None
@@ -95,7 +95,9 @@ class _TextOptions(_Shape):
 
 
 class ResponsesRequest(_Head):
-    """ResponsesRequest is the body of a request of responses; its items are checked by their kind."""
+    """ResponsesRequest is the body of a Responses request; its items are validated by their
+    type.
+    """
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -106,14 +108,14 @@ class ResponsesRequest(_Head):
 
 
 class MessageItem(_Shape):
-    """MessageItem is what somebody said, among the items of a request of responses."""
+    """MessageItem is a message among the items of a Responses request."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
 
 
 class CallItem(_Shape):
-    """CallItem is a call of a function, among the items of a request of responses."""
+    """CallItem is a function call among the items of a Responses request."""
 
     call_id: str
     name: str
@@ -121,14 +123,14 @@ class CallItem(_Shape):
 
 
 class OutputItem(_Shape):
-    """OutputItem is what a call gave, among the items of a request of responses."""
+    """OutputItem is a function's output among the items of a Responses request."""
 
     call_id: str
     output: Text
 
 
 class FunctionTool(_Spec):
-    """FunctionTool is a function that a request of responses may call."""
+    """FunctionTool is a function that a Responses request offers to the model."""
 
     type: Literal["function"]
 
@@ -138,7 +140,9 @@ class _TokenSampling(_Shape):
 
 
 class TokenRequest(_Head):
-    """TokenRequest is the body of a request in tokens, as vLLM's /inference/v1/generate takes it."""
+    """TokenRequest is the body of a token request, in the format of vLLM's
+    /inference/v1/generate.
+    """
 
     token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     sampling_params: _TokenSampling | None = None
@@ -150,9 +154,9 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
-    """Returns what a request, or the part of it at `where`, holds.
+    """Returns the validated request, or the part of it at `where`.
 
-    Raises RequestRefused that names the first field that is not as it must be.
+    Raises RequestRefused, naming the first invalid field.
     """
     try:
         return shape.model_validate(given)
@@ -164,15 +168,15 @@ def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
 
 
 def quoted(value: Any) -> str:
-    """Returns the beginning of a value, for an error."""
+    """Returns the beginning of a value's representation, for an error message."""
     text = ascii(value)
     return text[:SHOWN] + ("..." if len(text) > SHOWN else "")
 
 
 def unpacked(content: bytes, encoding: str, most: int) -> bytes:
-    """Returns a request's bytes as they were before `encoding` (Content-Encoding), `most` of them.
+    """Decompresses a request encoded with `encoding` (Content-Encoding), to at most `most` bytes.
 
-    Raises RequestRefused for what can't be unpacked.
+    Raises RequestRefused for an unknown encoding, invalid content or too many bytes.
     """
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
@@ -190,10 +194,10 @@ def unpacked(content: bytes, encoding: str, most: int) -> bytes:
 
 
 def body_of(content: bytes, charset: str | None) -> dict[str, Any]:
-    """Returns the object that a request's bytes hold; none of no bytes.
+    """Parses a request's bytes as a JSON object; an empty request gives an empty object.
 
-    Raises RequestRefused for bytes that are no text, text that is no JSON, and JSON that nobody
-    could answer: no object, numbers that are not finite, characters that are none, too deep.
+    Raises RequestRefused for invalid text or JSON, a value that is not an object, non-finite
+    numbers, invalid Unicode, or too deep nesting.
     """
     if not content.strip():
         return {}
@@ -203,7 +207,7 @@ def body_of(content: bytes, charset: str | None) -> dict[str, Any]:
         if deeper(found, DEEPEST):
             raise RequestRefused(f"the request has more than {DEEPEST} levels.")
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    # no such charset; no text; no JSON, or a number of 5,000 digits; too deep for the reader
+    # unknown charset; invalid text; invalid JSON or a number of 5,000 digits; too deep nesting
     except (LookupError, ValueError, RecursionError) as error:
         raise RequestRefused(
             f"the request can't be read: {type(error).__name__}: {error}"
@@ -218,7 +222,7 @@ def _refused(name: str) -> NoReturn:
 
 
 def deeper(value: Any, most: int) -> bool:
-    """Returns whether lists and objects stand deeper than `most` within each other."""
+    """Returns whether lists and objects are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most + 1):
         nested = [each for each in level if isinstance(each, list | dict)]
@@ -234,14 +238,14 @@ def deeper(value: Any, most: int) -> bool:
 
 
 def refuse_unread(given: Mapping[str, Any], *, allowed: Mapping[str, Any] | None = None) -> None:
-    """Raises RequestRefused for a parameter that is not offered, by its name.
+    """Raises RequestRefused for an unsupported parameter, naming it.
 
-    `allowed`: name -> value that is taken all the same, as it changes nothing.
+    `allowed`: name -> value that is accepted nevertheless, since it has no effect.
     """
     for name in NOT_OFFERED:
         value = given.get(name)
         silent = value is None or value == NEUTRAL.get(name)
-        if name != "seed":  # of which 0 is one
+        if name != "seed":  # 0 is a seed
             silent = silent or not value
         if not silent and (allowed or {}).get(name, object()) != value:
             raise RequestRefused(

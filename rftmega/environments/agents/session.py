@@ -1,4 +1,4 @@
-"""Session answers the requests of one rollout's agent, and makes trajectories of them."""
+"""Session serves the requests of one rollout's agent and builds trajectories from them."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -21,35 +21,36 @@ from rftmega.environments.agents.protocol import (
 
 
 class _Line:
-    """_Line is a conversation, and the messages as the agent sends them."""
+    """_Line is a conversation together with the messages that the agent sends."""
 
     def __init__(self, conversation: Conversation, messages: Messages):
         self.conversation, self.messages = conversation, messages
-        self.busy = True  # an answer is being generated
+        self.busy = True  # a completion is being generated
 
 
 class Session:
-    """Session holds the conversations that an agent has with the model in one rollout.
+    """Session holds the conversations between an agent and the model in one rollout.
 
-    A request that goes on from an answer becomes part of its trajectory, of which no token changes.
-    Any other begins a trajectory of its own. Everything here runs in the loop of the rollouts; an
-    endpoint's thread asks by `ask_from_outside`.
+    A request that continues a response extends its trajectory without changing a token. Any other
+    request begins a new trajectory. All methods run in the rollouts' event loop; the endpoint's
+    thread calls `ask_from_outside`.
     """
 
     def __init__(self, model: Model, renderer: ConversationRenderer):
         self.model, self.renderer = model, renderer
         self.sampling: Sampling = model.sampling
         self.requests = 0
-        self.responses: dict[str, Messages] = {}  # by id, what was said up to them
+        self.responses: dict[str, Messages] = {}  # response id -> messages up to it
         self._lines: list[_Line] = []
-        self._segments: list[GrowingTrajectory] = []  # of requests in tokens
+        self._segments: list[GrowingTrajectory] = []  # of token requests
         self._order: list[_Line | GrowingTrajectory] = []
         self._loop = asyncio.get_running_loop()
 
     async def ask_from_outside(self, body: Mapping[str, Any], asked: Asked | Tokens) -> Any:
-        """Answers a request of another thread's loop: Said, or a Completion of one in tokens.
+        """Serves a request from another thread's loop: returns Said, or a Completion for a token
+        request.
 
-        `body`: what has its parameters of sampling. Raises RequestRefused.
+        `body`: the object with the sampling parameters. Raises RequestRefused.
         """
         work: Coroutine[Any, Any, Said | Completion] = (
             self.continued(body, asked)
@@ -60,14 +61,14 @@ class Session:
         return await asyncio.wrap_future(future)
 
     async def completion(self, body: Mapping[str, Any], asked: Asked) -> Said:
-        """Answers a request in messages. Raises RequestRefused for one that can't be answered."""
+        """Serves a request in messages. Raises RequestRefused if it can't be served."""
         check_sampling(body, self.sampling)
         line = self._line_of(asked)
         context = line.conversation.context
         try:
             completion = await self._generated(context, asked.max_tokens)
         except BaseException:
-            self._lines.remove(line)  # another request may not go on from what was not answered
+            self._lines.remove(line)  # later requests must not continue a failed one
             raise
         reply = line.conversation.answered(completion)
         pieces = [text_of(self.renderer.tokenizer, [each]) for each in completion.token_ids]
@@ -77,12 +78,12 @@ class Session:
         return said
 
     async def continued(self, params: Mapping[str, Any], asked: Tokens) -> Completion:
-        """Answers a request in tokens. Raises RequestRefused for one that can't be answered."""
+        """Serves a request in token ids. Raises RequestRefused if it can't be served."""
         check_sampling(params, self.sampling)
         token_ids = asked.token_ids
         fitting = [each for each in self._segments if _begins(token_ids, each)]
         completion = await self._generated(token_ids, asked.max_tokens)
-        # while it was generated another request may have gone on from there
+        # a concurrent request may have extended a segment meanwhile
         known = [each for each in fitting if _begins(token_ids, each)]
         if known:
             segment = max(known, key=lambda each: each.length)
@@ -95,7 +96,7 @@ class Session:
         return completion
 
     def trajectories(self) -> list[Trajectory]:
-        """Returns the trajectories in the order in which they were begun."""
+        """Returns the trajectories in the order in which they began."""
         found: list[Trajectory] = []
         for each in self._order:
             if isinstance(each, _Line):
@@ -106,13 +107,15 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """Counts answers."""
+        """Counts completions."""
         completions = [each.conversation.turns for each in self._order if isinstance(each, _Line)]
         return sum(completions) + sum(len(each.turns) for each in self._segments)
 
     @property
     def control_tokens(self) -> int:
-        """Counts names of control tokens in what the agent said, which stayed text."""
+        """Counts control-token names in the agent's messages, which were tokenized as plain
+        text.
+        """
         lines = [each for each in self._order if isinstance(each, _Line)]
         return sum(each.conversation.control_tokens for each in lines)
 
@@ -125,7 +128,7 @@ class Session:
             raise RequestRefused(str(error), code="context_length_exceeded") from error
 
     def _line_of(self, asked: Asked) -> _Line:
-        """Returns the conversation that a request goes on with, or a new one."""
+        """Returns the conversation that a request continues, or a new one."""
         for line in sorted(self._lines, key=lambda each: -len(each.messages)):
             size = len(line.messages)
             new = asked.messages[size:]
@@ -166,6 +169,6 @@ class Session:
 
 
 def _begins(token_ids: Sequence[int], segment: GrowingTrajectory) -> bool:
-    """Returns whether `token_ids` go on from the end of a trajectory."""
+    """Returns whether `token_ids` continue a trajectory."""
     known = segment.ids()
     return len(known) < len(token_ids) and tuple(token_ids[: len(known)]) == known

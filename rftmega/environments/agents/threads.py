@@ -1,4 +1,4 @@
-"""Runs functions that block beside the loop of the rollouts."""
+"""Execution of blocking functions outside the rollouts' event loop."""
 
 import asyncio
 import threading
@@ -8,12 +8,12 @@ from typing import Any
 
 
 async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
-    """Runs a function in a thread of its own, which no exit of the process waits for."""
+    """Runs a function in its own daemon thread, which does not delay the exit of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any longer
+        if future.done():  # the waiting task was cancelled
             return
         if error is None:
             future.set_result(result)

@@ -1,4 +1,4 @@
-"""VerifiersEnvironment does tasks in environments of the verifiers library."""
+"""VerifiersEnvironment runs tasks in environments of the verifiers library."""
 
 import asyncio
 import itertools
@@ -25,12 +25,12 @@ STOP_SECONDS = 5.0
 
 
 class Worker:
-    """Worker is a process that runs rollouts, many at once, and answers in lines of JSON."""
+    """Worker is a process that runs rollouts concurrently and communicates in lines of JSON."""
 
     def __init__(self, command: Sequence[str], seconds: float):
-        """Starts the process, and waits until it is ready.
+        """Starts the process and waits until it is ready.
 
-        Raises InfrastructureFault where it is not within `seconds`. What it complains of goes to the
+        Raises InfrastructureFault if it is not ready within `seconds`. Its error output goes to the
         standard error of this process.
         """
         self._lock = threading.Lock()
@@ -54,7 +54,9 @@ class Worker:
             )
 
     async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the process answers. Raises InfrastructureFault where it ends before."""
+        """Sends a request and returns the reply. Raises InfrastructureFault if the process ends
+        first.
+        """
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -69,7 +71,7 @@ class Worker:
         return completion
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stops the process."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -89,7 +91,7 @@ class Worker:
             raise self._gone()
 
     def _read(self) -> None:
-        """Gives answers to those that wait, in a thread, until the process ends."""
+        """Passes replies to the waiting tasks, in a thread, until the process ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             fields = json.loads(line)
@@ -98,7 +100,7 @@ class Worker:
                 continue
             self._settle(fields["id"], fields)
         self.alive = False
-        with suppress(subprocess.TimeoutExpired):  # its output ends a little before it does
+        with suppress(subprocess.TimeoutExpired):  # its output ends shortly before the process
             self._process.wait(STOP_SECONDS)
         self._ready.set()
         with self._lock:
@@ -129,10 +131,12 @@ class Worker:
 
 @implements(Verifiers)
 class VerifiersEnvironment:
-    """VerifiersEnvironment hands tasks to a process with verifiers, whose agents ask our endpoint."""
+    """VerifiersEnvironment runs tasks in a process with verifiers, whose agents call our
+    endpoint.
+    """
 
     def __init__(self, options: Verifiers, tokenizer: Any):
-        """Raises ConfigError for options that name no environment or no Python."""
+        """Raises ConfigError if the options name no environment or no existing Python."""
         if not options.environment or not options.python:
             raise ConfigError(
                 "environment: verifiers needs environment.environment, the name of a taskset, and environment.python, the Python "
@@ -150,8 +154,8 @@ class VerifiersEnvironment:
         self._starting: asyncio.Lock | None = None
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
-        """Runs a rollout. Raises InfrastructureFault where the process, or the environment in it,
-        failed, and DataError for a prompt that is no task of verifiers.
+        """Runs a rollout. Raises InfrastructureFault if the process or its environment fails, and
+        DataError for a prompt without a verifiers task.
         """
         record = json.loads(task.record) if task.record else {}
         if not isinstance(record.get("task"), dict):
@@ -189,13 +193,13 @@ class VerifiersEnvironment:
         return Rollout(tuple(trajectories), rewards=told["rewards"], measures=measures)
 
     async def close(self) -> None:
-        """Ends the process and the endpoint."""
+        """Stops the process and the endpoint."""
         if self._worker is not None:
             await in_thread(self._worker.close)
         await self.endpoint.close()
 
     async def _ready(self) -> Worker:
-        """Returns the process, which is started where there is none, or none any longer."""
+        """Returns the process; starts a new one if none is alive."""
         if self._starting is None:
             self._starting = asyncio.Lock()
         async with self._starting:
@@ -204,6 +208,6 @@ class VerifiersEnvironment:
             return self._worker
 
     def command(self) -> list[str]:
-        """Returns what starts the process."""
+        """Returns the command that starts the process."""
         options = json.dumps(self.options.options)
         return [self.options.python, str(WORKER), "run", self.options.environment, options]

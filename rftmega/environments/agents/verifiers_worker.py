@@ -1,11 +1,11 @@
-"""Runs rollouts of an environment of the verifiers library, in a Python that has it:
+"""Runs rollouts of an environment of the verifiers library, in a Python that has it installed:
 
     PYTHON verifiers_worker.py run ENVIRONMENT OPTIONS       # what rftmega starts
     PYTHON verifiers_worker.py tasks ENVIRONMENT OPTIONS     # writes the tasks as records of data.path
 
-OPTIONS is JSON. A line on the standard input of `run` is a rollout to do, {"id", "task", "base_url",
-"api_key", "model"}, and a line on its standard output what came of it, {"id", "rewards", "metrics",
-"error"}; the first line is {"ready": true}. This file imports nothing of rftmega.
+OPTIONS is JSON. A line on the standard input of `run` is a rollout to do, {"id", "task",
+"base_url", "api_key", "model"}, and a line on its standard output is its result, {"id", "rewards",
+"metrics", "error"}; the first line is {"ready": true}. This file imports nothing of rftmega.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def loaded(name: str, options: dict[str, Any]) -> Any:
-    """Returns the environment whose taskset has this name."""
+    """Loads the environment with the taskset `name`."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     taskset = {**options.get("taskset", {}), "id": name}
@@ -28,7 +28,7 @@ def loaded(name: str, options: dict[str, Any]) -> Any:
 
 
 def list_tasks(environment: Any, out: TextIO) -> None:
-    """Writes a line for each task: its prompt, and all of it as `task`."""
+    """Writes a line for each task: its prompt, and all its data as `task`."""
     for task in environment.taskset:
         data = task.data.model_dump(mode="json", exclude_none=True)
         record = {"prompt": task.data.prompt_text or "(the environment asks)", "task": data}
@@ -36,11 +36,11 @@ def list_tasks(environment: Any, out: TextIO) -> None:
 
 
 async def rollout(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Runs one rollout. Returns its rewards and metrics by name, or why there are none."""
+    """Runs one rollout. Returns its rewards and metrics by name, or an error message."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig
 
-    variable = f"RFTMEGA_KEY_{asked['id']}"  # the library takes keys by the names of variables
+    variable = f"RFTMEGA_KEY_{asked['id']}"  # the library reads keys from environment variables
     os.environ[variable] = asked["api_key"]
     try:
         kind = type(environment.taskset).task_type()
@@ -60,7 +60,7 @@ async def rollout(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(traces: list[Any]) -> dict[str, Any]:
-    """Returns rewards and metrics by name; behind the agents' names where there are several."""
+    """Returns rewards and metrics by name; prefixed with the agents' names if there are several."""
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for trace in traces:
@@ -75,7 +75,7 @@ def told(traces: list[Any]) -> dict[str, Any]:
 
 
 async def serve(environment: Any, out: TextIO) -> None:
-    """Runs the rollouts that lines of the standard input ask for, until it ends."""
+    """Runs the rollouts requested on standard input until it closes."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -87,7 +87,7 @@ async def serve(environment: Any, out: TextIO) -> None:
     async def run(asked: dict[str, Any]) -> None:
         try:
             found = await rollout(environment, asked)
-        except Exception as error:  # told to who asked: the other rollouts go on
+        except Exception as error:  # reported to the requester: the other rollouts continue
             found = {"error": f"{type(error).__name__}: {error}"}
         say({"id": asked["id"], **found})
 
@@ -109,9 +109,9 @@ async def serve(environment: Any, out: TextIO) -> None:
 
 
 def main(what: str, name: str, options: str) -> None:
-    # beside this file stands one that has the library's name
+    # a file in this folder has the library's name
     sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != HERE]
-    # what an environment prints goes to the log: lines of the standard output are answers
+    # prints of an environment go to the log: standard output carries replies
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     environment = loaded(name, json.loads(options))

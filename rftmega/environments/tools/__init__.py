@@ -1,1 +1,1 @@
-"""Toolsets are the tools that a model may call in a rollout."""
+"""Toolsets provide the tools that a model may call in a rollout."""

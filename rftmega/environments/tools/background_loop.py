@@ -1,4 +1,4 @@
-"""BackgroundLoop runs coroutines in a thread of their own."""
+"""BackgroundLoop runs coroutines in its own thread."""
 
 import asyncio
 import threading
@@ -7,15 +7,15 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-CLOSING = 20.0  # seconds that what is broken off may take to end
+CLOSING = 20.0  # seconds that cancelled tasks may take to end
 Result = TypeVar("Result")
 
 
 class Handover:
     """Handover calls functions in the thread of an event loop, from any thread.
 
-    All that are given until the loop comes to them share one wake-up. Each wake-up is a system call
-    that gives Python's lock away, and the thread of an engine waits milliseconds to get it back.
+    All functions queued until the loop runs them share one wake-up. Each wake-up is a system call
+    that releases Python's GIL, and the engine's thread waits milliseconds to reacquire it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -24,7 +24,7 @@ class Handover:
         self._woken = False
 
     def __call__(self, function: Callable[[], Any]) -> None:
-        """Has `function` called soon; never where the loop is closed."""
+        """Schedules `function` for a call soon; never if the loop is closed."""
         self._given.append(function)
         if self._woken or self.loop.is_closed():
             return
@@ -38,19 +38,19 @@ class Handover:
 
 
 class BackgroundLoop:
-    """BackgroundLoop runs coroutines in an event loop that never stands still.
+    """BackgroundLoop runs coroutines in an event loop that runs continuously.
 
-    The loop of the rollouts is stepped between the steps of an engine. A time limit there would
-    strike whenever the engine takes long, although the reply has come.
+    The rollouts' loop runs only between the steps of an engine. A timeout there would expire
+    whenever a step is slow, although the reply has arrived.
     """
 
     def __init__(self) -> None:
-        """Starts no thread: the first coroutine does."""
+        """Starts no thread; the first coroutine does."""
         self._there: Handover | None = None
-        self._back: Handover | None = None  # to the loop that asked last
+        self._back: Handover | None = None  # to the last caller's loop
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine to its end. Cancelling the caller cancels the coroutine."""
+        """Runs a coroutine to completion. Cancelling the caller cancels the coroutine."""
         there, here = self._started(), asyncio.get_running_loop()
         if self._back is None or self._back.loop is not here:
             self._back = Handover(here)
@@ -73,7 +73,7 @@ class BackgroundLoop:
             raise
 
     async def close(self) -> None:
-        """Breaks off what still runs, and ends the thread; one that blocks is left to itself."""
+        """Cancels running coroutines and ends the thread; a blocked thread is abandoned."""
         if self._there is None:
             return
         loop, self._there = self._there.loop, None
@@ -86,13 +86,13 @@ class BackgroundLoop:
         if self._there is None:
             loop = asyncio.new_event_loop()
             self._there = Handover(loop)
-            # no exit of the process waits for a tool
+            # a daemon thread: tools don't delay the exit of the process
             threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
         return self._there
 
 
 def _settle(reply: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
-    """Gives what came of a task to whoever waits for it, if somebody does."""
+    """Passes the outcome of a task to the waiting future, unless that is done."""
     if task.cancelled():
         reply.cancel()
     elif (error := task.exception()) is not None:

@@ -1,4 +1,4 @@
-"""Makes toolsets of a run's options."""
+"""Construction of toolsets from a run's options."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from rftmega.environments.tools.tool import Toolset
 
 
 class ToolOptions(Protocol):
-    """ToolOptions are the options of an environment that say which tools it has."""
+    """ToolOptions are the options that select an environment's tools."""
 
     @property
     def tools(self) -> Sequence[str]: ...
@@ -32,10 +32,10 @@ class ToolOptions(Protocol):
 
 
 def toolsets_of(options: ToolOptions) -> list[Toolset]:
-    """Returns the toolsets, of which none is open.
+    """Returns the toolsets, none of them open yet.
 
-    Raises ConfigError for options that can't work, without any tool, and for two tools of one name
-    as far as names are known: those of MCP servers are when they are open.
+    Raises ConfigError for invalid options, for no tool at all, and for two tools with the same
+    name; names of MCP tools are unknown until their servers are open.
     """
     found = list(_toolsets(options))
     if not found:

@@ -1,4 +1,6 @@
-"""Reads what a model is told of a Python function: its signature as JSON schema, its docstring."""
+"""Derives a tool's spec from a Python function: JSON schema from its signature, description from
+its docstring.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -17,12 +19,12 @@ PLAIN = "str, int, float, bool, list[...], dict[str, ...], Literal, or one of th
 
 
 class FunctionSchema:
-    """FunctionSchema reads the arguments of one function."""
+    """FunctionSchema is the spec of one function, and validates its arguments."""
 
     def __init__(self, function: Callable[..., Any], name: str, *, bound: bool = False):
         """`bound`: the first argument is `self`.
 
-        Raises ConfigError where the function can't be told to a model.
+        Raises ConfigError if the docstring or signature does not yield a spec.
         """
         self.name = name
         docstring = docstring_parser.parse(inspect.getdoc(function) or "")
@@ -65,9 +67,9 @@ class FunctionSchema:
         return schema
 
     def read(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments as the function's annotations have them: 3.0 is 3 for an int.
+        """Returns the arguments converted to the function's annotations: 3.0 is 3 for an int.
 
-        Raises ToolError where they do not fit.
+        Raises ToolError if they are invalid.
         """
         try:
             fitting: dict[str, Any] = self._adapter.validate_python(arguments)
@@ -89,7 +91,7 @@ def description_told(docstring: Docstring) -> str:
 
 
 def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
-    """Returns what reads the arguments of the function `name`, and no others."""
+    """Returns a validator of the arguments of the function `name`, without extra ones."""
     typed_dict: Any = TypedDict  # a type checker wants it with a name that is written out
     arguments = typed_dict(name, fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
@@ -100,7 +102,7 @@ def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
 
 
 def _field(parameter: inspect.Parameter, hints: dict[str, Any], told: str, name: str) -> Any:
-    """Returns the annotation of an argument with what the docstring says of it."""
+    """Returns the annotation of an argument, with its description from the docstring."""
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         raise ConfigError(
             f"{OPTION}: {name} takes {parameter}, but a model gives arguments by their names. Write them out."
@@ -123,7 +125,9 @@ def _unfit(name: str, what: str, error: Exception) -> ConfigError:
 
 
 def _without_titles(schema: Any, *, names: bool = False) -> Any:
-    """Returns a schema without the titles that pydantic writes. `names`: its keys are arguments."""
+    """Returns a schema without the titles that pydantic adds. `names`: its keys are argument
+    names.
+    """
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):

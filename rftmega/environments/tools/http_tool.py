@@ -1,4 +1,4 @@
-"""Tools that a web server runs, one address each."""
+"""Tools behind HTTP endpoints, one URL each."""
 
 import json
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from rftmega.core.types import Prompt
 from rftmega.environments.tools.tool import NO_ARGUMENTS, PlainSession, ToolError, ToolSpec
 from rftmega.environments.tools.web_address import bearer, checked_address
 
-LARGEST_REPLY = 4 << 20  # bytes that are read of a reply
-SHOWN = 200  # characters of a reply that a fault quotes
-CONNECTIONS = 256  # of one process at a time
+LARGEST_REPLY = 4 << 20  # maximum bytes read of a reply
+SHOWN = 200  # characters of a reply quoted in an error
+CONNECTIONS = 256  # concurrent, per process
 
 
 class HTTPTools:
-    """HTTPTools is a toolset of web addresses, which keep no state of a rollout."""
+    """HTTPTools is a toolset of HTTP endpoints without state per rollout."""
 
     stateful = False
 
     def __init__(self, tools: Sequence[HTTPTool]):
-        """Raises ConfigError where a tool lacks something, or its key is not there."""
+        """Raises ConfigError if a tool lacks a field, or its key is not set."""
         self._tools = {tool.name: tool for tool in tools}
         self.names = [tool.name for tool in tools]
         self._specs = [_spec(tool) for tool in tools]
@@ -34,10 +34,10 @@ class HTTPTools:
         self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> list[ToolSpec]:
-        """Connects to nothing yet."""
+        """Creates the client; connects to nothing yet."""
         if self._client is None:
             limits = httpx.Limits(max_connections=CONNECTIONS)
-            # the runner limits a call as a whole
+            # the runner enforces the time limit of a call
             self._client = httpx.AsyncClient(timeout=None, limits=limits)
         return self._specs
 
@@ -61,14 +61,14 @@ class HTTPSession(PlainSession):
         tools: dict[str, HTTPTool],
         headers: dict[str, dict[str, str]],
     ):
-        """`headers`: of each tool."""
+        """`headers`: by tool."""
         self._client, self._tools, self._headers = client, tools, headers
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the body of the answer.
+        """Posts the arguments and returns the response body.
 
-        Raises ToolError for status 4xx but 429, InfrastructureFault for any other but 2xx, and where
-        there is no answer.
+        Raises ToolError for status 4xx except 429, InfrastructureFault for any other status except
+        2xx, and if there is no response.
         """
         try:
             content = json.dumps(arguments, allow_nan=False).encode()
@@ -89,7 +89,7 @@ class HTTPSession(PlainSession):
         )
 
     async def _posted(self, name: str, content: bytes) -> tuple[int, str]:
-        """Returns (status, reply), which is cut at LARGEST_REPLY."""
+        """Returns (status, body), cut at LARGEST_REPLY."""
         reply = bytearray()
         post = self._client.stream(
             "POST", self._tools[name].url, content=content, headers=self._headers[name]
@@ -106,12 +106,12 @@ class HTTPSession(PlainSession):
 def _decoded(reply: bytes, encoding: str) -> str:
     try:
         return reply.decode(encoding, errors="replace")
-    except LookupError:  # there is no such encoding
+    except LookupError:  # unknown encoding
         return reply.decode(errors="replace")
 
 
 def _spec(tool: HTTPTool) -> ToolSpec:
-    """Returns what the model is told of a tool. Raises ConfigError for what lacks."""
+    """Returns the spec of a tool. Raises ConfigError for an empty field or an invalid URL."""
     for field in ("name", "description", "url"):
         if not getattr(tool, field):
             raise ConfigError(f"{_option(tool)}: {field} is empty.")

@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol, over the official client."""
+"""Tools of Model Context Protocol servers, through the official client."""
 
 import asyncio
 import logging
@@ -14,19 +14,19 @@ from rftmega.core.types import Prompt
 from rftmega.environments.tools.tool import PlainSession, ToolError, ToolSpec
 from rftmega.environments.tools.web_address import bearer, checked_address
 
-if TYPE_CHECKING:  # takes half a second, which runs without such tools need not spend
+if TYPE_CHECKING:  # its import takes half a second
     from mcp import Client
 
 log = logging.getLogger(__name__)
-ENDING = 15.0  # seconds that a connection may take to end; its client kills the server after 4
-PAGES = 100  # of tools that are asked for
+ENDING = 15.0  # seconds that closing a connection may take; its client kills the server after 4
+PAGES = 100  # maximum pages of the tool list
 
 
 class MCPTools:
     """MCPTools is the toolset of one server."""
 
     def __init__(self, options: MCPServer):
-        """Raises ConfigError for options that do not fit each other. Connects to nothing yet."""
+        """Raises ConfigError for inconsistent options. Connects to nothing yet."""
         option = f"environment.mcp ({options.name or 'without a name'})"
         if not options.name or bool(options.command) == bool(options.url):
             raise ConfigError(f"{option}: give a name, and a command or a url.")
@@ -42,16 +42,17 @@ class MCPTools:
             checked_address(options.url, option)
         self.headers = bearer(options.key_env, option)
         self.options, self.option = options, option
-        self.names: list[str] = []  # known when it is open
+        self.names: list[str] = []  # known once it is open
         self.stateful = options.per_rollout
         self._shared: Connection | None = None
         self._specs: list[ToolSpec] | None = None
         self._connecting = asyncio.Lock()
 
     async def open(self) -> list[ToolSpec]:
-        """Connects, and asks for the tools.
+        """Connects and lists the tools.
 
-        Raises InfrastructureFault where there is no server, ConfigError for a tool that it has not.
+        Raises InfrastructureFault if there is no server, ConfigError if the options name a tool
+        that it lacks.
         """
         if self._specs is None:
             connection = await self.connection()
@@ -67,13 +68,13 @@ class MCPTools:
         return MCPSession(self)
 
     async def close(self) -> None:
-        """Ends the connection that rollouts share."""
+        """Closes the shared connection."""
         shared, self._shared = self._shared, None
         if shared is not None:
             await shared.close()
 
     async def connection(self) -> "Connection":
-        """Returns the connection that rollouts share; a new one where the last has ended."""
+        """Returns the shared connection; reconnects if it has ended."""
         async with self._connecting:
             if self._shared is None or self._shared.ended:
                 await self.close()
@@ -81,7 +82,7 @@ class MCPTools:
             return self._shared
 
     async def connected(self) -> "Connection":
-        """Returns a new connection. Raises InfrastructureFault where there is none in time."""
+        """Returns a new connection. Raises InfrastructureFault if it is not ready in time."""
         connection = Connection(self)
         try:
             async with asyncio.timeout(self.options.start_seconds):
@@ -96,7 +97,7 @@ class MCPTools:
         return connection
 
     def _chosen(self, listed: list[Any]) -> list[ToolSpec]:
-        """Returns the tools that the options name. Raises ConfigError for one that is not there."""
+        """Returns the tools that the options name. Raises ConfigError for one that is missing."""
         known = [tool.name for tool in listed]
         wanted = {*self.options.tools, *self.options.idempotent}
         if missing := sorted(wanted.difference(known)):
@@ -122,7 +123,7 @@ class MCPTools:
 
 
 class MCPSession(PlainSession):
-    """MCPSession is what one rollout calls: the connection that all share, or one of its own."""
+    """MCPSession calls tools for one rollout, over the shared connection or its own."""
 
     def __init__(self, tools: MCPTools):
         """Connects to nothing yet."""
@@ -130,9 +131,9 @@ class MCPSession(PlainSession):
         self._held: Connection | None = None
 
     async def ready(self) -> None:
-        """Connects, or takes the connection that rollouts share.
+        """Connects, or takes the shared connection.
 
-        One of the rollout's own is not made anew when it has ended: its state is lost.
+        A rollout's own connection is not reopened after it ended, since its state is lost.
         """
         if not self._tools.options.per_rollout:
             self._held = await self._tools.connection()
@@ -142,26 +143,26 @@ class MCPSession(PlainSession):
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Returns the text of the result.
 
-        Raises ToolError where the server says that the call failed, InfrastructureFault where the
-        server is gone.
+        Raises ToolError if the server reports a failed call, InfrastructureFault if the server is
+        gone.
         """
         assert self._held is not None
         return await self._held.call(name, arguments)
 
     async def close(self) -> None:
-        """Ends a connection of the rollout's own."""
+        """Closes the rollout's own connection."""
         held, self._held = self._held, None
         if held is not None and self._tools.options.per_rollout:
             await held.close()
 
 
 class Connection:
-    """Connection keeps a client of a server in a task of its own: the client must be closed by
-    the task that opened it.
+    """Connection keeps a client in its own task, since the client must be closed by the task that
+    opened it.
     """
 
     def __init__(self, tools: MCPTools):
-        """Begins to connect."""
+        """Starts to connect."""
         self._tools, self.option = tools, tools.option
         self._closing = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -170,11 +171,11 @@ class Connection:
 
     @property
     def ended(self) -> bool:
-        """Says that the connection can't be used any more."""
+        """Returns whether the connection is unusable."""
         return self._lost or self._task.done()
 
     async def ready(self) -> None:
-        """Waits for the connection. Raises InfrastructureFault where there is none."""
+        """Waits for the connection. Raises InfrastructureFault if it fails."""
         await asyncio.shield(self._client)
 
     async def tools(self) -> list[Any]:
@@ -198,9 +199,9 @@ class Connection:
         return text
 
     async def close(self) -> None:
-        """Ends the connection, and the server where a command started it."""
+        """Closes the connection, and stops a server that a command started."""
         self._closing.set()
-        if not self._client.done():  # it does not look at that yet
+        if not self._client.done():  # the task does not wait for the event yet
             self._task.cancel()
         _, waiting = await asyncio.wait([self._task], timeout=ENDING)
         for task in waiting:
@@ -209,8 +210,8 @@ class Connection:
     async def _asked(self, work: Any) -> Any:
         """Waits for a reply.
 
-        Raises ToolError for an error that the server answers with, InfrastructureFault where it
-        answers nothing.
+        Raises ToolError for an invalid-parameters error of the server, InfrastructureFault for all
+        other failures.
         """
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
@@ -224,22 +225,22 @@ class Connection:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from error
-            self._lost = True  # also where the server has forgotten the session
+            self._lost = True  # also if the server has forgotten the session
             raise InfrastructureFault(f"{self.option}: {error.message}.") from error
         except InfrastructureFault:
             raise
-        except Exception as error:  # a result that breaks the protocol, a stream that is closed
+        except Exception as error:  # a protocol violation, a closed stream
             raise InfrastructureFault(f"{self.option}: {described(_innermost(error))}.") from error
         finally:
             asked.cancel()
 
     async def _keep(self) -> None:
-        """Connects, and keeps the connection until it is to be closed or the server is gone."""
+        """Connects, and keeps the connection open until it is closed or the server is gone."""
         try:
             async with opened(self._tools) as client:
                 self._client.set_result(client)
                 await self._closing.wait()
-        except Exception as error:  # whatever the client, anyio's groups and the system raise
+        except Exception as error:  # of the client, anyio's groups or the system
             if not self._client.done():
                 command = self._tools.options.command
                 advice = f" Try `{shlex.join(command)}` by hand." if command else ""
@@ -247,7 +248,7 @@ class Connection:
                     f"{self.option}: no connection to the server: {_innermost(error)!r}.{advice}"
                 )
                 self._client.set_exception(InfrastructureFault(fault))
-                self._client.exception()  # told to whoever waits, if anybody does
+                self._client.exception()  # marks it as retrieved if no caller waits
             elif not self._closing.is_set():
                 log.warning("%s: the connection has ended: %r.", self.option, _innermost(error))
 
@@ -278,7 +279,7 @@ def _http_client(headers: dict[str, str]) -> Any:
 
 
 def _text(block: Any) -> str:
-    """Returns what a model is told of a part of a result: only text can be told."""
+    """Returns the text of a content block, or its type in brackets if it has none."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and getattr(block.resource, "text", None) is not None:

@@ -1,4 +1,4 @@
-"""Python functions of a user's own as tools, and classes whose methods are tools with a state."""
+"""A user's Python functions as tools, and classes whose methods are stateful tools."""
 
 import asyncio
 import inspect
@@ -18,21 +18,21 @@ from rftmega.environments.tools.function_schema import OPTION, FunctionSchema
 from rftmega.environments.tools.tool import PlainSession, ToolError, ToolSpec
 
 log = logging.getLogger(__name__)
-# methods of a class that the environment calls, and no model
+# methods of a class that the environment calls, hidden from the model
 OURS = ("begin", "turn_reward", "rewards", "close")
 MAKING = 60.0  # seconds that an object and its begin() may take
 CLOSING = 30.0  # seconds that an object's close() may take
-MOST_THREADS = 2000  # that have not ended, in one process
+MOST_THREADS = 2000  # unfinished threads, per process
 
 _running = 0  # calls in threads
 _counting = threading.Lock()
 
 
 class PythonFunctions:
-    """PythonFunctions is a toolset of functions without a state.
+    """PythonFunctions is a toolset of stateless functions.
 
-    Functions run in threads, coroutines in a loop of their own: one that blocks holds up other
-    coroutines of the user's, and nothing else.
+    Functions run in threads, coroutines in a separate loop: a blocking coroutine delays only other
+    coroutines of the user.
     """
 
     stateful = False
@@ -40,7 +40,7 @@ class PythonFunctions:
     def __init__(self, references: Sequence[str]):
         """`references`: FILE.py:FUNCTION or MODULE:FUNCTION.
 
-        Raises ConfigError where there is none, or one that can't be told to a model.
+        Raises ConfigError if one does not exist or does not yield a tool spec.
         """
         self.names = [name_of(reference) for reference in references]
         self._functions = {name_of(each): function_of(each, OPTION) for each in references}
@@ -56,12 +56,12 @@ class PythonFunctions:
         return FunctionSession(self._functions, self._schemas, self._loop)
 
     async def close(self) -> None:
-        """Breaks off coroutines; functions that still run are left to themselves."""
+        """Cancels coroutines; running functions are abandoned."""
         await self._loop.close()
 
 
 class FunctionSession(PlainSession):
-    """FunctionSession calls functions, and keeps nothing."""
+    """FunctionSession calls functions and keeps no state."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class FunctionSession(PlainSession):
 
 
 class PythonClass:
-    """PythonClass is a toolset of the public methods of a class, of which each rollout has an
-    object.
-    """
+    """PythonClass is a toolset of the public methods of a class, instantiated once per rollout."""
 
     stateful = True
 
     def __init__(self, reference: str):
-        """Raises ConfigError where there is no such class, or it has no method to tell a model of."""
+        """Raises ConfigError if the class does not exist, or has no methods that yield tool
+        specs.
+        """
         named: Any = function_of(reference, OPTION)
         self._class: type = named
         if any(each.default is each.empty for each in _given_to(self._class)):
@@ -107,12 +107,12 @@ class PythonClass:
         return ObjectSession(self._class, self._schemas, self._loop, task)
 
     async def close(self) -> None:
-        """Breaks off coroutines; methods that still run are left to themselves."""
+        """Cancels coroutines; running methods are abandoned."""
         await self._loop.close()
 
 
 class ObjectSession:
-    """ObjectSession is one rollout's object of a class."""
+    """ObjectSession is one rollout's instance of a class."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class ObjectSession:
         loop: BackgroundLoop,
         task: Prompt | None,
     ):
-        """The object is made when something is asked of it. `loop` runs coroutines."""
+        """The instance is created on first use. `loop` runs coroutines."""
         self._class, self._schemas, self._loop, self._task = made, schemas, loop, task
         self._object: Any = None
         self._making = asyncio.Lock()
 
     async def ready(self) -> None:
-        """Makes the object. Raises InfrastructureFault where that takes too long."""
+        """Creates the instance. Raises InfrastructureFault if that takes too long."""
         try:
             async with asyncio.timeout(MAKING):
                 await self._held()
@@ -141,21 +141,21 @@ class ObjectSession:
         return await reply_of(method, self._schemas[name], arguments, self._loop)
 
     async def turn_reward(self) -> float | None:
-        """Asks the object's own `turn_reward`, where it has one."""
+        """Calls the instance's own `turn_reward`, if it has one."""
         if not hasattr(self._class, "turn_reward"):
             return None
         worth = await _result((await self._held()).turn_reward, self._loop)
         return None if worth is None else float(worth)
 
     async def rewards(self) -> dict[str, float]:
-        """Asks the object's own `rewards`, where it has one."""
+        """Calls the instance's own `rewards`, if it has one."""
         if not hasattr(self._class, "rewards"):
             return {}
         parts = await _result((await self._held()).rewards, self._loop)
         return {name: float(worth) for name, worth in parts.items()}
 
     async def close(self) -> None:
-        """Calls the object's own `close`, where it has one, for at most CLOSING seconds."""
+        """Calls the instance's own `close`, if it has one, for at most CLOSING seconds."""
         held, self._object = self._object, None
         close = getattr(held, "close", None)
         if close is None:
@@ -163,11 +163,11 @@ class ObjectSession:
         try:
             async with asyncio.timeout(CLOSING):
                 await _result(close, self._loop)
-        except Exception as error:  # the object's own; the rollout has ended
+        except Exception as error:  # of the user's code; the rollout has ended
             log.warning("close() of %s failed.", type(held).__name__, exc_info=error)
 
     async def _held(self) -> Any:
-        """Returns the object, which hears the task first where it has a method `begin`."""
+        """Returns the instance; a new one gets the task first if it has a method `begin`."""
         async with self._making:
             if self._object is None:
                 made = await in_thread(self._class)
@@ -183,24 +183,24 @@ async def reply_of(
     arguments: dict[str, Any],
     loop: BackgroundLoop,
 ) -> str:
-    """Calls a function and returns what it returns as text: text as it is, all else as JSON.
+    """Calls a function and returns its result as text: strings unchanged, all else as JSON.
 
-    Raises ToolError with what it raises, but for InfrastructureFault.
+    Raises ToolError for any exception of the function except InfrastructureFault.
     """
     try:
         given = schema.read(arguments)
         return await _result(partial(function, **given), loop, told=_text)
     except (ToolError, InfrastructureFault):
         raise
-    except Exception as error:  # the function's own, whatever it is: the model is told
+    except Exception as error:  # any error of the function is reported to the model
         log.debug("The tool %s raised an error.", schema.name, exc_info=error)
         raise ToolError(described(error)) from error
 
 
 def _text(value: Any) -> str:
-    """Returns what a function returned as text: text as it is, all else as JSON."""
+    """Returns the result of a function as text: strings unchanged, all else as JSON."""
     if isinstance(value, str):
-        return str.__str__(value)  # of a class of its own, without its methods
+        return str.__str__(value)  # a plain str, also for a subclass
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -209,10 +209,10 @@ async def _result(
     loop: BackgroundLoop,
     told: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """Calls a function in a thread, and `told` with what it returns. Waits in `loop` for a coroutine
-    that it returns. Nothing of the user's runs elsewhere, the text of its objects included.
+    """Calls a function in a thread, and `told` with its result; awaits a returned coroutine in
+    `loop`. All user code runs there, including the conversion of its objects to text.
     """
-    if inspect.iscoroutinefunction(function):  # the call runs nothing of the user's yet
+    if inspect.iscoroutinefunction(function):  # the call itself runs no user code
         return await loop.run(_contained(function(), told))
 
     def called() -> Any:
@@ -224,7 +224,7 @@ async def _result(
 
 
 async def _contained(work: Awaitable[Any], told: Callable[[Any], Any]) -> Any:
-    """Waits, and raises RuntimeError for what would end the loop."""
+    """Awaits `work`; raises RuntimeError for exceptions that would end the loop."""
     try:
         return told(await work)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -232,10 +232,10 @@ async def _contained(work: Awaitable[Any], told: Callable[[Any], Any]) -> Any:
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread of its own, which no exit of the process waits for.
+    """Runs `work` in its own daemon thread, which does not delay the exit of the process.
 
-    Cancelled, it leaves the thread to itself: Python can't end one. Raises InfrastructureFault
-    where very many have not ended.
+    A cancelled call leaves its thread running, since Python can't end one. Raises
+    InfrastructureFault if MOST_THREADS calls are unfinished.
     """
     global _running
     future: Future[Any] = Future()
@@ -244,10 +244,10 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         global _running
         try:
             outcome, error = work(), None
-        except BaseException as raised:  # raised again where somebody waits for it
+        except BaseException as raised:  # raised again in the waiting task
             outcome, error = None, raised
             if isinstance(raised, StopIteration) or not isinstance(raised, Exception):
-                # no future takes it, or it would end the loop
+                # futures refuse it, or it would end the loop
                 error = RuntimeError(described(raised, call=True))
         with _counting:
             _running -= 1
@@ -270,7 +270,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def public_methods(kind: type) -> dict[str, Any]:
-    """Returns name -> function of the methods that a model may call, those of bases included."""
+    """Returns name -> function of the methods that a model may call, inherited ones included."""
     found = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
@@ -280,7 +280,7 @@ def public_methods(kind: type) -> dict[str, Any]:
 
 
 def _given_to(kind: Any) -> list[inspect.Parameter]:
-    """Returns the parameters that a class is called with."""
+    """Returns the parameters of a class's constructor, without variadic ones."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     every = inspect.signature(kind).parameters.values()
     return [each for each in every if each.kind not in variadic]

@@ -1,4 +1,4 @@
-"""A Python interpreter in the sandbox (rftmega/sandbox) as a tool."""
+"""A sandboxed Python interpreter (rftmega/sandbox) as a tool."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,9 @@ from rftmega.environments.tools.tool import PlainSession, ToolError, ToolSpec
 log = logging.getLogger(__name__)
 NAME = "python"
 ROOT = Path(__file__).parents[3]
-STARTING = 60.0  # seconds for the sandbox itself to start, on a busy machine
-ENDING = 10.0  # seconds for it to end all that it started
-LONGEST_LINE = 8 << 20  # bytes of a reply: what is kept of an output, as JSON
+STARTING = 60.0  # seconds for the sandbox to start, on a busy machine
+ENDING = 10.0  # seconds for it to end all its processes
+LONGEST_LINE = 8 << 20  # bytes of a reply: the retained output, as JSON
 CODE = {
     "type": "object",
     "properties": {"code": {"type": "string", "description": "Python code."}},
@@ -30,8 +30,8 @@ CODE = {
 
 
 class SandboxTools:
-    """SandboxTools is the toolset of one tool, `python`. Each rollout has an interpreter of its
-    own, from its first call on.
+    """SandboxTools is the toolset of one tool, `python`. Each rollout has its own interpreter,
+    started at its first call.
     """
 
     stateful = True
@@ -40,20 +40,20 @@ class SandboxTools:
         """Starts nothing yet."""
         self.options = options
         self.names = [NAME]
-        self.namespaces: bool | None = None  # whether they can be had here; None: nobody has looked
+        self.namespaces: bool | None = None  # whether they are available here; None: not tried yet
         description = (
             "Runs Python code and returns what it prints and the value of a last expression. "
             "Names stay from one call to the next. There is no network. "
             f"One call may take {options.seconds:g} seconds."
         )
-        # the sandbox keeps the limit of a call; what is later is the sandbox's failure
+        # the sandbox enforces the limit of a call; exceeding this one is its own failure
         limit = options.seconds + ENDING
         self._spec = ToolSpec(NAME, description, CODE, late_is_fault=True, seconds=limit)
 
     async def open(self) -> list[ToolSpec]:
-        """Tries the sandbox out.
+        """Tests the sandbox.
 
-        Raises ConfigError where this machine has none, InfrastructureFault where it fails.
+        Raises ConfigError if this machine supports none, InfrastructureFault if it fails.
         """
         if self.namespaces is None:
             session = SandboxSession(self)
@@ -67,10 +67,10 @@ class SandboxTools:
         return SandboxSession(self)
 
     async def close(self) -> None:
-        """Has nothing to end: sessions end their interpreters."""
+        """Does nothing: sessions end their interpreters."""
 
     def learn(self, lacks: dict[str, bool]) -> None:
-        """Remembers what the machine lacks, and tells it once."""
+        """Records the features that the machine lacks, and warns of them once."""
         if self.namespaces is None and lacks["namespaces"]:
             missing = ", ".join(name for name, lacking in lacks.items() if lacking)
             log.warning(
@@ -80,7 +80,7 @@ class SandboxTools:
         self.namespaces = not lacks["namespaces"]
 
     def job(self) -> dict[str, Any]:
-        """Returns the job as the sandbox reads it."""
+        """Returns the job description for the sandbox."""
         return {
             "seconds": self.options.processor_seconds,
             "call_seconds": self.options.seconds,
@@ -99,9 +99,10 @@ class SandboxSession(PlainSession):
         self._ending: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Starts an interpreter where none is left.
+        """Starts an interpreter if none is running.
 
-        Raises InfrastructureFault where it can't, ConfigError where this machine has no sandbox.
+        Raises InfrastructureFault if it can't start, ConfigError if this machine supports no
+        sandbox.
         """
         if self._process is not None:
             return
@@ -117,15 +118,15 @@ class SandboxSession(PlainSession):
             raise
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns what the code printed.
+        """Runs code and returns its output.
 
-        Raises ToolError where it raised, took too long or ended the interpreter,
-        InfrastructureFault where the sandbox failed.
+        Raises ToolError if the code raised, took too long or ended the interpreter,
+        InfrastructureFault if the sandbox failed.
         """
         assert self._process is not None
         try:
             reply = await self._asked(self._process, arguments["code"].encode(errors="replace"))
-        except BaseException:  # cancelled as well: a reply that is still to come is nobody's
+        except BaseException:  # also if cancelled: the next call must not read a late reply
             await self.close()
             raise
         text, ended = reply["text"], reply["ended"]
@@ -139,12 +140,12 @@ class SandboxSession(PlainSession):
         return str(text)
 
     async def close(self) -> None:
-        """Ends the interpreter and all that it started."""
+        """Ends the interpreter and all its processes."""
         process, self._process = self._process, None
         if process is not None:
             self._ending = asyncio.create_task(_end(process))
         if self._ending is not None:
-            await asyncio.shield(self._ending)  # it goes on where a call was cancelled
+            await asyncio.shield(self._ending)  # continues if the call is cancelled
 
     async def _started(self) -> asyncio.subprocess.Process:
         """Returns a sandbox that is ready for code."""
@@ -162,7 +163,7 @@ class SandboxSession(PlainSession):
             )
         except OSError as error:
             raise InfrastructureFault(f"environment.sandbox can't be started: {error}.") from error
-        self._process = process  # closed, whatever becomes of the start
+        self._process = process  # so that `close` ends it even if the start fails
         job = json.dumps(self._tools.job()).encode()
         header = json.dumps({"size": len(job), "tests": 0}).encode() + b"\n"
         told = await self._said(process, header + job)
@@ -176,15 +177,17 @@ class SandboxSession(PlainSession):
         return await self._said(process, header + code)
 
     async def _said(self, process: asyncio.subprocess.Process, asked: bytes) -> dict[str, Any]:
-        """Returns the sandbox's next line. Raises InfrastructureFault where it has failed."""
+        """Sends a request and returns the sandbox's next line. Raises InfrastructureFault if it
+        failed.
+        """
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # it has ended; what it said before is there
+        with contextlib.suppress(ConnectionError):  # it has ended; its output is still readable
             process.stdin.write(asked)
             await process.stdin.drain()
         try:
             line = await process.stdout.readline()
             told: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
-        except (ValueError, RecursionError) as error:  # a line without an end, or no JSON
+        except (ValueError, RecursionError) as error:  # an unterminated line, or invalid JSON
             raise InfrastructureFault(
                 f"environment.sandbox: the sandbox's reply can't be read: {error}."
             ) from error
@@ -196,9 +199,9 @@ class SandboxSession(PlainSession):
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Lets a sandbox end all that it started; kills it where it does not within ENDING seconds."""
+    """Ends a sandbox and its processes; kills them if they don't end within ENDING seconds."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()  # its order to end
+    process.stdin.close()  # signals it to end
     try:
         async with asyncio.timeout(ENDING):
             await process.stdout.read()

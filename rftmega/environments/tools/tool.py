@@ -1,7 +1,7 @@
-"""Defines tools, and who is to blame where one fails.
+"""Tools and their failures.
 
-A ToolError is the model's failure: it is told to the model, and the rollout goes on. An
-InfrastructureFault (rftmega/core/errors.py) is nobody's in the rollout, which is then run again.
+A ToolError is the model's failure: its text is returned to the model, and the rollout continues. An
+InfrastructureFault (rftmega/core/errors.py) is not caused by the rollout, which is then run again.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolError(Exception):
-    """A call that fails by what the model asked for; its text is told to the model."""
+    """A call that fails because of the model's request; its text is returned to the model."""
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """ToolSpec is what the model is told of a tool, and how the tool may be called."""
+    """ToolSpec is the description of a tool for the model, with its call settings."""
 
     name: str
     description: str
     parameters: dict[str, Any]  # JSON schema of the arguments, an object
-    late_is_fault: bool = False  # a call that takes too long is not the model's failure
-    idempotent: bool = False  # a failed call may be made again
-    seconds: float = 0.0  # that one call may take; 0: as the limits say
+    late_is_fault: bool = False  # a timeout is not the model's failure
+    idempotent: bool = False  # a failed call may be repeated
+    seconds: float = 0.0  # time limit of one call; 0: that of the limits
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where `parameters` is no JSON schema of an object."""
+        """Raises ConfigError if `parameters` is not the JSON schema of an object."""
         try:
             Draft202012Validator.check_schema(self.parameters)
         except SchemaError as error:
@@ -48,7 +48,7 @@ class ToolSpec:
             )
 
     def openai(self) -> dict[str, Any]:
-        """Returns the tool as the API of OpenAI, and chat templates, have it."""
+        """Returns the tool in the format of OpenAI's API and chat templates."""
         told = {
             "name": self.name,
             "description": self.description,
@@ -57,7 +57,9 @@ class ToolSpec:
         return {"type": "function", "function": told}
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """Returns the arguments. Raises ToolError that says how they do not fit the schema."""
+        """Returns the arguments. Raises ToolError, naming the mismatch, if they do not fit the
+        schema.
+        """
         try:
             wrong = best_match(self._validator.iter_errors(arguments))
         except Exception as error:  # a number too large for the schema's arithmetic, a broken $ref
@@ -72,39 +74,37 @@ class ToolSpec:
 
     @cached_property
     def _validator(self) -> Draft202012Validator:
-        # without a registry of its own a $ref to an address would be fetched
+        # an empty registry, so that a $ref to a URL is not fetched
         return Draft202012Validator(self.parameters, registry=Registry())
 
 
 class ToolSession(Protocol):
-    """ToolSession holds what tools keep of one rollout."""
+    """ToolSession holds the tools' state of one rollout."""
 
     async def ready(self) -> None:
-        """Starts what a call needs, in a time of its own: it does not count as the call's.
+        """Starts what a call needs; the time is not counted as the call's.
 
-        Raises InfrastructureFault.
+        Raises InfrastructureFault if that fails.
         """
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the reply. `ready` comes before.
+        """Returns the reply. `ready` must be called before.
 
-        Raises ToolError or InfrastructureFault. May be cancelled where it takes too long.
+        Raises ToolError or InfrastructureFault. Is cancelled if it exceeds its time limit.
         """
 
     async def turn_reward(self) -> float | None:
-        """Returns what the answer is worth whose calls were just made; None: it is not known."""
+        """Returns the reward of the turn whose calls just ran; None if there is none."""
 
     async def rewards(self) -> dict[str, float]:
-        """Returns what the rollout is worth at its end, in named parts."""
+        """Returns the rollout's reward components at its end, by name."""
 
     async def close(self) -> None:
-        """Ends it, whatever is still running."""
+        """Ends the session and all running work."""
 
 
 class PlainSession:
-    """PlainSession is the part of a session that gives no rewards, and has nothing to start and to
-    end.
-    """
+    """PlainSession is the base of sessions without rewards, startup or cleanup."""
 
     async def ready(self) -> None:
         """Does nothing."""
@@ -120,21 +120,21 @@ class PlainSession:
 
 
 class Toolset(Protocol):
-    """Toolset is a source of tools. All its methods but `session` run in one event loop that never
-    stands still (background_loop.py), those of its sessions as well.
+    """Toolset is a source of tools. All its methods except `session`, and those of its sessions,
+    run in one continuously running event loop (background_loop.py).
     """
 
-    stateful: bool  # calls of one rollout come one after another
-    names: list[str]  # of its tools, as far as they are known before `open`
+    stateful: bool  # calls of one rollout run one after another
+    names: list[str]  # of its tools, as far as known before `open`
 
     async def open(self) -> Sequence[ToolSpec]:
         """Returns its tools. May be called again.
 
-        Raises ConfigError, or InfrastructureFault where a server can't be reached.
+        Raises ConfigError, or InfrastructureFault if a server can't be reached.
         """
 
     def session(self, task: Prompt | None = None) -> ToolSession:
-        """Returns what the rollout of a task calls; opens nothing yet."""
+        """Returns the session for the rollout of a task; opens nothing yet."""
 
     async def close(self) -> None:
-        """Ends what `open` and sessions began."""
+        """Ends everything that `open` and sessions started."""

@@ -1,4 +1,4 @@
-"""Calls tools within limits."""
+"""Execution of tool calls within limits."""
 
 import asyncio
 import time
@@ -19,22 +19,24 @@ Run = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
 
 
 class ToolReply(NamedTuple):
-    """ToolReply is what the model is told of a call."""
+    """ToolReply is the reply to a call, as returned to the model."""
 
     text: str
-    failed: bool  # by what the model asked for
-    seconds: float  # that the call took, with all its attempts
+    failed: bool  # because of the model's request
+    seconds: float  # duration of the call, with all its attempts
 
 
 class OfferedTool(NamedTuple):
-    """OfferedTool is a tool, and which of the toolsets it is of."""
+    """OfferedTool is a tool with the index of its toolset."""
 
     spec: ToolSpec
     toolset: int
 
 
 class ToolRunner:
-    """ToolRunner calls the tools of one rollout, and counts. Use it as a context."""
+    """ToolRunner runs the tool calls of one rollout and counts them. Use it as a context
+    manager.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class ToolRunner:
         run: Run | None = None,
         stateful: Sequence[bool] = (),
     ):
-        """Takes a session of each toolset. `run` runs a coroutine where those of the sessions must
-        run; None: here. `stateful`: of each session, whether its calls wait for each other.
+        """Takes a session of each toolset. `run` runs a coroutine in the sessions' loop; None: in
+        the current one. `stateful`: for each session, whether its calls run one at a time.
         """
         self._sessions, self._tools, self._limits = sessions, tools, limits
         self._run: Run = run or _here
@@ -56,7 +58,7 @@ class ToolRunner:
         ]
         self.measures = {
             "tool_calls": 0.0,
-            "tool_errors": 0.0,  # of the model's
+            "tool_errors": 0.0,  # errors of the model
             "tool_retries": 0.0,
             "tool_seconds": 0.0,
         }
@@ -73,9 +75,10 @@ class ToolRunner:
         await self.close()
 
     async def call(self, name: str, arguments: Any) -> ToolReply:
-        """Returns the reply, or what the model did wrong. `arguments`: a JSON object, as read.
+        """Runs a call and returns the reply, or the model's error. `arguments`: parsed JSON.
 
-        Raises InfrastructureFault where something else than the model failed, after all attempts.
+        Raises InfrastructureFault if the call failed through no fault of the model, after all
+        attempts.
         """
         self.measures["tool_calls"] += 1
         began, failed = time.monotonic(), False
@@ -83,7 +86,7 @@ class ToolRunner:
             tool = self._tool(name)
             given = tool.spec.check(arguments)
             async with self._turns[tool.toolset]:
-                began = time.monotonic()  # what others took is not this call's
+                began = time.monotonic()  # excludes the wait for other calls
                 text = await self._run(self._attempts(tool, given))
         except ToolError as error:
             text, failed = f"error: {error}", True
@@ -94,14 +97,14 @@ class ToolRunner:
         return ToolReply(shortened(text, self._limits.characters), failed, seconds)
 
     def refuse(self) -> None:
-        """Counts a call that could not be read, as one that the model did wrong."""
+        """Counts a call that could not be parsed as the model's error."""
         self.measures["tool_calls"] += 1
         self.measures["tool_errors"] += 1
 
     async def turn_reward(self) -> float | None:
-        """Returns the sum of what tools say that the last answer is worth; None where none says.
+        """Returns the sum of the tools' turn rewards; None if no tool has one.
 
-        Raises InfrastructureFault where they take too long.
+        Raises InfrastructureFault if they take too long.
         """
         asked = self._with_own("turn_reward")
         said = await self._asked([session.turn_reward() for session in asked])
@@ -109,9 +112,9 @@ class ToolRunner:
         return sum(known) if known else None
 
     async def rewards(self) -> dict[str, float]:
-        """Returns what tools say that the rollout is worth, in named parts.
+        """Returns the tools' reward components of the rollout, by name.
 
-        Raises InfrastructureFault where they take too long.
+        Raises InfrastructureFault if they take too long.
         """
         asked = self._with_own("rewards")
         said = await self._asked([session.rewards() for session in asked])
@@ -123,8 +126,8 @@ class ToolRunner:
             await self._run(_close_all(ended))
 
     def _with_own(self, method: str) -> list[ToolSession]:
-        """Returns the sessions that do something in a method which a PlainSession leaves empty: a
-        way to another thread and back is not for nothing, once a turn.
+        """Returns the sessions that override a method of PlainSession, to avoid needless switches
+        to another thread every turn.
         """
         plain = getattr(PlainSession, method)
         return [each for each in self._sessions if getattr(type(each), method) is not plain]
@@ -141,7 +144,7 @@ class ToolRunner:
         return self._tools[name]
 
     async def _attempts(self, tool: OfferedTool, arguments: dict[str, Any]) -> str:
-        """Makes the call, again where that helps."""
+        """Runs the call; retries an idempotent one after an InfrastructureFault."""
         retries = self._limits.retries if tool.spec.idempotent else 0
         for attempt in range(retries + 1):
             if attempt:
@@ -160,7 +163,7 @@ class ToolRunner:
         left = self._limits.rollout_seconds - self.measures["tool_seconds"]
         if left <= 0:
             raise ToolError("the time for tools in this conversation is used up")
-        if not spec.late_is_fault:  # what is slow there is not to be told to the model
+        if not spec.late_is_fault:  # tools whose timeouts are faults get their full time
             seconds = min(seconds, left)
         session = self._sessions[tool.toolset]
         await session.ready()
@@ -178,10 +181,9 @@ class ToolRunner:
 
 
 class OpenTools:
-    """OpenTools holds all tools of a process, and gives each rollout a runner.
+    """OpenTools holds all tools of a process and creates a runner for each rollout.
 
-    Everything of the toolsets runs in a thread of its own, so it may be used from a loop that
-    stands still at times.
+    Toolsets run in a separate thread, so callers may use an event loop that pauses at times.
     """
 
     def __init__(self, toolsets: Sequence[Toolset], limits: ToolLimits):
@@ -192,10 +194,10 @@ class OpenTools:
         self._opening = asyncio.Lock()
 
     async def open(self) -> list[ToolSpec]:
-        """Returns all tools. Further calls return the same.
+        """Opens all toolsets and returns their tools. Further calls return the same.
 
-        Raises ConfigError for two tools of one name, InfrastructureFault where a server can't be
-        reached; then the next call tries again.
+        Raises ConfigError for two tools with the same name, InfrastructureFault if a server can't
+        be reached; the next call then tries again.
         """
         async with self._opening:
             if self._tools is None:
@@ -213,16 +215,16 @@ class OpenTools:
         )
 
     async def close(self) -> None:
-        """Ends servers, processes and the thread. `open` begins anew."""
+        """Ends servers, processes and the thread. `open` can start them again."""
         await self._background.run(_close_all(self._toolsets))
         await self._background.close()
         self._tools = None
 
 
 def offered(specs: Sequence[Sequence[ToolSpec]]) -> dict[str, OfferedTool]:
-    """Returns name -> tool of the tools of each toolset.
+    """Returns name -> tool over all toolsets.
 
-    Raises ConfigError for a name that two of them have.
+    Raises ConfigError if two tools have the same name.
     """
     found: dict[str, OfferedTool] = {}
     for place, tools in enumerate(specs):
@@ -236,8 +238,8 @@ def offered(specs: Sequence[Sequence[ToolSpec]]) -> dict[str, OfferedTool]:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text of at most `most` characters, without its middle and with a note of that
-    where it is longer; the note comes on top. What is no Unicode is replaced.
+    """Returns a text of at most `most` characters, with its middle replaced by a note if it is
+    longer; the note is not counted. Replaces invalid Unicode.
     """
     text = text.encode(errors="replace").decode()
     if len(text) <= most:

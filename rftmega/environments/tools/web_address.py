@@ -1,4 +1,4 @@
-"""Addresses of servers, and the keys that go with them."""
+"""URLs of servers, and the keys for them."""
 
 import os
 from urllib.parse import urlsplit
@@ -7,14 +7,15 @@ from rftmega.core.errors import ConfigError
 
 
 def checked_address(url: str, option: str) -> str:
-    """Returns the address.
+    """Returns the URL.
 
-    Raises ConfigError where it is none, or holds a password, which would be stored with the config.
+    Raises ConfigError if it is invalid, or contains a user or password, which would be stored with
+    the config.
     """
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # an invalid port
         fits = False
     if not fits:
         raise ConfigError(f"{option}: url must be http://host:port/path, or https://...")
@@ -26,10 +27,10 @@ def checked_address(url: str, option: str) -> str:
 
 
 def bearer(key_env: str, option: str) -> dict[str, str]:
-    """Returns the header with the key that an environment variable holds; {} without a name.
+    """Returns the authorization header with the key in an environment variable; {} without a name.
 
-    Raises ConfigError, which does not show the key, where the variable is empty or holds what no
-    header may.
+    Raises ConfigError, which does not show the key, if the variable is empty or contains characters
+    invalid in a header.
     """
     if not key_env:
         return {}

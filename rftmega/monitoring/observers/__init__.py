@@ -1,1 +1,1 @@
-"""Callbacks watch a training: they evaluate, write metrics and trajectories, save, and stop it."""
+"""Training callbacks: evaluation, metrics, trajectories, checkpoints and health checks."""

@@ -1,4 +1,4 @@
-"""Alerts says in plain words that a run goes wrong, from the metrics of its steps."""
+"""Alerts warns of common training problems, detected in the metrics of the steps."""
 
 import json
 import logging
@@ -11,28 +11,28 @@ from typing import Any, NamedTuple
 from rftmega.core.types import Metrics
 from rftmega.monitoring.observers.observer import Observer
 
-WINDOW = 5  # steps whose mean is judged: one may be odd by chance
-AGAIN = 100  # steps before the same is said again
+WINDOW = 5  # number of steps averaged; a single step may be an outlier
+AGAIN = 100  # steps before the same warning is repeated
 log = logging.getLogger(__name__)
 
 
 class Means(NamedTuple):
-    """Means are a metric's means over steps, and what the run allows."""
+    """Means are the mean metrics of a run's first and last steps."""
 
     first: Mapping[str, float]  # over the first WINDOW steps of the run
     last: Mapping[str, float]  # over the last WINDOW steps
 
 
 class Alert(NamedTuple):
-    """Alert is something to be said, where `says` gives its words; "" where all is well."""
+    """Alert is a check of the metrics; `says` returns the warning, or "" if all is well."""
 
-    name: str  # of its paragraph in docs/monitoring.md
+    name: str  # title of its section in docs/monitoring.md
     says: Callable[[Means], str]
 
 
 def rewards_equal(means: Means) -> str:
     share = means.last.get("varied", 1.0)
-    if share > 0.1 or not share:  # `health.Spread` speaks of none at all
+    if share > 0.1 or not share:  # `health.Spread` warns if there is none at all
         return ""
     return (
         f"the answers to {1 - share:.0%} of the prompts score alike, so that next to nothing is learnt. Are the prompts too "
@@ -101,14 +101,14 @@ ALERTS = (
 
 
 class Alerts(Observer):
-    """Warns of each of `ALERTS` when it begins to hold, and again after AGAIN steps."""
+    """Alerts warns of each of `ALERTS` when it starts to hold, and again after AGAIN steps."""
 
     def __init__(self, history: Path):
-        """`history`: metrics.jsonl, whose first steps a resumed run is compared with."""
+        """`history`: metrics.jsonl, from which a resumed run reads its first steps."""
         self.history = history
         self.first: list[Mapping[str, Any]] = []
         self.last: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self.told: dict[str, int] = {}  # by name, the step
+        self.told: dict[str, int] = {}  # alert -> the step of its last warning
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         if not trainer.resumed or not self.history.is_file():
@@ -137,7 +137,7 @@ class Alerts(Observer):
 
 
 def means_of(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the mean of each metric over the steps that have it, finite ones alone."""
+    """Returns the mean of each metric's finite values over the steps that have it."""
     values: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():

@@ -1,4 +1,4 @@
-"""`observers_of` builds a run's observers in the order in which they are told: writers of metrics
+"""`observers_of` builds a run's observers in the order in which they are called; metric writers
 come last.
 """
 
@@ -31,10 +31,10 @@ from rftmega.monitoring.observers.trajectories import Grading, Trajectories
 
 
 class Text(Protocol):
-    """Text turns token ids into text; a tokenizer does."""
+    """Text decodes token ids, as a tokenizer does."""
 
     @property
-    def chat(self) -> Any: ...  # data.Chat: how messages become text
+    def chat(self) -> Any: ...  # data.Chat: conversion of messages to text
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -44,7 +44,7 @@ class Text(Protocol):
 def evaluation_of_prompts(
     config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
 ) -> Evaluation:
-    """Builds the evaluation that trainer.eval_* describe."""
+    """Builds the evaluation that the options trainer.eval_* describe."""
     chosen = config.trainer
     answering = Answering(
         chosen.eval_samples,
@@ -63,7 +63,9 @@ def evaluation_of_prompts(
 
 
 def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
-    """Builds the evaluation by the policy (algorithm.task=sft) or by the reward model that learns."""
+    """Builds the evaluation of the trained policy (algorithm.task=sft) or reward model on given
+    rows.
+    """
     judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
     return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
 
@@ -80,8 +82,9 @@ def observers_of(
 ) -> list[Observer]:
     """Builds the observers in their order.
 
-    Only the main process writes; `export` is called on all, with a folder, after the last step;
-    `measures` add metrics after the evaluation; `grading` says what of a response is graded.
+    Only the main process writes; `export` is called on all processes, with a folder, after the last
+    step; `measures` add metrics after the evaluation; `grading` returns the graded part of a
+    response.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
@@ -126,8 +129,8 @@ def observers_of(
 def writers(
     config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
 ) -> list[Observer]:
-    """Builds what writes metrics, and the progress, which shows of each held-out set the metrics
-    that `accuracy` and `means` name.
+    """Builds the metric writers, alerts and progress bar; the progress shows for each evaluation
+    set the metrics that `accuracy` and `means` name.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
@@ -149,5 +152,5 @@ def writers(
 
 
 def _warns(config: RunConfig) -> bool:
-    """Returns whether what can't be written is a warning, and does not end the run."""
+    """Returns whether a failed write is a warning instead of an error."""
     return config.checkpoint.on_failure == "warn"

@@ -1,4 +1,4 @@
-"""Checkpointing saves a run at its times; `resume` and `restore` take it up again."""
+"""Checkpointing saves a run periodically; `resume` and `restore` load a checkpoint."""
 
 import time
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from rftmega.core.interfaces import Checkpoints, Resumable
 from rftmega.core.types import Metrics
 from rftmega.monitoring.observers.observer import Observer
 
-WITHIN = "within"  # the name of the journal of a step
+WITHIN = "within"  # key of the journal of an unfinished step
 
 
 class Checkpointing(Observer):
-    """Saves after every `every`-th step, after step `last`, and where the run is stopped.
+    """Saves after every `every`-th step, after step `last`, and when the run is stopped.
 
-    Within a step it saves what the step began with, and what was done of it since: the trainer's
-    journal. The last of the callbacks: what the others wrote of a step must be there when the step
-    is saved.
+    Within a step it saves the state at the step's beginning and the trainer's journal of the work
+    since. It must be the last of the callbacks that write: their output of a step must exist when
+    the step is saved.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class Checkpointing(Observer):
         """`parts` are saved under their names; see `restore`."""
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
-        self._state: dict[str, Any] = {}  # after `_step` steps, the present one's beginning
+        self._state: dict[str, Any] = {}  # after `_step` steps, the start of the current step
         self._step = self._saved = 0
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self._remember(trainer)
-        # by the run that is gone on with; or there is nothing to save yet
+        # this step needs no checkpoint: the resumed run saved it, or it is step 0
         self._saved = trainer.step
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
@@ -75,7 +75,7 @@ class Checkpointing(Observer):
 def resume(
     trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig
 ) -> None:
-    """Loads the checkpoint that `checkpoint.resume` names, where there is one: models, then `parts`
+    """Loads the checkpoint that `checkpoint.resume` names, if there is one: models, then `parts`
     (see `restore`).
 
     Every process calls it.
@@ -88,11 +88,10 @@ def resume(
 
 
 def restore(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Takes back what `Checkpointing` saved of the same parts, and the journal of a step that was
-    begun.
+    """Restores the state of `parts` that `Checkpointing` saved, and the journal of an unfinished
+    step.
 
-    Raises CheckpointError where the run was stopped within a step, whose weights no other step
-    begins with, and this one keeps no journal.
+    Raises CheckpointError if the run was stopped within a step and this trainer has no journal.
     """
     if state.get(WITHIN) and trainer.journal is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Counts names of control tokens in the data."""
+"""A metric for names of control tokens in the data."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from rftmega.monitoring.observers.observer import Observer
 
 
 class ControlTokensInData(Observer):
-    """ControlTokensInData adds the metric data_control_tokens: how many names of control tokens the
-    records that a run has read hold, where data.control_tokens lets them in.
+    """ControlTokensInData adds the metric data_control_tokens: the number of control-token names in
+    the records read, where data.control_tokens permits them.
     """
 
     def __init__(self, count: int):

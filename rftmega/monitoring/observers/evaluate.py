@@ -1,6 +1,4 @@
-"""Held-out prompts, answered greedily or by sampling, beside the training and without a trace in
-it.
-"""
+"""Evaluation on held-out prompts, greedy or sampled, without side effects on the training."""
 
 import random
 import time
@@ -18,29 +16,31 @@ from rftmega.core.types import Metrics, Prompt, Rollout, Sampling
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer.experience import complete, scores_of
 
-ACCURACY = "accuracy"  # share of the answers that are right
+ACCURACY = "accuracy"  # share of correct completions
 
 
 class Answering(NamedTuple):
-    """Answering says how held-out prompts are answered and judged."""
+    """Answering holds the sampling and scoring settings of an evaluation."""
 
-    samples: int = 1  # answers a prompt
+    samples: int = 1  # completions per prompt
     sampling: Sampling = Sampling(temperature=0.0)  # noqa: RUF009
     pass_at: tuple[int, ...] = ()  # each k at most `samples`
-    # the part of the reward that is 1 or more where an answer is right
+    # the reward component that is 1 or more for a correct completion
     accuracy: str = "exact_match"
 
 
 class Evaluation(Observer):
-    """At the start, every `every` steps (0: never between) and after step `last`."""
+    """Evaluation runs at the start, every `every` steps (0: never between) and after step
+    `last`.
+    """
 
     def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
-        """`held_out`: sets by name; one may have the name "", see `metric_of`."""
+        """`held_out`: evaluation sets by name; one may have the name "", see `metric_of`."""
         self.held_out = held_out
         self.every, self.last = every, last
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        if not trainer.resumed:  # it was evaluated before
+        if not trainer.resumed:  # the run evaluated before the resume
             metrics |= self.evaluate(trainer)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
@@ -52,7 +52,7 @@ class Evaluation(Observer):
 
 
 class Evaluate(Evaluation):
-    """Evaluate asks the engine held-out prompts, and scores the answers."""
+    """Evaluate generates completions of held-out prompts and scores them."""
 
     def __init__(
         self,
@@ -64,26 +64,27 @@ class Evaluate(Evaluation):
         last: int,
         adapters: Sequence[str] = (),
     ):
-        """`adapters`: names of those that answer beside the policy's."""
+        """`adapters`: names of adapters that are evaluated beside the policy."""
         super().__init__(held_out, every=every, last=last)
         self.reward, self.answering, self.adapters = reward, answering, adapters
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each set the mean of every reward part over all answers, the share of answers
-        that are right ("accuracy") and pass@k; of other adapters too, under their names.
+        """Returns for each set the mean of every reward component over all completions, the share
+        of correct completions ("accuracy") and pass@k; the same for other adapters, under their
+        names.
 
-        "eval_seconds" for all together.
+        "eval_seconds" covers all of them.
         """
         begin = time.perf_counter()
         metrics = self._answered(trainer)
         for adapter in self.adapters:
-            # again at each evaluation, so that a resumed run finds in its journal what it asks
+            # at each evaluation, so that a resumed run finds the same requests in its journal
             with trainer.engine.answering_with(adapter):
                 metrics |= self._answered(trainer, adapter)
         return metrics | {"eval_seconds": time.perf_counter() - begin}
 
     def _answered(self, trainer: Any, adapter: str = "") -> Metrics:
-        """Returns what becomes of the prompts; `adapter`: whose name the metrics have."""
+        """Returns the metrics of all sets, with the name of `adapter` as a prefix."""
         samples = self.answering.samples
         requests = [
             (prompt, i)
@@ -116,9 +117,9 @@ class Evaluate(Evaluation):
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
-    """Returns the mean of every part, the share that is right, and pass@k.
+    """Returns the mean of every component, the share of correct completions, and pass@k.
 
-    `scores` are those of all answers, a prompt's side by side.
+    `scores` are those of all completions, with the completions of a prompt adjacent.
     """
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)
@@ -128,7 +129,7 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
         found[ACCURACY] = _right(judging, answering.accuracy) / len(judging)
     groups = [scores[i : i + n] for i in range(0, len(scores), n)]
     for k in answering.pass_at:
-        # a rollout that was lost has no score
+        # a lost rollout has no score
         scored = [[score for score in group if score] for group in groups]
         chances = [
             pass_at_k(len(group), _right(group, answering.accuracy), k)
@@ -141,7 +142,7 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
 
 
 def counted(rollouts: Sequence[Rollout]) -> Metrics:
-    """Returns the mean of what the environment counted, and the share of rollouts that were lost."""
+    """Returns the means of the environment's measures, and the share of lost rollouts."""
     kept = [rollout for rollout in rollouts if not rollout.lost]
     names = dict.fromkeys(name for rollout in kept for name in rollout.measures)
     found = {}
@@ -162,15 +163,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def metric_of(name: str, part: str) -> str:
-    """Returns the name of the metric for `part` of the held-out set `name` ("": the only one)."""
+    """Returns the name of the metric for `part` of the evaluation set `name` ("": the only one)."""
     return f"eval_{name}_{part}" if name else f"eval_{part}"
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts the global random states of Python, NumPy and torch (the host's) back to where they
-    were.
-    """
+    """Restores the global random states of Python, NumPy and torch (CPU) after the block."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""HeldOut evaluates on given rows: answers, or pairs of a chosen and a rejected one."""
+"""HeldOut evaluates on given rows: responses, or pairs of a chosen and a rejected response."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from rftmega.monitoring.observers.evaluate import Evaluation, metric_of
 
 
 class HeldOut(Evaluation):
-    """HeldOut judges the model on rows that it does not learn from."""
+    """HeldOut evaluates the model on rows that it is not trained on."""
 
     def __init__(
         self,
@@ -32,14 +32,15 @@ class HeldOut(Evaluation):
 
 
 def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
-    """Returns -log p of a response token, on average over all."""
+    """Returns the mean of -log p over all response tokens."""
     return {"cross_entropy": -policy.log_probs(rows).logp[rows.mask].double().mean().item()}
 
 
 def preference_of(model: ValueModel, rows: Rows) -> Metrics:
-    """Returns how often (a tie is wrong), and by how much, a pair's chosen one is preferred.
+    """Returns how often (a tie counts as wrong), and by what margin, the chosen response of a pair
+    scores higher.
 
-    `rows` as `pair_rows` gives them.
+    `rows` in the order of `pair_rows`.
     """
     reward = last_value(model.values(rows), rows)
     margin = (reward[0::2] - reward[1::2]).double()

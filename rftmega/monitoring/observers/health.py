@@ -1,5 +1,5 @@
-"""Observers that tell a run which learns nothing: gradients that are not finite, rewards that don't
-differ or can't be found.
+"""Observers that detect a run which learns nothing: gradients that are not finite, equal rewards,
+or undecided rewards.
 """
 
 import logging
@@ -11,15 +11,15 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics, Samples
 from rftmega.monitoring.observers.observer import Observer
 
-SAME_REWARDS = 3  # steps in a row: one batch may be all right, or all wrong, by chance
-MOST_UNDECIDED = 0.5  # of a step's answers: a few of a policy's are always too hard to compare
+SAME_REWARDS = 3  # steps in a row: a single batch may be all correct, or all wrong, by chance
+MOST_UNDECIDED = 0.5  # share of a step's completions: a few are always too hard to compare
 UNDECIDED = "_undecided"
 log = logging.getLogger(__name__)
 
 
 class Divergence(Observer):
-    """Ends a run of which `steps` steps in a row took no optimizer step; on every process, after
-    what writes metrics down.
+    """Ends a run after `steps` steps in a row without an optimizer step; on every process, after
+    the metric writers.
     """
 
     def __init__(self, steps: int):
@@ -27,7 +27,7 @@ class Divergence(Observer):
         self.streaks = {"": 0, "critic_": 0}
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        """Raises Diverged."""
+        """Raises Diverged if the policy or the critic took no optimizer step for `steps` steps."""
         for model, streak in self.streaks.items():
             skipped = metrics.get(f"{model}skipped_steps", 0.0)
             taken = metrics.get(f"{model}optimizer_steps", 0.0)
@@ -47,10 +47,14 @@ class Divergence(Observer):
 
 
 class Spread(Observer):
-    """Says once that the rewards of several steps teach nothing, since they are all alike."""
+    """Warns once if the rewards of several steps in a row are all equal, so that nothing is
+    learned.
+    """
 
     def __init__(self, *, compares_groups: bool):
-        """`compares_groups`: whether only answers to the same prompt are compared with each other."""
+        """`compares_groups`: whether only completions of the same prompt are compared with each
+        other.
+        """
         self.compares_groups = compares_groups
         self.streak, self.told = 0, False
 
@@ -79,12 +83,12 @@ class Spread(Observer):
 
 
 class UndecidedLimit(Observer):
-    """Ends a run where a part of the reward could not be found out for most answers; on every
-    process.
-    """
+    """Ends a run if a reward component is undecided for most completions; on every process."""
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        """Raises RewardError."""
+        """Raises RewardError if a component is undecided for more than MOST_UNDECIDED of the
+        completions.
+        """
         for name, share in metrics.items():
             if name.startswith("reward_") and name.endswith(UNDECIDED) and share > MOST_UNDECIDED:
                 part = name.removeprefix("reward_").removesuffix(UNDECIDED)

@@ -1,4 +1,4 @@
-"""Progress, JSONLines and TensorBoard show and write the metrics of every step."""
+"""Progress, JSONLines and TensorBoard display and write the metrics of every step."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import set_aside, writing
 from rftmega.monitoring.observers.step_lines import StepLines
 
-SHOWN = {  # metric -> its name in the line of a step
+SHOWN = {  # metric -> its name in the progress bar
     "loss": "loss",
     "accuracy": "accuracy",
     "grad_norm": "grad norm",
@@ -25,14 +25,14 @@ SHOWN = {  # metric -> its name in the line of a step
 
 
 class Progress(Observer):
-    """One bar, and a line for each evaluation."""
+    """Progress shows a progress bar, and prints a line for each evaluation."""
 
     def __init__(
         self, steps: int, accuracy: Mapping[str, str], means: Mapping[str, str] | None = None
     ):
-        """`accuracy`: name of a held-out set ("" where there is but one) -> metric that has the
-        share of its right answers; `means`: set -> that of the mean score, which is shown where it
-        is another.
+        """`accuracy`: name of an evaluation set ("" if there is only one) -> its accuracy metric;
+        `means`: set -> its mean-score metric, which is shown if its value differs from the
+        accuracy.
         """
         self.steps = steps
         self.accuracy, self.means = accuracy, means or {}
@@ -62,7 +62,7 @@ class Progress(Observer):
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
 
     def _mean(self, metrics: Metrics, name: str) -> str:
-        """Returns the mean score of a set where it says more than the share of right answers."""
+        """Returns the mean score of a set if it differs from the accuracy."""
         mean = metrics.get(self.means.get(name, ""))
         if mean is None or mean == metrics[self.accuracy[name]]:
             return ""
@@ -70,7 +70,7 @@ class Progress(Observer):
 
 
 def status(metrics: Metrics) -> str:
-    """Returns a step in a line: what it learnt, how long answers were, and how fast it was."""
+    """Returns a one-line summary of a step: reward, response length, speed and loss metrics."""
     said = []
     if "reward" in metrics:
         said.append(f"reward {metrics['reward']:.3g} ±{metrics.get('spread', 0):.2g}")
@@ -85,7 +85,7 @@ def status(metrics: Metrics) -> str:
 
 
 class JSONLines(StepLines):
-    """Every step's metrics, one JSON object a line."""
+    """JSONLines writes the metrics of every step, one JSON object per line."""
 
     what = "metrics"
 
@@ -99,12 +99,12 @@ class JSONLines(StepLines):
 
 
 def _finite(metrics: Metrics) -> dict[str, float | None]:
-    """Replaces what is not finite by None: JSON knows no NaN."""
+    """Replaces values that are not finite by None, since JSON has no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class TensorBoard(Observer):
-    """Every step's metrics as scalars."""
+    """TensorBoard writes the metrics of every step as scalars."""
 
     def __init__(self, folder: str | Path, *, warn: bool = False):
         self.folder, self.warn = Path(folder), warn

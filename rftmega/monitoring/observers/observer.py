@@ -1,4 +1,4 @@
-"""Observer is the base of all callbacks; the step that it watches knows none of them."""
+"""Observer is the base class of all callbacks; trainers don't depend on particular ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from rftmega.core.types import Experience, Metrics, Samples
 
 
 class Observer:
-    """Does nothing at every occasion; a callback overrides what it cares for."""
+    """Observer does nothing at each event; a callback overrides the methods it needs."""
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
 
@@ -30,7 +30,7 @@ class Observer:
 
 
 class AtEnd(Observer):
-    """Runs `work` once, after the last step; not where the run was stopped before."""
+    """Runs `work` once, after the last step; not if the run was stopped before."""
 
     def __init__(self, work: Callable[[], None]):
         self.work = work

@@ -1,6 +1,4 @@
-"""Files in a run's output folder: those of an earlier run are set aside, and what was written
-reaches the disk.
-"""
+"""Files in a run's output folder: renaming those of an earlier run, and durable writes."""
 
 import logging
 import os
@@ -14,9 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def set_aside(path: Path) -> None:
-    """Gives what an earlier run left there another name, metrics.1.jsonl for metrics.jsonl, and
-    says so.
-    """
+    """Renames the output of an earlier run, metrics.jsonl to metrics.1.jsonl, and logs it."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     number, free = 1, path.with_name(f"{path.stem}.1{path.suffix}")
@@ -29,9 +25,9 @@ def set_aside(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *, warn: bool = False) -> Iterator[None]:
-    """Names the file that a `with` block writes where that can't be written, as to a full disk.
+    """Wraps a block that writes `path`; an OSError, such as a full disk, is reported with the path.
 
-    Raises OutputError; with `warn` says it, and what was to be written is left out.
+    Raises OutputError; with `warn` logs a warning instead, and the output is lost.
     """
     try:
         yield
@@ -45,7 +41,7 @@ def writing(path: Path, *, warn: bool = False) -> Iterator[None]:
 
 
 def synchronise(folder: Path) -> None:
-    """Writes the names of the files in a folder to the disk."""
+    """Syncs the directory entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,4 @@
-"""Metrics for programs that watch many runs: Weights & Biases, MLflow, trackio, and Prometheus, which
-comes and asks.
-"""
+"""Metric publishers: Weights & Biases, MLflow, trackio, and a Prometheus endpoint."""
 
 import json
 import os
@@ -24,14 +22,13 @@ from rftmega.core.types import Metrics
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import set_aside
 
-PARAMETERS = 100  # that MLflow takes at once
+PARAMETERS = 100  # most that MLflow accepts at once
 LONGEST_PARAMETER = 6000
 
 
 class WandB(Observer):
-    """Metrics and config. Where to, and under which key, is wandb's own business
-    (WANDB_MODE=offline: a folder). A run that is resumed goes on as the one that it was, by its id
-    in output/wandb.id.
+    """Logs metrics and config to Weights & Biases, configured by wandb's own environment variables
+    (WANDB_MODE=offline: a folder). A resumed run continues under its id in output/wandb.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -49,7 +46,7 @@ class WandB(Observer):
             name=output.name,
             dir=output,
             config=without_secrets(self.config),
-            # Its metadata holds the command line, and with it what an option there keeps secret.
+            # Its metadata contains the command line, which may include secrets.
             settings=wandb.Settings(
                 console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True
             ),
@@ -68,10 +65,10 @@ class WandB(Observer):
 
 @contextmanager
 def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
-    """Makes the temporary folders of a package that is imported within a `with` block in the run's
-    own, where the next start removes what a killed run has left.
+    """Makes a package imported within the block use `folder` for its temporary files; files left by
+    a killed run are removed first.
     """
-    if of in sys.modules:  # which has them
+    if of in sys.modules:  # the package was imported before
         yield
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -84,9 +81,9 @@ def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
 
 
 class MLflow(Observer):
-    """Metrics, and the options as parameters. Where to, and under which key, is MLflow's own business
-    (MLFLOW_TRACKING_URI; without one it is the folder output/mlruns). A run that is resumed goes on as
-    the one that it was, by its id in output/mlflow.id.
+    """Logs metrics, and the options as parameters, to MLflow, configured by its own environment
+    variables (MLFLOW_TRACKING_URI; default: the folder output/mlruns). A resumed run continues
+    under its id in output/mlflow.id.
     """
 
     def __init__(self, experiment: str, config: RunConfig):
@@ -95,7 +92,7 @@ class MLflow(Observer):
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         output = Path(self.config.trainer.output)
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # else it asks for a database
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # otherwise MLflow requires a database
             os.environ["MLFLOW_TRACKING_URI"] = f"file://{(output / 'mlruns').resolve()}"
         from mlflow import MlflowClient  # optional, and slow to import
 
@@ -133,8 +130,8 @@ class MLflow(Observer):
 
 
 class Trackio(Observer):
-    """Metrics and config, into a file that `trackio show` reads; where it is, is trackio's own business
-    (TRACKIO_DIR). A run that is resumed goes on as the one that it was, by its name in output/trackio.id.
+    """Logs metrics and config into a file that `trackio show` reads, in trackio's own folder
+    (TRACKIO_DIR). A resumed run continues under its name in output/trackio.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -168,7 +165,7 @@ class Trackio(Observer):
 
 
 def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
-    """Returns what the file says: the identity of the run elsewhere. A run that starts anew makes one."""
+    """Returns the run's external id stored in the file; a run that starts anew creates one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not trainer.resumed:
         set_aside(path)
@@ -178,10 +175,10 @@ def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
 
 
 class Prometheus(Observer):
-    """The last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and
+    """Serves the last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and
     rftmega_step.
 
-    Raises ConfigError at the start where something else listens there.
+    Raises ConfigError at the start if the port can't be opened.
     """
 
     def __init__(self, host: str, port: int):

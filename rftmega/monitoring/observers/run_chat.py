@@ -1,4 +1,4 @@
-"""RunChat tells readers of trajectories how their run turned messages into tokens."""
+"""RunChat records for readers of trajectories how their run converted messages into tokens."""
 
 import json
 from collections.abc import Mapping
@@ -17,9 +17,11 @@ FILE = "chat.json"
 
 @dataclass(frozen=True, slots=True)
 class RunChat:
-    """RunChat is what the messages of a run become tokens by, beside its tokenizer."""
+    """RunChat holds the settings that convert a run's messages into tokens, besides its
+    tokenizer.
+    """
 
-    model: str = ""  # folder of the model that the run began with
+    model: str = ""  # folder of the initial model
     renderer: str = "auto"
     tool_parser: str = "auto"
     # fields of data.Chat: system, template, given, tools
@@ -41,9 +43,9 @@ class RunChat:
 
     @classmethod
     def read(cls, folder: Path) -> "RunChat":
-        """Reads chat.json of a folder; the defaults where there is none, as in older runs.
+        """Reads chat.json of a folder; returns the defaults if there is none, as in older runs.
 
-        Raises DataError for a file that no run wrote.
+        Raises DataError for an invalid file.
         """
         path = folder / FILE
         if not path.is_file():

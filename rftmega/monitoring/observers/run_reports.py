@@ -1,5 +1,5 @@
-"""RunReports says on the console what a user would otherwise have to look up: a step that learnt
-nothing, and how to go on after the run's end.
+"""RunReports logs events that a user should know of: skipped optimizer steps, and how to continue a
+stopped or complete run.
 """
 
 import logging
@@ -11,11 +11,11 @@ from rftmega.core.types import Metrics
 from rftmega.monitoring.observers.observer import Observer
 
 log = logging.getLogger(__name__)
-MODELS = {"": "model", "critic_": "critic"}  # what begins the names of its metrics -> its name
+MODELS = {"": "model", "critic_": "critic"}  # prefix of the metrics -> name of the model
 
 
 class RunReports(Observer):
-    """Speaks for the main process. `config` is the run's."""
+    """RunReports runs on the main process. `config` is the run's."""
 
     def __init__(self, config: RunConfig):
         self.steps, self.code = config.trainer.steps, config.faults.requeue_code

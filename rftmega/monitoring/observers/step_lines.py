@@ -1,4 +1,6 @@
-"""StepLines is a file with one JSON object a step, which a resumed run cuts to the steps before."""
+"""StepLines writes a file with one JSON object per step, which a resumed run truncates to its
+step.
+"""
 
 import json
 import logging
@@ -16,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class StepLines(Observer):
-    """Lines are flushed at once, and on the disk when a checkpoint is; a subclass writes them.
+    """Lines are flushed at once, and synced to disk at each checkpoint; a subclass writes them.
 
-    A resumed run keeps the lines of the steps before. Lines that it does not keep, and what is no
-    line of a step, go to a file beside, metrics.left_out.jsonl.
+    A resumed run keeps the lines of the steps before. All other lines, invalid ones included, move
+    to a file beside, metrics.left_out.jsonl.
     """
 
-    what = "a step"  # that lines are of, in a warning
+    what = "a step"  # content of a line, for a warning
 
     def __init__(self, path: str | Path, *, warn: bool = False):
-        """With `warn` a line that can't be written is left out, with a warning; see `writing`."""
+        """With `warn` a line that can't be written is skipped with a warning; see `writing`."""
         self.path, self.warn = Path(path), warn
         self.left_out = self.path.with_name(f"{self.path.stem}.left_out{self.path.suffix}")
 
@@ -41,7 +43,7 @@ class StepLines(Observer):
     def _keep_until(self, step: int) -> None:
         """Keeps the lines up to a step.
 
-        Those that are left out are written down first: whatever happens, no line is lost.
+        Writes the other lines to `left_out` first, so that no line is lost on a crash.
         """
         kept, later, bad = sorted_out(self.path.read_bytes(), step)
         for number in bad:
@@ -64,7 +66,7 @@ class StepLines(Observer):
         draft.rename(self.path)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes the line of a step, which has its number under "step"."""
+        """Writes the line of a step; its number is under "step"."""
         with writing(self.path, warn=self.warn):
             append(self.file.fileno(), f"{json.dumps(line)}\n".encode())
 
@@ -81,8 +83,8 @@ class StepLines(Observer):
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Writes a line behind a file's end; of one that can't be written nothing stays, so that the
-    next one is not joined to a part of it. Raises OSError.
+    """Appends a line to a file; truncates a line that was written only in part, so that the next
+    one is not joined to it. Raises OSError.
     """
     end = os.fstat(descriptor).st_size
     try:
@@ -95,8 +97,8 @@ def append(descriptor: int, line: bytes) -> None:
 
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """Returns the lines of a file up to that step, those after it, and by its number what
-    is none: a process that was killed leaves half a line, a machine that lost its power zeros.
+    """Returns the lines up to a step, those after it, and invalid lines by their number: a killed
+    process leaves half a line, a power failure zeros.
     """
     kept, later, bad = [], [], {}
     for number, line in enumerate(content.split(b"\n"), start=1):

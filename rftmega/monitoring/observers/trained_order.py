@@ -1,4 +1,4 @@
-"""TrainedOrder records the order in which an asynchronous run learns, for another run to take it."""
+"""TrainedOrder records the order in which an asynchronous run trains on groups, for a replay."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +9,8 @@ from rftmega.monitoring.observers.step_lines import StepLines
 
 
 class TrainedOrder(StepLines):
-    """Writes a line a step: the groups that were taken and dropped, and their versions, as
-    `trainer.trained_order.TrainedGroups` has them.
+    """Writes a line per step: the groups taken and dropped, and their versions, in the form of
+    `trainer.trained_order.TrainedGroups`.
     """
 
     what = "learnt groups"
@@ -18,7 +18,7 @@ class TrainedOrder(StepLines):
     def __init__(
         self, path: str | Path, *, prompts_per_step: int, max_staleness: int, warn: bool = False
     ):
-        """The sizes go into each line: a run with others can't take this order."""
+        """The sizes are part of each line: a run with other sizes can't replay this order."""
         super().__init__(path, warn=warn)
         self.sizes = {"prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
 

@@ -1,5 +1,5 @@
-"""Trajectories writes what steps have learnt from, token by token, as files that `zcat` and
-`tools/view.py` read.
+"""Trajectories writes the samples that steps trained on, token by token, as files for `zcat` and
+`tools/view.py`.
 """
 
 import gzip
@@ -22,17 +22,17 @@ from rftmega.monitoring.observers.output_files import set_aside, synchronise, wr
 from rftmega.monitoring.observers.run_chat import RunChat
 
 log = logging.getLogger(__name__)
-LOGP_DIGITS, DIGITS = 7, 4  # significant; float32 has 7
+LOGP_DIGITS, DIGITS = 7, 4  # significant digits; float32 has 7
 # (context, response) in token ids -> the text that rewards grade; None: unfinished reasoning
 Grading = Callable[[Sequence[int], Sequence[int]], str | None]
 
 
 class Trajectories(Observer):
-    """Writes folder/step_000123.jsonl.gz, one JSON object a sample (see `records`), after the first
-    and every `every`-th step.
+    """Writes folder/step_000123.jsonl.gz, one JSON object per sample (see `records`), after the
+    first and every `every`-th step.
 
-    A file gets its name when it is complete. The oldest go when all of them take more than
-    `most_bytes`; the newest stays.
+    A file is renamed to its final name when it is complete. The oldest files are deleted when all
+    together exceed `most_bytes`; the newest stays.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Trajectories(Observer):
         grading: Grading | None = None,
         warn: bool = False,
     ):
-        """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: how messages
-        become tokens, which is written beside; `grading`: what of a response is graded. With `warn`
-        a file that can't be written is left out, with a warning; see `writing`.
+        """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: the settings
+        that convert messages into tokens, written beside the files; `grading`: the graded part of a
+        response. With `warn` a file that can't be written is skipped with a warning; see `writing`.
         """
         self.warn = warn
         self.folder = Path(folder)
@@ -58,7 +58,7 @@ class Trajectories(Observer):
         self.every, self.most_bytes = every, most_bytes
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        """Removes files of steps to come, which would be taken for this run's."""
+        """Removes files of later steps, which a resumed run repeats."""
         with writing(self.folder):
             self._begin(trainer)
 
@@ -111,9 +111,9 @@ def name_of(step: int) -> str:
 
 
 def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Writes gzip of one JSON object a line; equal lines give equal bytes.
+    """Writes one JSON object per line, compressed with gzip; equal lines give equal bytes.
 
-    Raises OSError, and leaves nothing half-written.
+    Raises OSError, and leaves no partial file.
     """
     draft = path.with_name(f".{path.name}.draft")
     try:
@@ -145,25 +145,24 @@ def records(
     pieces: Callable[[Sequence[int]], list[str]],
     grading: Grading | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields one JSON-ready object a row.
+    """Yields one JSON-serializable object per row.
 
-    Under "tokens" a list for each quantity, a value for each token of the response.
+    Under "tokens" there is a list for each quantity, with a value for each token of the response.
 
-    "chosen" is false where the environment put the token there, and not the policy. Log-probs are
-    in nats; "gap" is the engine's minus the trainer's; null stands for what is
-    unknown or not finite.
+    "chosen" is false for tokens that the environment inserted. Log-probs are in nats; "gap" is the
+    engine's minus the trainer's; null stands for values that are unknown or not finite.
 
-    "images" lists those of the prompt, in which each has one placeholder: digest, path (none for
-    bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are there, too,
-    with their frames.
+    "images" lists the images of the prompt, in which each has one placeholder: digest, path (null
+    for bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are
+    included, with their frames.
 
-    "graded" is what rewards graded of the response, null where its reasoning is not finished; a
-    rollout's last trajectory has it.
+    "graded" is the part of the response that rewards grade, null if its reasoning is unfinished;
+    only a rollout's last trajectory has it.
 
-    "rollout" is the rollout's number; where it has several rows, "trajectory" says which of them
-    this is, from 0, of how many "trajectories". "turns" have their places among the tokens of the
-    response, "messages" are the prompt's, "measures" what the environment counted: each is there
-    where it is known.
+    "rollout" is the rollout's number; if it has several rows, "trajectory" is the index of this
+    row, from 0, of "trajectories". "turns" have positions among the tokens of the response,
+    "messages" are the prompt's, "measures" those of the environment: each key is present if its
+    value is known.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     shown: set[str] = set()
@@ -171,7 +170,7 @@ def records(
     for row in range(len(samples)):
         first, end = int(samples.rows.prompt_lengths[row]), int(samples.rows.lengths[row])
         ids = samples.rows.tokens[row].tolist()
-        targets = slice(first - 1, end - 1)  # places that speak about the response
+        targets = slice(first - 1, end - 1)  # positions of the response
         chosen = samples.rows.mask[row][targets]
         engine, trainer = samples.behaviour_logp[row], experience.old_logp[row]
 
@@ -216,8 +215,8 @@ def records(
 
 
 def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
-    """Returns for each row the number of its rollout, and where that has several which of them it
-    is, and of how many.
+    """Returns for each row the number of its rollout, and, if the rollout has several rows, the
+    row's index and their number.
     """
     if samples.rollout is None:
         return [{} for _ in range(len(samples))]
@@ -234,9 +233,9 @@ def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
 
 
 def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
-    """Returns the turns of a row, the messages of its prompt and what its environment counted.
+    """Returns the turns of a row, the messages of its prompt and the environment's measures.
 
-    `first`: place of the response's first token. What is not known has no key.
+    `first`: position of the response's first token. Unknown values have no key.
     """
     turns: Sequence[Turn] = samples.turns[row] if samples.turns else ()
     counted = {name: rounded(each[row].item(), DIGITS) for name, each in samples.measures.items()}
@@ -251,7 +250,7 @@ def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
 def graded(
     samples: Samples[Ragged], row: int, place: dict[str, int], grading: Grading | None
 ) -> dict[str, Any]:
-    """Returns what was graded of a row: of its last answer, or of all behind the prompt."""
+    """Returns the graded text of a row: of its last assistant turn, or of all after the prompt."""
     if grading is None or place.get("trajectory", 0) + 1 != place.get("trajectories", 1):
         return {}
     ids = samples.rows.tokens[row].tolist()
@@ -264,7 +263,7 @@ def graded(
 
 
 def described_turn(turn: Turn, first: int) -> dict[str, Any]:
-    """Returns what is written of a turn; places count from token `first` of the row."""
+    """Returns the JSON form of a turn; positions count from token `first` of the row."""
     return {
         "role": turn.role,
         "name": turn.name,
@@ -275,7 +274,7 @@ def described_turn(turn: Turn, first: int) -> dict[str, Any]:
 
 
 def messages_in(record: str) -> list[dict[str, Any]]:
-    """Returns the messages of a prompt's record, see Prompt; none where it has no record."""
+    """Returns the messages of a prompt's record, see Prompt; none if it has no record."""
     prompt = json.loads(record).get("prompt") if record else None
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -283,7 +282,7 @@ def messages_in(record: str) -> list[dict[str, Any]]:
 
 
 def described(image: Placed, shown: set[str]) -> dict[str, Any]:
-    """Returns what is written of an image, with a thumbnail unless it is `shown` already, or of a
+    """Returns the JSON form of an image, with a thumbnail unless it is in `shown` already, or of a
     waveform.
     """
     found: dict[str, Any] = {

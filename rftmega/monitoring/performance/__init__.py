@@ -1,1 +1,1 @@
-"""TODO rftmega/monitoring/performance."""
+"""Performance of all processes: throughput, stragglers and timelines."""

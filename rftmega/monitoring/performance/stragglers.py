@@ -1,4 +1,4 @@
-"""Finds a process that all others wait for, step after step: a slow device, a busy host."""
+"""Detection of a process that all others wait for, step after step: a slow device, a busy host."""
 
 import logging
 import socket
@@ -10,29 +10,29 @@ from rftmega.core.types import Metrics
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.runtime.parallel.collectives import gather_objects
 
-TIMES = 3.0  # the median's work
-SHARE = 0.1  # of the step that this costs
-STEPS = 3  # in a row: once may be chance
-AGAIN = 100  # steps until the same is said once more
+TIMES = 3.0  # times the median's work
+SHARE = 0.1  # share of the step that is lost
+STEPS = 3  # in a row: a single one may be chance
+AGAIN = 100  # steps before the same warning is repeated
 log = logging.getLogger(__name__)
 
 
 class Straggler(NamedTuple):
-    """The slowest process of a phase."""
+    """Straggler is the slowest process of a phase."""
 
     phase: str
     rank: int
 
 
 class Stragglers(Observer):
-    """Stragglers warns of stragglers, on the main process; on every process, after `Throughput`,
-    whose metrics it reads.
+    """Stragglers warns of stragglers, on the main process; it runs on every process, after
+    `Throughput`, whose metrics it reads.
     """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self.hosts = gather_objects(socket.gethostname())
         self.streaks: dict[Straggler, int] = {}
-        self.told: dict[Straggler, int] = {}  # the step
+        self.told: dict[Straggler, int] = {}  # straggler -> step of its last warning
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         self.streaks = {each: self.streaks.get(each, 0) + 1 for each in stragglers(metrics)}
@@ -56,8 +56,8 @@ class Stragglers(Observer):
 
 
 def stragglers(metrics: Metrics) -> list[Straggler]:
-    """Returns the stragglers of one step's metrics: TIMES the median's work, and the others wait a
-    SHARE of the step or more.
+    """Returns the stragglers of one step's metrics: processes with over TIMES the median's work, if
+    the difference exceeds SHARE of the step.
     """
     phases = [name.removeprefix("seconds_") for name in metrics if name.startswith("seconds_")]
     step = sum(metrics[f"seconds_{phase}"] for phase in phases)

@@ -1,5 +1,5 @@
-"""Measures the cost of a step over all processes: throughput, operations, padding, memory, and who
-was slowest.
+"""The cost of a step over all processes: throughput, FLOPs, padding, memory, and the slowest
+process.
 """
 
 from typing import Any
@@ -16,24 +16,25 @@ from rftmega.runtime.parallel.collectives import gathered
 
 # spans in which a process is busy itself
 WORK = ("generate", FORWARD, BACKWARD, "offload", "onload", "load weights")
-WAITS = ("receive weights",)  # within these
-MEASURED = ("work", "mib", "idle")  # of each phase, by every process
+WAITS = ("receive weights",)  # nested in WORK
+MEASURED = ("work", "mib", "idle")  # for each phase, by every process
 
 
 class Throughput(Observer):
-    """Adds to each step's metrics; on every process, before what writes them.
+    """Throughput adds performance metrics to each step's; on every process, before the metric
+    writers.
 
-    One small collective a step.
+    One small collective per step.
     """
 
     def __init__(self, *, peak_tflops: float | None):
-        """`peak_tflops` of one device; None where nobody knows it."""
+        """`peak_tflops` of one device; None if unknown."""
         self.peak_tflops = peak_tflops
-        self.phases: dict[str, dict[str, float]] = {}  # of the present step
+        self.phases: dict[str, dict[str, float]] = {}  # of the current step
         recorder.measuring = True
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        recorder.take()  # what came before the first step belongs to none
+        recorder.take()  # discards spans from before the first step
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
         sums = recorder.take()
@@ -44,17 +45,17 @@ class Throughput(Observer):
         busy = sums.get(FORWARD, 0.0) + sums.get(BACKWARD, 0.0)
         self.phases[name] = sums | {
             "seconds": seconds,
-            "work": work or seconds,  # what knows no better is all work
+            "work": work or seconds,  # without spans, all of it counts as work
             "mib": device.current().peak_bytes() / 2**20,
             "idle": 1 - busy / scheduled if scheduled else 0.0,
         }
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         if "update" in self.phases:
-            self.phases["update"] |= trainer.counts  # of steps that were taken before a resume, too
+            self.phases["update"] |= trainer.counts  # includes optimizer steps from before a resume
         metrics |= self._everybodys() | self._efficiency(metrics)
         self.phases = {}
-        recorder.take()  # an evaluation's belongs to no phase
+        recorder.take()  # discards spans of an evaluation
 
     def on_end(self, trainer: Any) -> None:
         recorder.measuring = False
@@ -90,7 +91,7 @@ class Throughput(Observer):
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:
     """Reduces [ranks, phases, measured] to each phase's mean, median (the lower one) and largest
-    work and whose that is, the most memory, and what was idle.
+    work, the rank of the latter, the largest memory, and the mean pipeline idle share.
     """
     found: Metrics = {}
     for name, (work, mib, idle) in zip(phases, everybodys.permute(1, 2, 0), strict=True):

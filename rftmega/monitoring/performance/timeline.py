@@ -1,5 +1,5 @@
-"""Writes who did what when in a range of steps, as one file that https://ui.perfetto.dev and
-chrome://tracing open.
+"""Timelines of all processes over a range of steps, as one file for https://ui.perfetto.dev and
+chrome://tracing.
 
 The format: Chrome's trace events
 (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), "complete" ones.
@@ -18,7 +18,7 @@ from rftmega.monitoring.observers.output_files import set_aside
 from rftmega.runtime.device.spans import Span, clock, recorder
 from rftmega.runtime.parallel.clocks import Offset, clock_offsets
 
-PHASES = "phases"  # a thread of its own in the image
+PHASES = "phases"  # a thread of its own in the trace
 
 
 class Told(NamedTuple):
@@ -35,7 +35,7 @@ class Timeline(Observer):
     """
 
     def __init__(self, folder: str | Path, first: int, last: int, *, label: str):
-        """`label`: this process in words."""
+        """`label`: description of this process."""
         self.folder, self.first, self.last, self.label = Path(folder), first, last, label
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
@@ -53,7 +53,7 @@ class Timeline(Observer):
         self._follow(trainer.step)
 
     def on_end(self, trainer: Any) -> None:
-        self._write(trainer.step)  # of a run that ended before the range did
+        self._write(trainer.step)  # for a run that ends within the range
 
     def on_failed(self, trainer: Any) -> None:
         recorder.stop()
@@ -78,7 +78,7 @@ class Timeline(Observer):
 
 
 def write(path: Path, everybody: Sequence[Told]) -> None:
-    """Writes one event a line; the file gets its name when it is whole."""
+    """Writes one event per line; the file gets its final name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w") as file:

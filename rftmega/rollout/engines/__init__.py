@@ -1,5 +1,5 @@
-"""Engines turn prompts into completions: vllm (fast), transformers (the oracle), scripted (no
-model).
+"""Inference engines that generate completions: vllm (fast), transformers (the reference
+implementation for tests), scripted (no model).
 """
 
 from rftmega.rollout.engines.base import Engine, EngineStatus

@@ -1,5 +1,5 @@
-"""Engine holds what all engines have in common: it sleeps and wakes, and refuses to answer with
-weights it was never given.
+"""Base class of in-process inference engines: sleep, wake, weight versions, and the refusal to
+generate without pushed weights.
 """
 
 import sys
@@ -23,31 +23,31 @@ def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: 
 
 
 class EngineStatus(Enum):
-    """EngineStatus tells whether the engine holds its memory."""
+    """EngineStatus tells whether the engine holds device memory."""
 
     SLEEPED = 0
     WAKEUP = 1
 
 
 class Engine(ABC):
-    """One engine, as one process holds it.
+    """Engine is one process's handle of an inference engine.
 
-    `version` is the policy version that it answers under; None before a push.
+    `version` is the policy version that it generates with; None before a push.
     """
 
-    slots = sys.maxsize  # answers that it generates side by side
-    row_tokens = sys.maxsize  # context and answer together
-    # its parameters while it loads, where a push may fill them itself (`weights.destinations`)
+    slots = sys.maxsize  # completions that it generates concurrently
+    row_tokens = sys.maxsize  # prompt and completion together
+    # access to its parameters during a load, if a push may fill them (`weights.destinations`)
     destinations: Any = None
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self.has_weights = False  # of the model, since the last sleep; adapters may be missing
-        self._held: set[str] = {"weights", "kv_cache"}  # what is in the device's memory
+        self.has_weights = False  # the model's, since the last sleep; adapters may be missing
+        self._held: set[str] = {"weights", "kv_cache"}  # what is in device memory
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
-        """Returns what brings the policy's shards into the engines of all processes, which call
-        this together.
+        """Returns the WeightSync from the policy's shards to the engines of all processes; a
+        collective.
 
         It plans the push; the engine has no weights afterwards, and sleeps.
         """
@@ -58,8 +58,8 @@ class Engine(ABC):
     def adapter_sync(
         self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns what brings a frozen model's shards and its adapters, each by itself, as
-        `weight_sync` does a policy's shards.
+        """Returns the WeightSync that pushes a frozen base model's shards and its adapters
+        separately; a collective like `weight_sync`.
         """
         base = self.weight_sync(frozen, bucket_bytes=bucket_bytes)
         return weights.AdapterWeights(base, adapters, self, bucket_bytes=bucket_bytes)
@@ -76,10 +76,11 @@ class Engine(ABC):
         sampling: Sampling,
         finished: Finished = _nobody,
     ) -> list[Completion]:
-        """Generates one completion a prompt, sampled with its own seed; temperature 0 is greedy.
+        """Generates one completion per prompt, each sampled with its own seed; temperature 0 is
+        greedy.
 
-        `finished` is told of every completion once, as soon as there is news, while the others are
-        still being generated. Raises as `answer` does.
+        `finished` is called once for every completion, while others are still being generated.
+        Raises as `serve` does.
         """
         batch = PromptBatch(prompts, seeds, finished)
         self.serve(batch, sampling=sampling)
@@ -87,11 +88,11 @@ class Engine(ABC):
 
     @spanned("generate")
     def serve(self, requests: Requests, *, sampling: Sampling) -> None:
-        """Answers requests until there are none left, or they are stopped: what is not finished
-        then is aborted. Wakes a sleeping engine.
+        """Serves requests until none are left or they are stopped; unfinished requests are then
+        aborted. Wakes a sleeping engine.
 
-        Raises EngineError where weights never arrived, or were dropped in a sleep and not pushed
-        again; EngineFault where the engine broke down, after which `restart` and a push may help.
+        Raises EngineError if no weights were pushed since the start or the last sleep; EngineFault
+        if the engine broke down, after which `restart` and a push may help.
         """
         if self.version is None:
             raise EngineError(
@@ -102,10 +103,10 @@ class Engine(ABC):
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replaces all weights by `named_tensors` (HF names and shapes); stale until the last one
-        has arrived.
+        """Replaces all weights by `named_tensors` (HF names and shapes); the engine is stale until
+        the last one has arrived.
 
-        Of a sleeping engine it wakes the weights' memory only, so that the cache need not fit
+        On a sleeping engine it wakes only the weights' memory, so that the KV cache need not fit
         beside the trainer yet.
         """
         self.invalidate()
@@ -115,23 +116,23 @@ class Engine(ABC):
         self.version, self.has_weights = version, True
 
     def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
-        """Replaces the adapter beside the model's weights: its matrices by PEFT's names, and PEFT's
-        config. Only an engine that is made for it takes one.
+        """Replaces the adapter: `pairs` are its matrices by PEFT name, `said` is PEFT's config.
+        Only engines built for an adapter support this.
         """
         self.invalidate()
         self._load_adapter(pairs, said)
         self.version = version
 
     def answer_with(self, adapter: str) -> None:
-        """Has it answer with the adapter of this name from now on; "": the policy's. Only an engine
-        that is made for several has others.
+        """Selects the adapter for later requests by name; "" is the policy's. Raises
+        NotImplementedError if the engine was not built for several.
         """
         if adapter:
             raise NotImplementedError(f"{type(self).__name__} has no other adapters.")
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads tensors that only record what is asked of them, so that a push can be planned; the
-        weights are lost.
+        """Loads tensors that only record which elements are read, to plan a push; the weights are
+        lost.
         """
         self.invalidate()
         self.has_weights = False
@@ -139,18 +140,18 @@ class Engine(ABC):
         self._load_weights(named_tensors)
 
     def invalidate(self) -> None:
-        """Invalidates the weights: refuses to answer until a whole push has landed."""
+        """Invalidates the weights: the engine refuses requests until a complete push."""
         self.version = None
 
     def restart(self) -> None:
-        """Restarts after a fault, of this engine or of another: it holds nothing now, and waits for
-        a push.
+        """Resets the engine after a fault of this or another engine: it sleeps and waits for a
+        push.
         """
         self.sleep()
 
     def sleep(self) -> None:
-        """Gives the device's memory back; weights are dropped, so that a push must come before the
-        next answer.
+        """Frees the device memory; weights are dropped, so a push must come before the next
+        request.
         """
         if self._held:
             with span("sleep"):
@@ -158,7 +159,7 @@ class Engine(ABC):
             self._held, self.version, self.has_weights = set(), None, False
 
     def wake(self) -> None:
-        """Takes the memory again; nothing happens where the engine is awake."""
+        """Allocates the memory again; does nothing if the engine is awake."""
         self._take("weights", "kv_cache")
 
     def _take(self, *parts: str) -> None:
@@ -168,8 +169,8 @@ class Engine(ABC):
                 self._wake(missing)
             self._held |= set(missing)
 
-    def close(self) -> None:  # noqa: B027  most engines hold nothing that needs it
-        """Ends the engine; call it before the process groups go."""
+    def close(self) -> None:  # noqa: B027  most engines need no cleanup
+        """Shuts the engine down; call it before the process groups are destroyed."""
 
     def _load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any]) -> None:
         raise NotImplementedError(f"{type(self).__name__} takes no adapters.")

@@ -1,8 +1,10 @@
-"""CapturedRoutes notes which experts vLLM's routers choose, where vLLM itself does not tell.
+"""Captures the experts that vLLM's MoE routers choose, on platforms where vLLM does not report
+them.
 
-vLLM tells of routes (`enable_return_routed_experts`) by its second model runner, which needs CUDA or
-Triton. On a CPU each router is asked here. A step's tokens lie request behind request. What a request
-finds in the prefix cache was chosen when the cache was filled: routes are kept by the cache's slots, too.
+vLLM reports routes (`enable_return_routed_experts`) only in its second model runner, which needs
+CUDA or Triton. On a CPU, a hook on each router records them. A step's tokens are ordered by
+request. Tokens found in the prefix cache were routed when the cache was filled, so routes are also
+kept by cache slot.
 """
 
 from collections.abc import Callable
@@ -18,11 +20,11 @@ from rftmega.core.expert_routes import RoutedModel
 
 
 class CapturedRoutes:
-    """CapturedRoutes holds the routes of the requests under way, in one process of an engine."""
+    """CapturedRoutes holds the expert routes of running requests in one process of an engine."""
 
     def __init__(self, model: Any, runner: Any, routed: RoutedModel, row_tokens: int):
         """`model`: vLLM's module; `runner`: its first model runner, whose steps are watched;
-        `row_tokens`: the most that a request has.
+        `row_tokens`: the most tokens of a request.
         """
         self._runner, self._shape = runner, (len(routed.layers), routed.active)
         self._row_tokens = row_tokens
@@ -52,10 +54,9 @@ class CapturedRoutes:
         return note
 
     def take(self, request: str, fed: int) -> Tensor:
-        """Returns the routes of a request that has ended or is broken off, [fed, layers, experts a
-        token].
+        """Returns the routes of a finished or aborted request, [fed, layers, experts a token].
 
-        Raises EngineError where they are not there.
+        Raises EngineError if they were not captured.
         """
         found = self._by_request.pop(request, self._nothing(fed))[:fed].clone()
         if fed and bool((found[-1] == self._unknown).any()):
@@ -63,12 +64,14 @@ class CapturedRoutes:
         return found
 
     def forget(self) -> None:
-        """Forgets what was chosen under earlier weights, and by requests that were given up."""
+        """Drops the routes of earlier weights and of abandoned requests."""
         self._by_request.clear()
         self._by_slot = self._nothing(0)
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Gives the step's routes to its requests; `tokens`: how many of each were computed."""
+        """Assigns the step's routes to its requests; `tokens`: the number of tokens computed for
+        each.
+        """
         if not self._step:
             return
         batch = self._runner.input_batch
@@ -88,7 +91,7 @@ class CapturedRoutes:
             begin += count
 
     def _slots(self, number: int, length: int) -> Tensor:
-        """Returns where the cache has the first positions of the batch's request."""
+        """Returns the cache slots of the first `length` positions of the batch's request `number`."""
         table = self._runner.input_batch.block_table[0]
         positions = torch.arange(length)
         blocks = torch.from_numpy(table.get_numpy_array()[number].copy()).long()

@@ -1,4 +1,4 @@
-"""Requests with images and videos, as vLLM takes them."""
+"""Converts requests with images and videos to vLLM prompts."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.data.media.videos import read_video
 from rftmega.rollout.requests import Request
 
-SAMPLE = (70, 110)  # width and height of the image that is compared at the start
-DEPTH = 3  # frames of the video that is
+SAMPLE = (70, 110)  # width and height of the image compared at the start
+DEPTH = 3  # frames of the video compared at the start
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """Returns vLLM's prompt: one placeholder an image or video, since its processor expands it, and
-    these under their digests, so that one of a group is processed once.
+    """Returns vLLM's prompt: one placeholder per image or video, which vLLM's processor expands,
+    and the media under their digests, so that a group's shared image is processed once.
 
-    Raises EngineError for one that is there as patches alone.
+    Raises EngineError for an image given only as patches.
     """
     if not request.images:
         return {"prompt_token_ids": list(request.token_ids)}
@@ -41,7 +41,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def decoded_source(image: PlacedImage) -> Any:
-    """Returns what `decoded` does. Raises EngineError for an image that is there as patches alone."""
+    """Returns the decoded image or video. Raises EngineError for an image given only as patches."""
     if isinstance(image.source, torch.Tensor):
         raise EngineError(
             "vLLM reads images, and a prompt has one as patches. Give the file, or its bytes."
@@ -49,11 +49,9 @@ def decoded_source(image: PlacedImage) -> Any:
     return decoded(image.source, image.frames, image.digest)
 
 
-@lru_cache(maxsize=16)  # siblings are asked side by side
+@lru_cache(maxsize=16)  # samples of one group are requested together
 def decoded(source: str | bytes, frames: Frames | None, digest: str) -> Any:
-    """Returns an image, or a video as vLLM takes it: frames that are chosen already, and when they
-    are shown.
-    """
+    """Returns an image, or a video in vLLM's form: the chosen frames and their metadata."""
     if frames is None:
         return read_image(source, digest)
     return read_video(str(source), frames, digest), metadata_of(frames)
@@ -71,8 +69,8 @@ def metadata_of(frames: Frames) -> dict[str, Any]:
 
 
 def check_expanded(request: Request, token_ids: Any) -> None:
-    """Raises EngineError where vLLM answered another prompt than was asked: its processor makes
-    other features of an image.
+    """Raises EngineError if vLLM expanded the prompt to other tokens than the trainer: its
+    processor makes other features of an image.
     """
     if request.images and list(token_ids) != list(request.token_ids):
         raise EngineError(
@@ -82,14 +80,14 @@ def check_expanded(request: Request, token_ids: Any) -> None:
 
 
 def placeholders(processor: ImageProcessor, *, videos: bool) -> dict[str, int]:
-    """Returns the kinds of media that are compared, and the token that stands for each."""
+    """Returns the kinds of media to compare, each with its placeholder token."""
     found = {"image": processor.placeholder}
     return found | {"video": processor.video_placeholder} if videos else found
 
 
 def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
-    """Returns checksums of what vLLM makes of a sample of each kind, under the token that stands for
-    it.
+    """Returns checksums of vLLM's patches of a sample of each media kind; `tokens`: the placeholder
+    tokens by kind.
     """
     image, film = _samples()
     frames = Frames(tuple(range(DEPTH)), DEPTH, 2.0, 1.0, (0,), 1)
@@ -100,9 +98,9 @@ def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
 
 
 def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
-    """Raises EngineError where vLLM makes other patches of the samples than the trainer.
+    """Raises EngineError if vLLM makes other patches of the samples than the trainer.
 
-    Image processors of other back-ends scale images differently, which nobody would notice.
+    Image processors of other back-ends scale images differently, which would go unnoticed.
     """
     image, film = _samples()
     ours = {"image": _sum(processor.patches_of(image))}
@@ -117,7 +115,7 @@ def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
 
 
 def _samples() -> tuple[Any, np.ndarray]:
-    """Returns an image, and frames of a video."""
+    """Returns a sample image and the frames of a sample video."""
     from PIL import Image
 
     width, height = SAMPLE
@@ -127,7 +125,7 @@ def _samples() -> tuple[Any, np.ndarray]:
 
 
 def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
-    """Returns what vLLM makes of an image or video."""
+    """Returns vLLM's model inputs for an image or video."""
     from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
     own = renderer.mm_processor
@@ -138,6 +136,6 @@ def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
 
 
 def _sum(patches: torch.Tensor) -> str:
-    """Returns the dtype, the shape and SHA-256 of patches."""
+    """Returns the dtype, shape and SHA-256 of patches."""
     content = patches.contiguous().view(torch.uint8).numpy().tobytes()
     return f"{patches.dtype} {list(patches.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Gives a vLLM server the pixels that the trainer's process put into shared memory."""
+"""Passes pixels from the trainer's process to a vLLM server through shared memory."""
 
 import asyncio
 from typing import Any
@@ -10,21 +10,19 @@ from rftmega.rollout.engines.shared_media import SharedPixels
 
 
 class SharedMediaConnector:
-    """SharedMediaConnector stands in the place of vLLM's, which would fetch what is on the disk or in
-    the network.
-    """
+    """SharedMediaConnector replaces vLLM's media connector, which would read files or fetch URLs."""
 
     def __init__(self, **given: Any):
-        """Takes, and leaves, what vLLM's own is given."""
+        """Accepts and ignores the arguments of vLLM's connector."""
 
     async def fetch_image_async(self, image_url: str, **given: Any) -> Any:
-        """Returns an image of PIL's."""
+        """Returns a PIL image."""
         return await asyncio.to_thread(_image, image_url)
 
     async def fetch_video_async(
         self, video_url: str, **given: Any
     ) -> tuple[np.ndarray, dict[str, Any] | None]:
-        """Returns frames and what vLLM is told of them."""
+        """Returns a video's frames and vLLM's metadata."""
         return await asyncio.to_thread(_video, video_url)
 
 

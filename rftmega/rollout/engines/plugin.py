@@ -1,8 +1,8 @@
-"""Registers what vLLM's processes load of this project (the entry point `vllm.general_plugins` in
-setup.py).
+"""Registers this project's extensions in vLLM's processes (the entry point `vllm.general_plugins`
+in setup.py).
 """
 
-TRANSPORTS = {  # of weights -> module and class that receive them
+TRANSPORTS = {  # name of a weight transport -> module and class that receive
     "shared_memory": ("shared_memory", "SharedMemoryWeightTransferEngine"),
     "network": ("network_transfer", "NetworkWeightTransferEngine"),
     "disk": ("disk_transfer", "DiskWeightTransferEngine"),
@@ -10,8 +10,8 @@ TRANSPORTS = {  # of weights -> module and class that receive them
 
 
 def register() -> None:
-    """Makes our transports known: of weights under the name that `--weight-transfer-config` gives,
-    of images under that of VLLM_MEDIA_CONNECTOR.
+    """Registers the weight transports under their names for `--weight-transfer-config`, and the
+    media connector under its name for VLLM_MEDIA_CONNECTOR.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,6 +1,4 @@
-"""ScriptedEngine answers from seeded generators: no model, the same tokens on every process and
-layout.
-"""
+"""Engine without a model: seeded random completions, the same on every process and layout."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -17,7 +15,7 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
 def _first(completion: Completion, tokens: int) -> PartialCompletion:
-    """Returns the first so many tokens of an answer."""
+    """Returns the first `tokens` tokens of a completion."""
     whole = PartialCompletion.of(completion)
     return PartialCompletion(
         whole.token_ids[:tokens], whole.logprobs[:tokens], whole.of_tokens[:tokens]
@@ -25,11 +23,11 @@ def _first(completion: Completion, tokens: int) -> PartialCompletion:
 
 
 class ScriptedEngine(Engine):
-    """Random ids, lengths and log-probs that depend on the seed alone; reads every pushed tensor
-    and keeps none.
+    """ScriptedEngine generates random ids, lengths and log-probs that depend only on the seed; it
+    reads every pushed tensor and keeps none.
 
-    A step gives one token to each of at most rollout.max_batch answers, begun in the order of the
-    requests; `steps` counts them.
+    Each step adds one token to each of at most rollout.max_batch completions, started in the order
+    of the requests; `steps` counts the steps.
     """
 
     def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
@@ -43,8 +41,10 @@ class ScriptedEngine(Engine):
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
         completions: list[Completion] = []
         waiting, running = deque[int](), 0
-        due: dict[int, list[int]] = defaultdict(list)  # step -> answers whose last token it gives
-        begun_at: dict[int, int] = {}  # answer -> step before its first token
+        due: dict[int, list[int]] = defaultdict(
+            list
+        )  # step -> completions whose last token it generates
+        begun_at: dict[int, int] = {}  # completion -> step before its first token
         while True:
             if (room := self.slots - running - len(waiting)) > 0:
                 begun = len(completions)
@@ -69,7 +69,7 @@ class ScriptedEngine(Engine):
                 break
 
     def _cut(self, request: Request) -> Completion:
-        """Returns the answer, cut off where the request says."""
+        """Returns the completion, truncated to the request's limit."""
         whole = self._completion(request.seed)
         most = request.limit(self.longest)
         if most >= len(whole.token_ids):

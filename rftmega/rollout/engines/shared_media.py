@@ -1,6 +1,6 @@
-"""Hands decoded images and videos to vLLM servers of this host, in memory that both map.
+"""Passes decoded images and videos to vLLM servers of this host through shared memory.
 
-A request tells where they are. Nothing of them is in it, so a group's samples repeat nothing.
+A request contains only their location, so a group's samples share one copy.
 """
 
 import json
@@ -18,11 +18,11 @@ from rftmega.rollout.engines.image_prompts import decoded_source
 from rftmega.rollout.requests import Request
 from rftmega.runtime.parallel import shared
 
-THREADS = 4  # that decode
+THREADS = 4  # for decoding
 
 
 class SharedPixels(NamedTuple):
-    """SharedPixels tells where the pixels of an image [H, W, 3] or of a video [F, H, W, 3] are."""
+    """SharedPixels is the location of the pixels of an image [H, W, 3] or a video [F, H, W, 3]."""
 
     memory: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class SharedPixels(NamedTuple):
 
     @staticmethod
     def heard(said: str) -> "SharedPixels":
-        """Returns what `told` gave. Raises ValueError for anything else."""
+        """Parses the result of `told`. Raises ValueError for anything else."""
         try:
             found = json.loads(said)
             memory, shape = found["memory"], tuple(map(int, found["shape"]))
@@ -42,13 +42,13 @@ class SharedPixels(NamedTuple):
             raise ValueError(f"{said[:80]!r} names no pixels of ours") from error
 
     def read(self) -> np.ndarray:
-        """Returns a copy. Raises ValueError as `shared.attach` does."""
+        """Returns a copy of the pixels. Raises ValueError as `shared.attach` does."""
         mapped = shared.attach(self.memory, math.prod(self.shape))
         return np.frombuffer(mapped, dtype=np.uint8).reshape(self.shape).copy()
 
 
 class SharedMedia:
-    """SharedMedia holds what requests show, once each, while a request shows it."""
+    """SharedMedia holds one copy of each image and video while any request uses it."""
 
     def __init__(self) -> None:
         self._held: dict[str, Future[SharedPixels]] = {}
@@ -57,10 +57,10 @@ class SharedMedia:
 
     @asynccontextmanager
     async def shown(self, request: Request) -> AsyncIterator[list[dict[str, str]]]:
-        """Gives `content_parts` of vLLM's `/inference/v1/generate`, which holds within the block.
+        """Yields the `content_parts` of vLLM's `/inference/v1/generate`, valid within the block.
 
-        Raises DataError for a file that can't be read any more, EngineError for an image that is
-        there as patches alone.
+        Raises DataError for a file that can't be read any more, EngineError for an image given only
+        as patches.
         """
         images = images_of(request.images)
         for image in images:
@@ -68,7 +68,7 @@ class SharedMedia:
         try:
             parts = []
             for image in images:
-                # another request waits for the same
+                # shielded: other requests may wait for the same future
                 pixels = await shield(wrap_future(self._held[image.digest]))
                 kind = "image_url" if image.frames is None else "video_url"
                 parts.append({"type": kind, "url": pixels.told(), "uuid": image.digest})

@@ -1,5 +1,5 @@
-"""Gives the policy as vLLM's own weight transports take it (`vllm.distributed.weight_transfer`:
-ipc, nccl, ...).
+"""Adapts the policy to vLLM's own weight transports (`vllm.distributed.weight_transfer`: ipc, nccl,
+...).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,9 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 
 class Exported(Protocol):
-    """Whole tensors under HF names, one by one, and what they will be (`weights.Exporter`)."""
+    """Exported yields whole HF-named tensors one by one, and plans them in advance
+    (`weights.Exporter`).
+    """
 
     @property
     def planned(self) -> Sequence[tuple[str, torch.dtype, tuple[int, ...]]]: ...
@@ -20,8 +22,8 @@ class Exported(Protocol):
 
 
 class PolicySource(WeightSource):
-    """Every process of a replica gives every tensor, and all of them iterate in step: gathering is
-    a collective.
+    """PolicySource yields every tensor of the policy. All processes of a replica must iterate in
+    step: gathering is a collective.
     """
 
     def __init__(self, exporter: Exported):

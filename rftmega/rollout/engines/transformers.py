@@ -1,6 +1,7 @@
-"""Answers as the oracle: one row at a time, one token at a time, through `transformers`.
+"""Reference engine on `transformers`, used as the test oracle: one sequence and one token at a
+time.
 
-Slow and obvious.
+It is slow and simple.
 """
 
 from collections import Counter, deque
@@ -36,11 +37,11 @@ from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.distribution import log_probs_of
 from rftmega.weights.receivers.fp8 import rounded
 
-# How a family's folders name the three matrices of an expert, where not gate_proj, up_proj,
-# down_proj; and the layer's block.
+# An architecture's checkpoint names of an expert's three matrices, if not gate_proj, up_proj,
+# down_proj; and of the MoE block.
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
 BLOCKS = {"mixtral": ".block_sparse_moe."}
-# How a family's folders name what transformers has under these names.
+# An architecture's checkpoint prefixes, by the prefixes in transformers.
 PREFIXES = {
     family: {"model.language_model.": "model.", "model.visual.": "visual."}
     for family in ("qwen2_vl", "qwen2_5_vl")
@@ -53,7 +54,7 @@ PREFIXES = {
     }
 }
 
-# what a model is given of images and of videos
+# model inputs of images and of videos
 KINDS_OF_MEDIA = (
     ("image", "pixel_values", "image_grid_thw"),
     ("video", "pixel_values_videos", "video_grid_thw"),
@@ -61,12 +62,12 @@ KINDS_OF_MEDIA = (
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors of `model` by their names in a folder of safetensors, where experts stand
-    one by one.
+    """Returns the tensors of `model` under their safetensors checkpoint names, with each expert
+    separate.
 
     transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden]
-    and down_proj [experts, hidden, inner]. What is returned are views, so that writing into one
-    fills the model. A tied head is there once, as the embedding.
+    and down_proj [experts, hidden, inner]. Views are returned, so that writing into one fills the
+    model. A tied LM head appears once, as the embedding.
     """
     family = model.config.model_type
     gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
@@ -93,12 +94,14 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns the memory that a tensor lies in, which parameters that are tied share."""
+    """Returns the address of a tensor's storage, which tied parameters share."""
     return tensor.untyped_storage().data_ptr()
 
 
 class TransformersEngine(Engine):
-    """A plain module in float32; what the fast engine is tested against."""
+    """TransformersEngine generates with a plain fp32 module; the fast engines are tested against
+    it.
+    """
 
     slots = 1
 
@@ -111,7 +114,7 @@ class TransformersEngine(Engine):
         where: torch.device,
         routed: RoutedModel | None = None,
     ):
-        """`routed`: whose routes are told; None: none are."""
+        """`routed`: the MoE model whose routes are recorded; None: no routes are recorded."""
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
         self.stop_ids, self.stop = stop_ids, config.stop
@@ -121,7 +124,7 @@ class TransformersEngine(Engine):
         if self.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # It gets the trainer's weights, which are not quantised.
+        # the trainer's weights are not quantised
         vars(config_of).pop("quantization_config", None)
         sees = hasattr(config_of, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -133,7 +136,7 @@ class TransformersEngine(Engine):
             config_of, dtype=torch.float32, trust_remote_code=False, experts_implementation="eager"
         )
         self.model = model.eval().to(where)
-        # by each router of the model in turn, since the answer began
+        # by each router of the model in turn, in the current forward pass
         self._chosen: list[Tensor] = []
         self._kind = torch.uint8
         if routed is not None:
@@ -143,7 +146,7 @@ class TransformersEngine(Engine):
                     module.register_forward_hook(self._note_routes)
 
     def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keeps the experts that a router has chosen: [tokens, experts a token], largest weight
+        """Records the experts that a router has chosen: [tokens, experts a token], largest weight
         first.
         """
         _, weights, experts = told
@@ -161,9 +164,7 @@ class TransformersEngine(Engine):
                 break
 
     def _media(self, request: Request) -> dict[str, Tensor]:
-        """Returns what the model is given of the prompt's images, videos and waveforms, besides
-        tokens.
-        """
+        """Returns the model inputs for the prompt's images, videos and waveforms."""
         if self.audio_processor is not None:
             return self._heard(request, self.audio_processor)
         if self.processor is None:
@@ -191,9 +192,10 @@ class TransformersEngine(Engine):
         }
 
     def _positions(self, request: Request) -> Tensor | None:
-        """Returns [3, 1, tokens] of the prompt and of the longest answer; None for a model of words.
+        """Returns position ids [3, 1, tokens] of the prompt and the longest completion; None for a
+        text-only model.
 
-        They are given, since transformers' own are other ones behind a long video.
+        They are passed explicitly, since transformers computes other positions after a long video.
         """
         if self.processor is None:
             return None
@@ -202,7 +204,7 @@ class TransformersEngine(Engine):
         return found.T[:, None].to(self.where)
 
     def _has_stopped(self, ids: Sequence[int]) -> bool:
-        """Returns whether the answer so far ends in a stop token or has a stop string."""
+        """Returns whether the completion so far ends in a stop token or contains a stop string."""
         if not ids or ids[-1] in self.stop_ids:
             return bool(ids)
         if not self.stop:
@@ -226,7 +228,7 @@ class TransformersEngine(Engine):
             if positions is not None:
                 media["position_ids"] = positions[:, :, seen : seen + feed.shape[1]]
             out = self.model(feed, past_key_values=cache, use_cache=True, **media)
-            media = {}  # the cache has it from now on
+            media = {}  # from now on it is in the cache
             seen += feed.shape[1]
             cache = out.past_key_values
             if self._chosen:
@@ -247,9 +249,11 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises WeightMismatch where a tensor is unknown, of another shape, or missing."""
+        """Loads the weights. Raises WeightMismatch if a tensor is unknown, has another shape, or is
+        missing.
+        """
         own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model)
-        # elements that are still to come, by the memory that parameters have
+        # number of elements still missing, by storage
         lacking = Counter[int]()
         for place in own.values():
             lacking[_memory(place)] += place.numel()

@@ -1,8 +1,7 @@
-"""Runs vLLM inside the trainer's own processes: an engine is the slice of `rollout.tensor`
-consecutive ranks.
+"""vLLM inside the trainer's own processes: an engine spans `rollout.tensor` consecutive ranks.
 
-Weights go in through vLLM's own reload (it repacks parameters after loading, so nothing else is
-right), never by patching.
+Weights are loaded through vLLM's own reload, since vLLM repacks parameters after loading; never by
+patching.
 """
 
 import logging
@@ -31,13 +30,13 @@ from rftmega.runtime import device
 from rftmega.runtime.parallel.process_group import World, undone
 from rftmega.runtime.parallel.watchdog import mark
 
-# vLLM reads these when it is imported, and speaks before it has read the second.
+# vLLM reads these when it is imported, and logs before it has read the second.
 # the engine shares this process with the trainer
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if device.current().type == "cpu":
-    # else the first two batches with log-probs compile for 10 s
+    # otherwise the first two batches with log-probs compile for 10 s
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
@@ -74,8 +73,8 @@ from rftmega.weights.receivers.reload import (  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
-    """Assigns cores, one entry a local rank: an engine of several ranks finds its cores by it, and
-    ranks must not fight for one.
+    """Assigns one core to each local rank: ranks of an engine find their core by it, and must not
+    share one.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault(
@@ -85,14 +84,14 @@ def _share_cores(world: World) -> None:
 
 
 def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
-    """Unlinks shared memory: on a CPU the ranks of an engine talk through shared memory under a
-    name that is the same in every run, and what a run leaves there keeps the next from starting. So
-    it loses its name before a start (a killed run's) and as soon as all have joined.
+    """Unlinks the engine's shared memory. On a CPU, an engine's ranks communicate through shared
+    memory with the same name in every run, and a leftover would keep the next run from starting. So
+    it is unlinked before a start (a killed run's) and as soon as all ranks have joined.
     """
     first = world.rank - world.rank % size
     ranks = "-".join(str(rank) for rank in range(first, first + size))
     for file in Path("/dev/shm").glob(f"*-[[]{ranks}]-cpushm_{world.rank - first}"):
-        # another run's, which starts right now: vLLM's own error is better than its memory
+        # another starting run may own it: vLLM's own error is better than breaking that run
         if mine or not _is_mapped(file):
             file.unlink(missing_ok=True)
 
@@ -107,25 +106,27 @@ def _is_mapped(file: Path) -> bool:
 
 
 def _itself(model: Any) -> Any:
-    """Returns the model: vLLM applies this to its model to give it."""
+    """Returns the model; `LLM.apply_model` needs a function."""
     return model
 
 
 def _logprobs(completion: Any) -> list[float]:
-    """Returns the log-prob of each token of an answer of vLLM's."""
+    """Returns the log-prob of each token of a vLLM completion."""
     pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return [at[token].logprob for token, at in pairs]
 
 
 class RunningRequest(NamedTuple):
-    """RunningRequest is a request under way."""
+    """RunningRequest is a request that vLLM is generating."""
 
-    name: str  # vLLM's own
+    name: str  # vLLM's internal id
     tokens: int  # of its prompt
 
 
 class VLLMEngine(Engine):
-    """Token ids in, token ids and log-probs of the sampling distribution out."""
+    """VLLMEngine generates token ids, with their log-probs under the sampling distribution, from
+    token ids.
+    """
 
     def __init__(
         self,
@@ -140,11 +141,13 @@ class VLLMEngine(Engine):
         routed: RoutedModel | None = None,
         unquantised: Sequence[str] = (),
     ):
-        """`adapter_rank`: of the adapter that it serves; 0: none. `evaluated`: PEFT folders of others,
-        by name, of at most that rank; "": the model without adapters. `routed`: whose routes are told;
-        None: none are. `unquantised`: modules that keep their precision under rollout.quantization.
+        """Builds vLLM, whose weights are random until a push; a collective over the engine's
+        processes.
 
-        Builds vLLM, whose weights are random until a push; a collective over the engine's processes.
+        `adapter_rank`: of the adapter that it serves; 0: none. `evaluated`: PEFT folders of further
+        adapters of at most that rank, by name; "": the base model. `routed`: the MoE model whose
+        routes are recorded; None: none are. `unquantised`: modules that keep their precision under
+        rollout.quantization.
         """
         super().__init__()
         self._folder = folder
@@ -173,7 +176,7 @@ class VLLMEngine(Engine):
         if images:
             media["limit_mm_per_prompt"] = limits_of(config)
         serves: dict[str, Any] = {}
-        self._adapter: Any = None  # which one requests are for
+        self._adapter: Any = None  # the one for new requests
         self._adapters: dict[str, Any] = {}
         if adapter_rank:
             self._adapters = adapters_of(evaluated or {})
@@ -191,7 +194,7 @@ class VLLMEngine(Engine):
             self._llm = LLM(
                 model=str(folder),
                 load_format="dummy",
-                # its processors of images and waveforms want a tokenizer, and so do stop strings
+                # image and audio processors and stop strings need a tokenizer
                 skip_tokenizer_init=not media and not config.stop,
                 dtype=precision,
                 tensor_parallel_size=config.tensor,
@@ -199,25 +202,25 @@ class VLLMEngine(Engine):
                 max_model_len=config.max_row_tokens,
                 max_num_seqs=config.max_batch,
                 enforce_eager=not on_cuda,
-                # of the distribution that was sampled from, temperature included
+                # of the sampling distribution, including temperature
                 logprobs_mode="processed_logprobs",
-                seed=world.rank // config.tensor,  # ranks of one engine must draw alike
+                seed=world.rank // config.tensor,  # ranks of one engine must sample alike
                 disable_log_stats=True,
-                use_tqdm_on_load=False,  # else bars of its graphs stand between the run's own lines
+                use_tqdm_on_load=False,  # its progress bars would clutter the run's output
                 **memory,
                 **media,
                 **serves,
                 **prefill_arguments(config, on_cuda=on_cuda),
                 **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
             )
-            # vLLM's worker leaves this process one thread, too few for the trainer's work on the host
+            # vLLM's worker sets one thread, too few for the trainer's work on the host
             if on_cuda:
                 torch.set_num_threads(threads)
             self._read_model(world, on_cuda=on_cuda)
 
     def _read_model(self, world: World, *, on_cuda: bool) -> None:
-        """Checks that vLLM reads images and waveforms as the trainer does, and finds the model's
-        parameters.
+        """Checks that vLLM processes images and waveforms as the trainer does, and finds the
+        model's parameters.
         """
         config = self.config
         if sees(self._folder):
@@ -270,7 +273,7 @@ class VLLMEngine(Engine):
                 room = self.slots - len(running)
                 has_room = room > 0 and not stopped and not self._waiting()
                 further = requests.take(room) if has_room else ()
-        finally:  # whoever was stopped or interrupted leaves nothing for the next
+        finally:  # leave no request to the next call
             engine.abort_request([str(number) for number in sorted(running)])
 
     def _prompt_of(self, request: Request) -> dict[str, Any]:
@@ -284,15 +287,15 @@ class VLLMEngine(Engine):
             max_tokens=request.limit(self.longest),
             logprobs=0,  # of the sampled token only
             stop_token_ids=self.stop_ids,
-            # the stop tokens are ours alone, whatever the model's config calls its end
+            # only our stop tokens count, whatever eos the model's config has
             ignore_eos=True,
-            skip_clone=True,  # it is this request's alone
+            skip_clone=True,  # not shared with other requests
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _waiting(self) -> int:
-        """Requests that have no room in the cache now, however many may run: another engine may
-        begin sooner with more.
+        """Returns the number of requests that wait for room in the KV cache; new ones may start
+        sooner on another engine.
         """
         waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[
             1
@@ -300,9 +303,9 @@ class VLLMEngine(Engine):
         return waiting
 
     def _step(self) -> list[Any]:
-        """Steps the engine; returns what has finished.
+        """Runs one step of the engine. Returns the finished outputs.
 
-        No error of vLLM's here is a request's: bad ones were refused.
+        Raises EngineFault for any vLLM error: invalid requests were refused before.
         """
         try:
             outputs: list[Any] = self._llm.llm_engine.step()
@@ -317,7 +320,7 @@ class VLLMEngine(Engine):
         return core.model_executor.driver_worker.worker.model_runner
 
     def _routes(self, completion: Any, asked: RunningRequest) -> Tensor | None:
-        """Returns the routes of all tokens that were fed for an answer; None where nobody asks."""
+        """Returns the routes of all tokens fed for a completion; None if routes are not recorded."""
         fed = asked.tokens + len(completion.token_ids) - 1
         if self._routed is None or not completion.token_ids:
             return None
@@ -337,7 +340,7 @@ class VLLMEngine(Engine):
         )
 
     def _part(self, number: int, asked: RunningRequest) -> PartialCompletion:
-        """Returns what there is of an answer."""
+        """Returns the partial completion of a running request."""
         processor = self._llm.llm_engine.output_processor
         (known,) = processor.external_req_ids[str(number)]
         output = processor.request_states[known].make_request_output(
@@ -359,7 +362,7 @@ class VLLMEngine(Engine):
                 "reload_weights", kwargs={"weights_iterator": iter(named_tensors)}
             )
         except Exception:
-            # Half-loaded layers wait for the rest of theirs, and would take it from the next push.
+            # Half-loaded layers would take their missing tensors from the next push.
             self._llm.apply_model(
                 partial(finalize_layerwise_reload, model_config=self._llm.model_config)
             )
@@ -377,15 +380,15 @@ class VLLMEngine(Engine):
 
     def answer_with(self, adapter: str) -> None:
         self._adapter = self._adapters[adapter]
-        if self._captured is not None:  # vLLM's own cache knows adapters apart
+        if self._captured is not None:  # vLLM's own cache distinguishes adapters
             self._forget_computed()
 
     def _forget_computed(self) -> None:
-        """Drops what was computed with the weights before, and is kept for the next prompts."""
+        """Drops the prefix and encoder caches, which were computed with earlier weights."""
         if self._captured is not None:
             self._captured.forget()
         self._llm.reset_prefix_cache()
-        # of images and waveforms; the scheduler would still count on them
+        # embeddings of images and waveforms, which the scheduler would still reuse
         self._llm.llm_engine.reset_encoder_cache()
 
     def _sleep(self) -> None:
@@ -397,7 +400,7 @@ class VLLMEngine(Engine):
             self._llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
-        """Ends vLLM and its process groups; also where it could not be built."""
+        """Shuts down vLLM and its process groups, also if building it failed."""
         if self._llm is None:
             cleanup_dist_env_and_memory()
         else:

@@ -1,5 +1,5 @@
-"""Arguments of vLLM's that make it compute a model as transformers does, where its own reading of
-the folder differs.
+"""vLLM arguments that make it compute a model as transformers does, if it would read the folder
+differently.
 """
 
 from pathlib import Path
@@ -8,33 +8,34 @@ from typing import Any
 from rftmega.config import RolloutConfig
 from rftmega.core.json_files import read_json_object
 
-CPU_STEP_TOKENS = 4096  # that an engine computes at once
+CPU_STEP_TOKENS = 4096  # per engine step
 
 DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""How this family chooses experts.
+"""Expert selection of DeepSeek-V3.
 
-Its makers' config.json says so, transformers' does not, and vLLM takes other ways then.
+The published config.json has these keys; configs that transformers writes lack them, and vLLM then
+selects experts differently.
 """
 
 VISION_MOE = {"text_config": {"norm_topk_prob": True}}
-"""How Qwen3-VL's mixture weighs experts: published files say so, transformers' do not, and vLLM
-looks for it.
+"""Expert weighting of Qwen3-VL-MoE: published configs have this key, which vLLM reads; configs that
+transformers writes lack it.
 """
 
 
 def model_arguments(
     folder: str | Path, *, on_cuda: bool, written_as: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns keyword arguments of `vllm.LLM` for the model in `folder`; `written_as`: how the weights
-    that it gets are quantised.
+    """Returns the keyword arguments of `vllm.LLM` for the model in `folder`; `written_as`: the
+    quantization_config of pushed weights.
 
-    On a CPU, vLLM 0.32's kernel rotates neighbouring elements (DeepSeek's way) wrongly in queries
-    of several heads, so its own operations in torch serve.
+    On a CPU, vLLM 0.32's rotary kernel rotates interleaved elements (DeepSeek's way) wrongly in
+    multi-head queries, so its native torch operations are used.
     """
     config = read_json_object(Path(folder) / "config.json")
     arguments = _of_family(config, on_cuda=on_cuda)
     if config.get("quantization_config") or written_as:
-        # It gets the trainer's weights: what the folder says of its own does not count.
+        # The trainer's weights are loaded: the folder's own quantization does not apply.
         overrides = arguments.get("hf_overrides", {}) | {"quantization_config": written_as}
         arguments["hf_overrides"] = overrides
     return arguments
@@ -42,8 +43,8 @@ def model_arguments(
 
 def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
     if config.get("vision_config"):
-        # The trainer's own normalisation. vLLM would keep it in buffers of the tower, which are
-        # noise in an engine that starts without weights, and which no push mends.
+        # Use the trainer's normalisation. vLLM would keep it in buffers of the vision tower, which
+        # are random in an engine that starts without weights and are never pushed.
         seeing: dict[str, Any] = {"mm_device_do_normalize": False}
         if config["model_type"] == "qwen3_vl_moe":
             seeing["hf_overrides"] = VISION_MOE
@@ -53,7 +54,7 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}
     if not on_cuda:
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-        # on a CPU with AMX it would take kernels that refuse float32
+        # on a CPU with AMX it would choose kernels that refuse fp32
         arguments["attention_config"] = {"backend": "CPU_MLA"}
     return arguments
 
@@ -64,10 +65,10 @@ def sees(folder: str | Path) -> bool:
 
 
 def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]:
-    """Returns keyword arguments of `vllm.LLM` that leave prompts in one piece on a CPU.
+    """Returns the keyword arguments of `vllm.LLM` that keep prompts in one piece on a CPU.
 
-    vLLM 0.32 draws a token behind each piece of a prompt, and then sets the request's generator
-    back, which none of a CPU's can be.
+    After each piece of a prompt, vLLM 0.32 samples a token and then resets the request's generator,
+    which CPU generators do not support.
     """
     if on_cuda:
         return {}
@@ -78,15 +79,15 @@ def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:
-    """Returns how many images and videos a prompt may have."""
+    """Returns the maximum numbers of images and videos in a prompt."""
     return {"image": max(1, config.max_images), "video": config.max_videos}
 
 
 def stop_strings(config: RolloutConfig) -> dict[str, Any]:
-    """Returns the sampling parameters by which vLLM ends answers at `rollout.stop`.
+    """Returns the sampling parameters that end completions at `rollout.stop`.
 
-    An answer keeps all that was sampled, the token that completed the string included. Without stop
-    strings nothing is decoded.
+    A completion keeps all sampled tokens, including the one that completed the string. Without stop
+    strings nothing is detokenized.
     """
     if not config.stop:
         return {"detokenize": False}

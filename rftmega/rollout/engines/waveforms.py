@@ -1,4 +1,4 @@
-"""Requests with waveforms, as vLLM takes them."""
+"""Converts requests with audio to vLLM prompts."""
 
 from functools import lru_cache
 from typing import Any
@@ -11,21 +11,25 @@ from rftmega.core.media_positions import unexpanded
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.rollout.requests import Request
 
-SAMPLE = 5000  # samples of the waveform that is compared at the start
+SAMPLE = 5000  # samples of the waveform compared at the start
 
 
 class WaveformPrompts:
-    """WaveformPrompts reads the waveforms of requests for vLLM, whose own processor makes frames of them."""
+    """WaveformPrompts decodes the waveforms of requests for vLLM, whose own processor converts them
+    to frames.
+    """
 
     def __init__(self, processor: AudioProcessor):
         self.processor = processor
-        self._decoded = lru_cache(maxsize=16)(processor.waveform)  # siblings are asked side by side
+        self._decoded = lru_cache(maxsize=16)(
+            processor.waveform
+        )  # samples of one group are requested together
 
     def prompt_of(self, request: Request) -> dict[str, Any]:
-        """Returns vLLM's prompt: one placeholder a waveform, since its processor expands it, and the
-        waveforms under their digests, so that one of a group is processed once.
+        """Returns vLLM's prompt: one placeholder per waveform, which vLLM's processor expands, and
+        the waveforms under their digests, so that a group's shared waveform is processed once.
 
-        Raises EngineError for a waveform that is there as frames alone.
+        Raises EngineError for a waveform given only as frames.
         """
         if not request.images:
             return {"prompt_token_ids": list(request.token_ids)}
@@ -43,7 +47,7 @@ class WaveformPrompts:
         }
 
     def check(self, engine: Any) -> None:
-        """Raises EngineError where vLLM makes other frames of a waveform than the trainer."""
+        """Raises EngineError if vLLM makes other frames of a sample waveform than the trainer."""
         from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
         at = np.arange(SAMPLE)

@@ -1,1 +1,1 @@
-"""Dispatch spreads the requests of a rollout over all engines and gathers the scored answers."""
+"""Distributes a rollout's requests over all engines and gathers the scored completions."""

@@ -1,4 +1,4 @@
-"""Announcements: what the first process of an engine tells the engine's other processes."""
+"""Ordered messages from the first process of an engine to the engine's other processes."""
 
 import json
 import time
@@ -7,26 +7,26 @@ from typing import Any
 from rftmega.core.errors import EngineFault
 from rftmega.runtime.parallel.watchdog import mark
 
-LOOK = 0.0005  # seconds between two looks of a process at what the first has said
+LOOK = 0.0005  # seconds between polls for the first process's next message
 
 
 class Announcements:
-    """Announcements passes what JSON has from the first process of an engine to the others, in order.
+    """Announcements sends JSON values from the first process of an engine to the others, in order.
 
-    They go through a store: a collective would wait for a first process that broke down.
+    They go through a store: a collective would block on a first process that broke down.
     """
 
     def __init__(self, board: Any, name: str, *, speaks: bool):
-        """`board`: a store of torch.distributed, where these announcements alone have the `name`.
+        """`board`: a store of torch.distributed, in which only these announcements use `name`.
 
-        One process of the engine `speaks`.
+        Only the engine's first process `speaks`.
         """
         self.board, self.name, self.speaks = board, name, speaks
         self._attempt = self._turn = 0
-        self._said = list[str]()  # keys at the board
+        self._said = list[str]()  # keys in the store
 
     def begin(self) -> None:
-        """Begins anew, after a fault too: what was said before is not heard any more."""
+        """Starts a new sequence, also after a fault: earlier messages are ignored."""
         self._attempt, self._turn = self._attempt + 1, 0
 
     def say(self, thing: Any) -> None:
@@ -34,7 +34,9 @@ class Announcements:
         self._set(str(self._turn), json.dumps(thing))
 
     def hear(self) -> Any:
-        """Waits for what the first process says next. Raises EngineFault where it broke down."""
+        """Waits for the first process's next message. Raises EngineFault if that process broke
+        down.
+        """
         self._turn += 1
         while not self.board.check([self._key(str(self._turn))]):
             if self.board.check([self._key("broke")]):
@@ -44,12 +46,12 @@ class Announcements:
         return json.loads(self.board.get(self._key(str(self._turn))))
 
     def broke(self) -> None:
-        """Tells, of the first process, that it broke down."""
+        """Announces that the first process broke down, if this is it."""
         if self.speaks:
             self._set("broke", "")
 
     def end(self) -> None:
-        """Clears the board; every process has heard all."""
+        """Deletes the messages; every process must have read all of them."""
         for key in self._said:
             self.board.delete_key(key)
         self._said.clear()

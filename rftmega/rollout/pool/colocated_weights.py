@@ -1,4 +1,6 @@
-"""ColocatedWeights brings the policy to the device before its weights move."""
+"""Weight sync for engines that share devices with the trainer: loads the policy onto the device
+before a push.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,22 +15,22 @@ sum_of_all: Any = partial(all_reduce, op="sum")
 
 
 class Phases(Protocol):
-    """Phases gives the device to whoever works next (`strategy.phases.DevicePhases`)."""
+    """Phases hands the device over between trainer and engine (`strategy.phases.DevicePhases`)."""
 
     def rollout(self) -> None: ...
 
     def push(self) -> None: ...
 
     def pushed(self, buffer_bytes: int) -> Metrics:
-        """Ends the push, whose buffers took so many bytes. Returns what was measured of memory."""
+        """Ends the push, whose buffers took so many bytes. Returns memory metrics."""
 
 
 class ColocatedWeights:
-    """ColocatedWeights is a WeightSync that gives the device to the policy first."""
+    """ColocatedWeights is a WeightSync that switches the device to the policy before it pushes."""
 
     def __init__(self, weights: WeightSync, phases: Phases, merged: Sequence[Shard] | None = None):
-        """`merged`: shards whose adapters are added and rounded for a push, which tells of it; None,
-        on all processes alike: nothing is.
+        """`merged`: shards whose adapters are merged and rounded for a push, which then reports the
+        rounding loss; None, on all processes alike, if nothing is merged.
         """
         self.weights, self.phases, self.merged = weights, phases, merged
 
@@ -40,7 +42,7 @@ class ColocatedWeights:
         return metrics | self.phases.pushed(int(metrics["push_buffer_bytes"]))
 
     def push_to_late(self) -> int:
-        """Does what LateWeights does; 0 where all engines get their weights at once."""
+        """Runs LateWeights.push_to_late; returns 0 if the weight sync is no LateWeights."""
         if not isinstance(self.weights, LateWeights):
             return 0
         self.phases.push()

@@ -1,7 +1,7 @@
 """EnginePool presents the engines of all ranks as one RolloutEngine.
 
-It splits requests by expected length, gathers completions to every rank, and restarts engines that
-broke down.
+It distributes requests by expected length, gathers completions on every rank, and restarts engines
+that broke down.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ from rftmega.runtime.parallel.watchdog import mark
 
 PATIENCE = 10.0  # seconds
 log = logging.getLogger(__name__)
-_rollouts = itertools.count()  # of this process; all count alike
+_rollouts = itertools.count()  # counter of this process, equal on all processes
 Result = TypeVar("Result")
 
 
 class EnginePool:
-    """EnginePool presents all engines of the run as one: it splits the tasks over them and gives
-    every process every rollout.
+    """EnginePool presents all engines of the run as one: it distributes the tasks over them and
+    gives every process every rollout.
     """
 
     def __init__(
@@ -61,28 +61,28 @@ class EnginePool:
         repeats: int = 0,
         most_running: int = 1024,
     ):
-        """Collective. Engines that break down are restarted, get the weights again and answer what is left,
-        `restarts` times a generation. `reward_limit`: seconds that a reward may take, see
-        RewardWorkers. `repeats` of a rollout, see RunningRollouts. `most_running`: rollouts that one
-        engine has under way, those that wait for tools among them.
+        """A collective. Engines that break down are restarted, get the weights again and generate
+        the missing completions, up to `restarts` times per generation. `reward_limit`: time limit
+        of a reward in seconds, see RewardWorkers. `repeats` of a rollout: see RunningRollouts.
+        `most_running`: concurrent rollouts per engine, including those that wait for tools.
         """
         self.repeats, self.most_running = repeats, most_running
         self.engine, self.phases, self.environment = engine, phases, environment
         self.weights: WeightSync | None = None
-        self._loop = asyncio.new_event_loop()  # of the environment, as long as the run
+        self._loop = asyncio.new_event_loop()  # the environment's, for the whole run
         self.restarts, self.reward_limit = restarts, reward_limit
         self.engines = world.size // processes_per_engine
         self.processes, self.alone = processes_per_engine, processes_per_engine == 1
         self.group = None if self.alone else neighbours(processes_per_engine)
         self.mine, place = divmod(world.rank, processes_per_engine)
-        self.speaks = place == 0  # the others do what the engine's first process says
+        self.speaks = place == 0  # the engine's other processes follow its first process
         self.host = host_memory.current()
 
     def weight_sync(
         self, shards: Sequence[Shard], *, bucket_bytes: int, rounds: bool = False
     ) -> WeightSync:
-        """Returns what brings the policy's shards into all engines; every process calls it. `rounds`:
-        adapters are merged into weights that have fewer digits, and a push tells what that loses.
+        """Returns the WeightSync from the policy's shards to all engines; a collective. `rounds`:
+        adapters are merged into lower-precision weights, and a push reports the rounding loss.
         """
         sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases, shards if rounds else None)
@@ -91,13 +91,15 @@ class EnginePool:
     def adapter_sync(
         self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns what brings a frozen model's shards and its adapters; every process calls it."""
+        """Returns the WeightSync for a frozen model's shards and its adapters; a collective."""
         sync = self.engine.adapter_sync(frozen, adapters, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases)
         return self.weights
 
     def close(self) -> None:
-        """Ends the engine, which must be gone before the process groups are, and the environment."""
+        """Closes the environment and the engine, which must end before the process groups are
+        destroyed.
+        """
         try:
             if end := getattr(self.environment, "close", None):
                 self._loop.run_until_complete(_ended(end))
@@ -107,7 +109,9 @@ class EnginePool:
 
     @contextmanager
     def answering_with(self, adapter: str) -> Iterator[None]:
-        """Has the engines answer with another adapter than the policy's meanwhile."""
+        """Makes the engines generate with the given adapter instead of the policy's within the
+        context.
+        """
         self.engine.answer_with(adapter)
         try:
             yield
@@ -124,14 +128,14 @@ class EnginePool:
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Generates on all engines: each begins with tasks of about the same expected length, the
-        long ones first, and takes what none has begun when it has room (`requests.order.ordered`,
+        """Generates on all engines. Each engine starts with tasks of about the same total expected
+        length, longest first, and takes further tasks when it has room (`requests.order.ordered`,
         `request_queues`). Each rollout is scored once, in the process that has it.
 
-        With `enough` all engines stop after the same number of steps, decided from all rollouts
-        (`stop_consensus.StopConsensus`). Raises on every process EngineFault where restarts did not
-        help, Preempted where the run is asked to stop: no engine begins another step then. Preempted
-        has the rollouts so far, where there is no `enough`.
+        With `enough`, all engines stop after the same number of steps, decided from all rollouts
+        (`stop_consensus.StopConsensus`). Raises on every process EngineFault if restarts did not
+        help, and Preempted if the run is asked to stop: no engine begins another step then. Without
+        `enough`, Preempted has the rollouts so far.
         """
         lengths = expected_lengths or [float(len(prompt.token_ids)) for prompt in prompts]
         return self._generated(Tasks(prompts, seeds, lengths, sampling), reward, enough)
@@ -143,8 +147,8 @@ class EnginePool:
         enough: Enough | None,
         partials: PartialRollouts | None = None,
     ) -> RolloutArrays:
-        """Does what `generate` does; with `partials` answers go on where they were broken off, and
-        what is broken off now is noted.
+        """Generates as `generate` does; with `partials`, continues partial completions and records
+        those that are interrupted now.
         """
         name = f"rollout {next(_rollouts)}"
         announced = self._announcements(f"{name}/{self.mine}")
@@ -167,27 +171,27 @@ class EnginePool:
         )
         with pending:
             found = self._all(pending) if enough is None else self._until(pending, enough)
-            # after a collective: every process is through
+            # after a collective: every process has finished
             if announced is not None:
                 announced.end()
             queue.end()
             if (
                 enough is None and None in found.places
-            ):  # in here nobody waits for scores still to come
+            ):  # inside the context, which cancels pending scores at its end
                 raise Preempted(found)
         return found
 
     def _announcements(self, name: str) -> Announcements | None:
-        """Returns what the processes of this engine tell each other by; None where it has one."""
+        """Returns the channel between this engine's processes; None if it has only one."""
         return None if self.alone else Announcements(board(), name, speaks=self.speaks)
 
     def _ordered(self, tasks: Tasks) -> RequestOrder:
-        """Orders the tasks. The only engine begins all of them itself."""
+        """Orders the tasks. A single engine starts with all of them."""
         slots = self.engine.slots if self.engines > 1 else len(tasks)
         return ordered(tasks.prompts, tasks.expected_lengths, self.engines, slots)
 
     def _all(self, pending: PendingRequests) -> RolloutArrays:
-        """Returns all rollouts; where the run is asked to stop, those that have their scores."""
+        """Returns all rollouts; if the run is asked to stop, only those with scores."""
         own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
         where, rollouts, _ = gathered(own if self.speaks else {}, self.host)
         return in_order(where, rollouts, len(pending.tasks))
@@ -197,9 +201,9 @@ class EnginePool:
         return shared(found, self.host)
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
-        """Returns what comes of `work`, which is called again, everywhere, when an engine broke
-        down and all of them hold weights; of `given_up` where the run is asked to stop by then:
-        engines may have got the same signal.
+        """Returns the result of `work`. After an engine fault, restarts all engines, pushes the
+        weights again and calls `work` again on all processes. Returns the result of `given_up`
+        instead if the run is asked to stop by then: engines may have got the same signal.
         """
         version, again = self.engine.version, 0
         while True:
@@ -228,15 +232,15 @@ class EnginePool:
                 again += 1
 
     def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:
-        """Returns place -> answer; where the run is asked to stop, of those that have their scores
-        by then.
+        """Returns the rollouts of this process by place; if the run is asked to stop, only those
+        with scores.
         """
         whole = pending.go_on(self._asked_to_stop()) and pending.judging.settled(preemption.asked)
         return pending.judging.scored() if whole else pending.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
-        """Returns the stop condition of one rollout. The processes of one engine go step by step
-        together, so they must end at the same step.
+        """Returns the stop condition of one rollout. An engine's processes step together, so they
+        must stop at the same step.
         """
         steps = itertools.count(1)
         return (
@@ -246,8 +250,8 @@ class EnginePool:
         )
 
     def _ask_until(self, pending: PendingRequests, enough: Enough) -> Sequence[Rollout | None]:
-        """Returns the answers to all requests, of which this process's engine is to give those that
-        the queue gives it.
+        """Returns the rollouts of all tasks; this process's engine generates those that its queue
+        gets.
         """
         assert isinstance(pending.queue, Dealt)
         together = StopConsensus(
@@ -266,10 +270,10 @@ class EnginePool:
                 pending.go_on(together)
         except EngineFault as fault:
             broken = fault
-            together.wait(broken=True)  # others' engines go on, and decisions need everybody
+            together.wait(broken=True)  # other engines continue, and decisions are collective
         if together.given_up:
             raise Preempted
-        if pending.wants_parts:  # what is not told here would be run, and scored, again
+        if pending.wants_parts:  # rollouts not shared here would be run and scored again
             together.finish()
         if broken and not enough(together.completions):
             raise broken
@@ -277,7 +281,7 @@ class EnginePool:
 
 
 async def _ended(end: Callable[[], Any]) -> None:
-    """Ends an environment, whose `close` may be a coroutine function."""
+    """Closes an environment, whose `close` may be a coroutine function."""
     if inspect.isawaitable(found := end()):
         await found
 
@@ -287,9 +291,9 @@ def _give_up() -> Sequence[Rollout | None]:
 
 
 def _agreed(work: Callable[[], Result]) -> Result:
-    """Calls `work`, as every process does, and returns its result.
+    """Calls `work` on every process and returns its result.
 
-    Raises EngineFault on all where it was raised on one.
+    Raises EngineFault on all processes if any raised it.
     """
     try:
         told, result = "", work()
@@ -301,9 +305,9 @@ def _agreed(work: Callable[[], Result]) -> Result:
 
 
 class ServerPool(EnginePool):
-    """ServerPool presents engines that the first process alone speaks to. The others wait as long
-    as it takes: a collective that began with the rollout would time out in a long one. When such
-    engines stop early is decided by time: what has arrived, and was scored.
+    """ServerPool presents servers, to which only the first process connects. The other processes
+    poll: one collective over a whole rollout would time out. An early stop is decided by time: from
+    the scored rollouts that have arrived.
     """
 
     def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:
@@ -313,7 +317,7 @@ class ServerPool(EnginePool):
         return preemption.asked
 
     def _announcements(self, name: str) -> Announcements | None:
-        return None  # the others ask nothing
+        return None  # the other processes send no requests
 
     def _ask_until(self, pending: PendingRequests, enough: Enough) -> Sequence[Rollout | None]:
         def found_of(arrived: Mapping[int, Rollout]) -> list[Rollout | None]:
@@ -349,6 +353,6 @@ class ServerPool(EnginePool):
                     done.fill_(asked.done())
                 dist.broadcast(done, 0)
                 if dist.get_rank() > 0:
-                    mark()  # the first process is alive, and watches itself
-                    preemption.asked()  # tells it
+                    mark()  # the first process is alive, and has its own watchdog
+                    preemption.asked()  # lets it know of this process's signal
             return asked.result()

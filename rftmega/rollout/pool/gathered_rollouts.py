@@ -1,4 +1,4 @@
-"""Rollouts of all processes, one copy of them a host."""
+"""Gathers the rollouts of all processes, with one copy per host."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,10 @@ from rftmega.runtime.parallel.host_memory import HostMemory
 def gathered(
     own: Mapping[int, Rollout], host: HostMemory, *said: Any
 ) -> tuple[dict[int, int], RolloutArrays, list[tuple[Any, ...]]]:
-    """Gathers the rollouts that each process has of some tasks, and what each has `said`.
+    """Gathers the rollouts that each process has of some tasks, and the values that each has
+    `said`.
 
-    Returns task -> place in the rollouts, these, and what was said, in the order of ranks. A
+    Returns the index of each task's rollout, the rollouts, and the values in the order of ranks. A
     collective.
     """
     arrays = RolloutArrays.of([*own.values()])
@@ -52,7 +53,9 @@ def _gathered_routes(
     shape: Sequence[int],
     host: HostMemory,
 ) -> Tensor:
-    """Gathers routes [sum of sizes, *shape], unknown where a process has none."""
+    """Gathers expert routes [sum of sizes, *shape]; those of a process without routes are marked
+    unknown.
+    """
     mine = sizes[dist.get_rank() if len(sizes) > 1 else 0]
     if own is None:
         own = torch.full((mine, *shape), expert_routes.unknown(kind), dtype=kind)
@@ -62,7 +65,7 @@ def _gathered_routes(
 
 
 def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> RolloutArrays:
-    """Returns a rollout for each of so many tasks, None where there is none."""
+    """Returns one rollout for each of `tasks` tasks, or None if there is none."""
     numbers = [where.get(task) for task in range(tasks)]
     return RolloutArrays(
         rollouts.columns, [None if n is None else rollouts.places[n] for n in numbers]
@@ -70,5 +73,5 @@ def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> R
 
 
 def shared(rollouts: Sequence[Rollout | None], host: HostMemory) -> RolloutArrays:
-    """Returns the rollouts, which every process has, as one copy a host."""
+    """Returns the rollouts, which every process has, stored once per host."""
     return host.once(lambda: RolloutArrays.of(rollouts))

@@ -1,4 +1,4 @@
-"""PartialRolloutPool presents engines that share devices with the trainer, and whose rollouts go on
+"""Partial rollouts on engines that share devices with the trainer: unfinished completions continue
 in the next step.
 """
 
@@ -22,28 +22,28 @@ from rftmega.rollout.pool.partial_rollouts import (
 )
 from rftmega.rollout.pool.pending_requests import Tasks
 
-Sample = tuple[int, int]  # a group's number, and which of its rollouts
+Sample = tuple[int, int]  # a group's number, and the index of its rollout
 
 
 class PartialRolloutPool(EnginePool):
-    """PartialRolloutPool is a RolloutEngine and a RolloutStream: engines work while groups are waited
-    for. When enough groups have ended, the engines stop. Answers that are not finished keep their
-    tokens, and go on from them when groups are waited for again, under the weights that are the newest
-    then. (Kimi k1.5, arXiv:2501.12599, calls it partial rollouts.)
+    """PartialRolloutPool is a RolloutEngine and a RolloutStream whose engines generate only while
+    groups are awaited. When enough groups have ended, the engines stop. Unfinished completions keep
+    their tokens and continue when groups are next awaited, under the newest weights. (Kimi k1.5,
+    arXiv:2501.12599, calls it partial rollouts.)
 
-    Engines stop after the same number of steps, so the same run takes the same groups. Every process
-    has all rollouts.
+    Engines stop after the same number of steps, so the same run takes the same groups. Every
+    process has all rollouts.
     """
 
     pauses_between_takes = True
 
     def __init__(self, *arguments: Any, **options: Any):
-        """Collective. The arguments are EnginePool's."""
+        """A collective. The arguments are EnginePool's."""
         super().__init__(*arguments, **options)
-        self._groups: dict[int, RolloutGroup] = {}  # under way, in the order in which they began
-        # those of one generation in the order in which they began
+        self._groups: dict[int, RolloutGroup] = {}  # in progress, in the order in which they began
+        # groups that end in one generation are in the order in which they began
         self._ended: dict[int, list[Rollout]] = {}
-        # of groups that have not ended: rollouts that have, and what was answered in others
+        # of unfinished groups: finished rollouts, and the partial completions of the others
         self._whole: dict[Sample, Rollout] = {}
         self._partial: dict[Sample, PartialRollout] = {}
         self._sampling = Sampling()
@@ -56,7 +56,9 @@ class PartialRolloutPool(EnginePool):
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: Reward | None
     ) -> None:
-        """Begins groups. All that are under way go on with the sampling and the reward given last."""
+        """Starts groups. All groups in progress continue with the sampling and the reward given
+        last.
+        """
         self._sampling, self._reward = sampling, reward
         self._groups |= {group.number: group for group in groups}
 
@@ -105,7 +107,9 @@ class PartialRolloutPool(EnginePool):
         }
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
-        """Rollouts begin again where answers may have other lengths now."""
+        """Restores unfinished rollouts. They start again if the token limits of completions have
+        changed.
+        """
         if not state or state["limits"] != self._limits:
             return
         self._whole = {}
@@ -126,7 +130,7 @@ class PartialRolloutPool(EnginePool):
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def _generate_until(self, enough: Callable[[Mapping[int, Any]], bool]) -> None:
-        """Generates what is under way until `enough` of it, by number, has ended."""
+        """Generates the groups in progress until `enough` of them, by number, have ended."""
         if enough(self._ended):
             return
         samples = [
@@ -139,7 +143,7 @@ class PartialRolloutPool(EnginePool):
         prompts = [self._groups[number].prompt for number, _ in samples]
         seeds = [self._groups[number].seeds[which] for number, which in samples]
         known = [self._partial.get(sample, {}) for sample in samples]
-        # those that began first go on first
+        # equal, so that those that began first continue first
         lengths = [1.0] * len(samples)
         partials = PartialRollouts(dict(enumerate(known)))
 
@@ -176,7 +180,7 @@ class PartialRolloutPool(EnginePool):
         return TakenGroups(self.forget(numbers), shared(rollouts, self.host))
 
     def _first_version(self, number: int) -> float:
-        """Returns the oldest version of a group's tokens; infinity where it has none."""
+        """Returns the oldest weight version of a group's tokens; infinity if it has no tokens."""
         samples = _samples_of(self._groups[number])
         rollouts = self._ended.get(number) or [
             self._whole[sample] for sample in samples if sample in self._whole

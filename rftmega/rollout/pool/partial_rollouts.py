@@ -1,6 +1,4 @@
-"""PartialRollouts keeps what the model has answered in rollouts that are broken off, so that they go
-on in a later generation.
-"""
+"""Stores the completions of interrupted rollouts, so that they continue in a later generation."""
 
 import hashlib
 from array import array
@@ -17,7 +15,7 @@ from rftmega.runtime.parallel.host_memory import HostMemory
 
 
 class Answered(NamedTuple):
-    """Answered is an answer, or its beginning, and the digest of the tokens that it answers."""
+    """Answered is a full or partial completion, with the digest of its context."""
 
     context: bytes
     completion: PartialCompletion
@@ -27,18 +25,18 @@ PartialRollout = Mapping[int, Answered]  # by turn
 
 
 class PartialRollouts:
-    """PartialRollouts knows the answers of one generation's rollouts, in one process: those that were
-    there before, and those that are noted.
+    """PartialRollouts holds the completions of one generation's rollouts in one process: earlier
+    ones, and newly recorded ones.
     """
 
     def __init__(self, before: Mapping[int, PartialRollout]):
-        """`before`: by the place of the task."""
+        """`before`: earlier completions, by the place of the task."""
         self._found = {place: dict(turns) for place, turns in before.items()}
         self._noted: set[int] = set()
 
     def known(self, place: int, turn: int, context: bytes) -> PartialCompletion:
-        """Returns what there is of a turn's answer; NOTHING where it was given to another context, as
-        after a tool that replies otherwise.
+        """Returns the known completion of a turn; NOTHING if it has another context, for example
+        because a tool now replied differently.
         """
         found = self._found.get(place, {}).get(turn)
         return NOTHING if found is None or found.context != context else found.completion
@@ -49,17 +47,17 @@ class PartialRollouts:
 
     @property
     def noted(self) -> dict[int, PartialRollout]:
-        """Returns the rollouts of which something was noted, by place."""
+        """Returns the rollouts with newly recorded completions, by place."""
         return {place: self._found[place] for place in sorted(self._noted)}
 
 
 def digest(context: Sequence[int]) -> bytes:
-    """Returns 16 bytes that differ where contexts do."""
+    """Returns a 16-byte hash of a context."""
     return hashlib.blake2b(np.asarray(context, np.int32).tobytes(), digest_size=16).digest()
 
 
 def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int, PartialRollout]:
-    """Returns the rollouts that the processes have, each of which one has. A collective."""
+    """Gathers the partial rollouts of all processes, each held by one. A collective."""
     packed = packed_partials(own)
     columns = packed.pop("columns")
     told = gather_objects((packed["answers"], packed["routes"], len(columns[0])))
@@ -70,8 +68,8 @@ def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int,
 
 
 def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
-    """Returns [place, turn, digest, tokens, reason] of each answer, and three columns of all tokens:
-    ids, log-probs and versions.
+    """Returns [place, turn, digest, tokens, reason] of each completion, and three columns of all
+    tokens: ids, log-probs and versions.
     """
     completions, parts = [], [NOTHING]
     for place, turns in rollouts.items():
@@ -89,7 +87,7 @@ def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
 
 
 def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
-    """Returns what was packed."""
+    """Reverses `packed_partials`."""
     ids, logprobs, versions = packed["columns"]
     routes = packed.get("routes") or [None] * len(packed["answers"])
     found: dict[int, dict[int, Answered]] = {}

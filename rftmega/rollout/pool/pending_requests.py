@@ -1,5 +1,5 @@
-"""Tracks what one engine is asked in one generation, over its faults: rollouts that are there are
-not run again.
+"""Tracks one engine's requests in one generation across engine faults: finished rollouts are not
+run again.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.watchdog import mark
 
-# asked after every step of an engine: shall it leave what is not finished?
+# called after every engine step: whether to abort unfinished requests
 Stop = Callable[[], bool]
-TOOLS = 0.1  # seconds between two looks at a run that is to stop, while rollouts wait for tools
+TOOLS = 0.1  # seconds between checks for a stop request, while rollouts wait for tools
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks holds all prompts of a generation, the seed of each, and what their answers may
-    measure.
+    """Tasks holds all prompts of a generation, with their seeds and the expected lengths of their
+    completions.
     """
 
     prompts: Sequence[Prompt]
@@ -43,10 +43,11 @@ class Tasks:
 
 
 class PendingRequests:
-    """PendingRequests are the requests of this process's engine (`rollout.base.Requests`), and its
-    scored rollouts so far (`judging`): a context.
+    """PendingRequests is the source of requests for this process's engine
+    (`rollout.requests.Requests`), and holds its scored rollouts so far (`judging`). Use it as a
+    context manager.
 
-    The environment runs in the engine's first process, which announces to the others what is asked.
+    The environment runs in the engine's first process, which announces the requests to the others.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class PendingRequests:
         partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
-        """Takes all tasks of the generation, of which the `queue` says whose they are.
+        """Takes all tasks of the generation; `queue` assigns them to engines.
 
-        `announced`: None where the engine has one process. `reward_limit`: see RewardWorkers.
+        `announced`: None if the engine has one process. `reward_limit`: see RewardWorkers.
         `repeats`, `partials`, `loop`: see RunningRollouts. `most_running`: see EnginePool.
         """
         self.repeats, self.most_running = repeats, most_running
@@ -89,19 +90,19 @@ class PendingRequests:
         self.judging.__exit__(kind, error, trace)
 
     def go_on(self, stop: Stop = lambda: False) -> bool:
-        """Runs what is given and not there, and takes more, until there is none or `stop` says so:
-        whether there is none.
+        """Runs the unfinished tasks of this engine and takes more, until none are left or `stop`
+        returns True. Returns whether none are left.
 
-        Raises EngineFault where the engine broke down; called again after its restart, it goes on
+        Raises EngineFault if the engine broke down; called again after its restart, it continues
         from there.
         """
         there = self.judging.answered
         self._left = [place for place in self.queue.given if place not in there]
         self.queue.begin()
         self._stop, self._stopped = stop, False
-        # whether the next look may find new requests; whether every look may
+        # whether the next call of `take` may find new requests; whether every call may
         self._news, self._every = True, False
-        self._in_engine = 0  # requests
+        self._in_engine = 0  # number of requests
         if self.announced is not None:
             self.announced.begin()
         if self.announced is None or self.announced.speaks:
@@ -130,10 +131,10 @@ class PendingRequests:
                 self._running = None
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns what rollouts ask for now, and begins others where there is room.
+        """Returns the rollouts' new requests, and starts further rollouts if there is room.
 
-        Nothing is new between two answers, unless a rollout waits for something else or a task was
-        dealt.
+        There are no new requests between two completions, unless a rollout waits for something else
+        or a task was dealt.
         """
         if not (self._news or self._every or self.queue.waiting):
             return ()
@@ -147,7 +148,7 @@ class PendingRequests:
         return asked
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Gives completions to their rollouts."""
+        """Passes completions to their rollouts."""
         mark()
         self._news = True
         self._in_engine -= len(numbers)
@@ -164,9 +165,9 @@ class PendingRequests:
             self._running.broken_off(parts)
 
     def _taken(self, room: int, running: RunningRollouts) -> list[Request]:
-        """Begins rollouts until there is no room, and returns their requests.
+        """Starts rollouts until there is no room. Returns their requests.
 
-        Waits for a request where the engine would have none, and rollouts wait for something else.
+        If the engine would be idle and rollouts wait for something else, waits for a request.
         """
         running.advance()
         self._collect(running)
@@ -184,10 +185,10 @@ class PendingRequests:
             asked += running.asked()
 
     def _more(self, room: int, running: RunningRollouts) -> Sequence[int]:
-        """Returns places of rollouts to begin now.
+        """Returns the places of rollouts to start now.
 
-        Those that wait for tools take no place of the engine, but something elsewhere, and those
-        that have not asked yet may all ask at once.
+        Rollouts that wait for tools occupy no engine slot, but resources elsewhere; those that have
+        not sent a request yet may all send one at once.
         """
         free = max(self.most_running - len(running), 0)
         if self._left:
@@ -197,7 +198,7 @@ class PendingRequests:
         return self.queue.take(wanted) if wanted > 0 else ()
 
     def _collect(self, running: RunningRollouts) -> None:
-        """Has rollouts scored that have ended."""
+        """Submits the rollouts that have ended for scoring."""
         if ended := running.ended():
             self.judging.finished(list(ended), list(ended.values()))
 

@@ -1,9 +1,9 @@
-"""Assigns tasks that no engine has begun to whichever has room, so that none runs dry while others
-have tasks waiting.
+"""Queues that assign unstarted tasks to engines with room, so that no engine idles while others
+have waiting tasks.
 
-Engines begin with what `requests.order.ordered` gives each of them, and no process asks another one
-for that. What is left is a list that is the same everywhere; these classes tell who gets its next
-piece. Seeds go by the place, so answers are the same whoever gives them.
+Each engine starts with its own share from `requests.order.ordered`, without communication. The rest
+is a list that is equal on all processes; these classes decide which engine gets its next piece.
+Seeds depend on the place, so completions are the same on any engine.
 """
 
 from abc import ABC, abstractmethod
@@ -15,49 +15,51 @@ from rftmega.rollout.requests.order import RequestOrder
 
 
 class Queue(ABC):
-    """Tasks of the engine of number `mine`, as each of its processes holds them.
+    """Queue holds the tasks of engine number `mine`, on each of its processes.
 
-    The engine's first process takes them; the others set `begun` to what it has by then.
+    The engine's first process takes tasks; the others set `begun` to the number it has begun.
     """
 
     def __init__(self, order: RequestOrder, mine: int):
         self.mine = mine
-        self.given = list(order.first[mine])  # places that are this engine's so far
+        self.given = list(order.first[mine])  # places assigned to this engine so far
         self.begun = 0  # of those given
 
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Returns whether this engine is known to get nothing more."""
+        """Returns whether this engine is known to get no more tasks."""
 
     @property
     @abstractmethod
     def waiting(self) -> bool:
-        """Returns whether something is given to this engine that it has not begun."""
+        """Returns whether this engine has tasks that it has not begun."""
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
-        """Returns the places that the engine is to begin now, where it has room for so many
-        answers; a piece may be larger than that.
+        """Returns the places that the engine should begin now, given room for so many completions;
+        a piece may exceed that.
         """
 
     def begin(self) -> None:
-        """Notes that the engine begins all that is `given` and not answered, at first or once more."""
+        """Records that the engine begins all `given` tasks without completions, at first or after a
+        restart.
+        """
         self.begun = len(self.given)
 
-    def end(self) -> None:  # noqa: B027  most need nothing
-        """Ends the queue: every process is through with the rollout."""
+    def end(self) -> None:  # noqa: B027  most need no cleanup
+        """Closes the queue: every process has finished the rollout."""
 
 
 class Counted(Queue):
-    """Engines take pieces when they have room, by a count that they share: no engine waits for
-    another.
+    """Counted lets engines with room take pieces by a shared counter, without waiting for each
+    other.
     """
 
     waiting = False
 
     def __init__(self, order: RequestOrder, mine: int, *, board: Any, name: str):
-        """`board`: a store of torch.distributed, where this count alone has the `name`."""
+        """`board`: a store of torch.distributed, in which only this counter uses `name`."""
         super().__init__(order, mine)
         self.board, self.name = board, name
         self._rest, self._empty = order.rest, not order.rest
@@ -81,13 +83,13 @@ class Counted(Queue):
 
 
 class Dealt(Queue):
-    """Pieces are dealt when engines decide together whether they have enough (`stop_consensus`), so
-    time plays no part in who gets which: the same requests end with the same answers, run after
-    run.
+    """Dealt assigns pieces when engines decide together whether they have enough
+    (`stop_consensus`). The assignment does not depend on time, so runs are reproducible: the same
+    requests end with the same completions.
     """
 
     def __init__(self, order: RequestOrder, mine: int, *, slots: int):
-        """`slots`: answers that an engine generates side by side."""
+        """`slots`: completions that an engine generates concurrently."""
         super().__init__(order, mine)
         self.slots = slots
         self._rest = deque(order.rest)
@@ -106,16 +108,16 @@ class Dealt(Queue):
         return self.begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
-        """Returns for how many requests the engine has room, having `answered` so many: as many as
-        it finished `lately`, since the last time, more than now, for until the next time it will
-        finish about as many.
+        """Returns how many requests the engine has room for, of which `answered` are finished. The
+        number finished `lately`, since the last decision, is added: about as many will finish until
+        the next one.
         """
         return self.slots + lately - (len(self.given) - answered)
 
     def deal(self, rooms: Sequence[int]) -> bool:
-        """Deals pieces to engines with room; returns whether any was dealt.
+        """Deals pieces to engines with room. Returns whether any was dealt.
 
-        All processes give the same `rooms`, by engine.
+        All processes pass the same `rooms`, by engine.
         """
         left, before = list(rooms), len(self._rest)
         while self._rest and (most := max(left)) > 0:

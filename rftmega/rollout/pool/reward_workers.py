@@ -1,4 +1,4 @@
-"""Scores finished answers while the engine still works on the others."""
+"""Scores finished rollouts while the engine still generates others."""
 
 import math
 import queue
@@ -16,25 +16,24 @@ from rftmega.core.types import Prompt, Rollout
 from rftmega.runtime.device.spans import spanned
 from rftmega.runtime.parallel.watchdog import mark
 
-# batches that are scored at a time: what takes long waits for a server or a process, not for this
-# one
+# concurrently scored batches: slow rewards wait for a server or another process
 THREADS = 8
-ROUND = 1.0  # seconds between two looks at what is late, or at a request to stop
+ROUND = 1.0  # seconds between checks for late rewards and stop requests
 
 Scores = list[dict[str, float]]
 
 
 class FinishedBatch(NamedTuple):
-    """FinishedBatch holds answers that finished together; `scores` is None where nobody scores
-    them.
-    """
+    """FinishedBatch holds rollouts that finished together; `scores` is None if they are not scored."""
 
     places: Sequence[int]
     rollouts: Sequence[Rollout]
     scores: Future[Scores] | None
 
     def scored(self) -> dict[int, Rollout]:
-        """Returns place -> answer. Waits for the scores; raises what the reward raised."""
+        """Returns the scored rollouts by place. Waits for the scores; raises the reward's
+        exception.
+        """
         if self.scores is None:
             return dict(zip(self.places, self.rollouts, strict=True))
         known = zip(self.places, self.rollouts, self.scores.result(), strict=True)
@@ -42,8 +41,8 @@ class FinishedBatch(NamedTuple):
 
 
 class Threads:
-    """Threads runs work in a few threads that no exit of the process waits for: a reward may never
-    return.
+    """Threads runs work in a few daemon threads, which the process does not wait for at exit: a
+    reward may never return.
     """
 
     def __init__(self, most: int):
@@ -58,7 +57,7 @@ class Threads:
                 return
             try:
                 future.set_result(work())
-            except BaseException as error:  # raised where somebody wants the scores
+            except BaseException as error:  # raised where the scores are awaited
                 future.set_exception(error)
 
         self.queue.put(run)
@@ -68,7 +67,7 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Threads end with what they are at."""
+        """Ends each thread after its current work."""
         for _ in range(self.started):
             self.queue.put(None)
 
@@ -78,17 +77,17 @@ class Threads:
 
 
 class RewardWorkers:
-    """Scores what it is told of in threads of its own, or keeps it as it is without a reward; use
-    it as a context.
+    """RewardWorkers scores finished rollouts in its own threads, or stores them unscored if there
+    is no reward. Use it as a context manager.
     """
 
     def __init__(
         self, reward: Reward | None, prompts: Sequence[Prompt], *, limit: float = math.inf
     ):
-        """`limit`: seconds that the reward may take for answers that it is given together."""
+        """`limit`: seconds that the reward may take for one batch of rollouts."""
         self.reward, self.prompts, self.limit = reward, prompts, limit
         self.reports: list[FinishedBatch] = []
-        self._began: dict[int, float] = {}  # number of the report -> when its scoring began
+        self._began: dict[int, float] = {}  # index in `reports` -> when its scoring began
         self._threads = Threads(THREADS)
 
     def __enter__(self) -> "RewardWorkers":
@@ -106,7 +105,7 @@ class RewardWorkers:
         self._threads.close()
 
     def finished(self, places: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Takes the answers to the prompts at `places`. Nobody scores what was lost."""
+        """Scores rollouts of the prompts at `places`; lost rollouts get no score."""
         lost = [number for number, rollout in enumerate(rollouts) if rollout.lost]
         if lost and self.reward is not None:
             unscored = [replace(rollouts[number], scores={}) for number in lost]
@@ -131,14 +130,14 @@ class RewardWorkers:
 
     @property
     def answered(self) -> set[int]:
-        """Returns the places of the answers that are there, scored or not."""
+        """Returns the places of all finished rollouts, scored or not."""
         return {place for report in self.reports for place in report.places}
 
     def settled(self, stop: Callable[[], bool], first: int = 0, end: int | None = None) -> bool:
-        """Waits until the reports from `first` to `end` have their scores, or `stop` says so:
-        whether they have.
+        """Waits until the batches from `first` to `end` have their scores, or `stop` returns True.
+        Returns whether they have them.
 
-        Raises RewardError where the reward takes longer than the limit.
+        Raises RewardError if the reward takes longer than the limit.
         """
         waiting = [report.scores for report in self.reports[first:end] if report.scores is not None]
         while wait(waiting, timeout=ROUND).not_done:
@@ -148,7 +147,7 @@ class RewardWorkers:
         return True
 
     def ready(self) -> dict[int, Rollout]:
-        """Returns place -> answer of those that have their scores by now."""
+        """Returns the rollouts that have their scores by now, by place."""
         done = [
             report.scored()
             for report in self.reports
@@ -157,7 +156,7 @@ class RewardWorkers:
         return {place: rollout for scored in done for place, rollout in scored.items()}
 
     def scored(self, first: int = 0, end: int | None = None) -> dict[int, Rollout]:
-        """Returns place -> answer of all reports, or of those from `first` to `end`.
+        """Returns the rollouts of all batches, or of those from `first` to `end`, by place.
 
         Waits for their scores.
         """

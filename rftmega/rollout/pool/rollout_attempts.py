@@ -1,4 +1,4 @@
-"""RolloutAttempts runs one rollout of an environment, and again after a fault that is not the policy's."""
+"""Runs one rollout of an environment, and repeats it after an infrastructure fault."""
 
 import logging
 from collections.abc import Callable
@@ -13,18 +13,18 @@ log = logging.getLogger(__name__)
 
 
 class RolloutAttempts:
-    """RolloutAttempts refuses what can't be learnt from."""
+    """RolloutAttempts runs rollouts and refuses trajectories that can't be trained on."""
 
     def __init__(self, environment: Environment, *, row_tokens: int, repeats: int):
-        """`row_tokens`: context and answer together, as the engine takes them. `repeats`: times that
+        """`row_tokens`: the engine's limit on prompt and completion together. `repeats`: times that
         a rollout is run again after an InfrastructureFault, before it is lost.
         """
         self.environment, self.row_tokens, self.repeats = environment, row_tokens, repeats
 
     async def run(self, task: Prompt, new_model: Callable[[], Model]) -> Rollout:
-        """Returns the rollout. Each attempt has a model of its own, and so the same seeds.
+        """Returns the rollout. Each attempt gets a new model, and so the same seeds.
 
-        Raises what the environment raises; ValueError for what can't be learnt from.
+        Raises the environment's exceptions; ValueError for a trajectory that can't be trained on.
         """
         repeats = 0
         while True:
@@ -41,7 +41,7 @@ class RolloutAttempts:
             return rollout
 
     def failure(self, error: BaseException, task: Prompt) -> str:
-        """Returns what is told of an environment that raised something else."""
+        """Returns the message for an environment that raised any other exception."""
         return (
             f"The environment {type(self.environment).__name__} failed with {described(error, call=True)} in a rollout of prompt "
             f"{task.index}. Mend it, or let it catch what a tool may raise."

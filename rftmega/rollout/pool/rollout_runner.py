@@ -1,4 +1,4 @@
-"""RolloutRunner runs groups of rollouts on servers all the time, in a thread of its own."""
+"""Asynchronous rollouts on servers, in a background thread."""
 
 import asyncio
 import itertools
@@ -20,11 +20,11 @@ from rftmega.rollout.requests import Request
 from rftmega.rollout.servers.server_group_client import ServerGroupClient
 from rftmega.runtime.parallel.watchdog import mark
 
-LOOK_SECONDS = 0.2  # between two looks of who waits at what asks it to stop
+LOOK_SECONDS = 0.2  # between a waiting caller's checks for a stop request
 
 
 class Begun(NamedTuple):
-    """Begun is a group under way: how its answers are drawn, and who scores them."""
+    """Begun is a group in progress, with its sampling parameters and reward."""
 
     group: RolloutGroup
     sampling: Sampling
@@ -32,7 +32,7 @@ class Begun(NamedTuple):
 
 
 class StreamModel:
-    """StreamModel is the model that one rollout asks."""
+    """StreamModel is the model that one rollout of a RolloutRunner calls."""
 
     def __init__(self, runner: "RolloutRunner", number: int, prompt: Prompt, seed: int, how: Begun):
         self._runner, self._number, self._prompt, self._seed = runner, number, prompt, seed
@@ -42,7 +42,7 @@ class StreamModel:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Generates what follows `token_ids`; see `interfaces.Model`."""
+        """Generates a completion of `token_ids`; see `interfaces.Model`."""
         refuse_full_context(token_ids, self.row_tokens)
         seed = turn_seed(self._seed, self._turns)
         self._turns += 1
@@ -52,8 +52,8 @@ class StreamModel:
 
 
 class RolloutRunner:
-    """RolloutRunner takes groups from any thread, and keeps those that have ended until they are
-    taken, in the order in which they ended.
+    """RolloutRunner accepts groups from any thread and keeps finished groups, in the order in which
+    they ended, until they are taken.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class RolloutRunner:
         reward_limit: float = math.inf,
         loop: asyncio.AbstractEventLoop,
     ):
-        """`most_running`: rollouts under way at a time. `reward_limit`: seconds that a reward may
-        take. The others as RunningRollouts'.
+        """`most_running`: concurrent rollouts. `reward_limit`: seconds that a reward may take. The
+        other arguments are those of RunningRollouts.
         """
         self.client, self.row_tokens, self.reward_limit = client, row_tokens, reward_limit
         self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
         self._room = asyncio.Semaphore(most_running)
         self._rewards = Threads(THREADS)
-        self._numbers = itertools.count()  # of rollouts
+        self._numbers = itertools.count()  # numbers of rollouts
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of groups that have not ended
         self._oldest: dict[int, int] = {}  # group -> version of its first token
         self._ended: OrderedDict[int, list[Rollout]] = OrderedDict()
@@ -88,10 +88,10 @@ class RolloutRunner:
         self._loop.call_soon_threadsafe(self._begin, begun)
 
     def wait(self, enough: Callable[[Collection[int]], bool], stop: Callable[[], bool]) -> bool:
-        """Waits until `enough` of the groups (numbers, in the order in which they ended) have ended:
-        whether they have; `stop` breaks it off.
+        """Waits until `enough`, called with the numbers of ended groups in order, returns True, or
+        `stop` does. Returns whether enough groups have ended.
 
-        Raises what a rollout or its reward raised.
+        Raises the exception of a failed rollout or reward.
         """
         with self._news:
             while True:
@@ -104,28 +104,30 @@ class RolloutRunner:
                 self._news.wait(LOOK_SECONDS)
 
     def take(self, number: int) -> list[Rollout]:
-        """Takes a group that has ended."""
+        """Removes and returns an ended group."""
         with self._news:
             return self._ended.pop(number)
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns the groups that have ended and were not taken."""
+        """Returns the ended groups that were not taken."""
         with self._news:
             return dict(self._ended)
 
     def put(self, number: int, rollouts: list[Rollout]) -> None:
-        """Puts in a group that had ended before a resume."""
+        """Adds a group that had ended before a resume."""
         with self._news:
             self._ended[number] = rollouts
 
     def drop(self, number: int) -> None:
-        """Breaks a group off, or forgets one that has ended."""
+        """Cancels a group, or forgets it if it has ended."""
         with self._news:
             self._ended.pop(number, None)
         self._loop.call_soon_threadsafe(self._drop, number)
 
     def before(self, version: int) -> list[int]:
-        """Returns the groups with a token of an older version, or which may get one."""
+        """Returns the numbers of groups with tokens of a version older than `version`, or that may
+        get some.
+        """
         with self._news:
             ended = list(self._ended.items())
         found = [number for number, first in list(self._oldest.items()) if first < version]
@@ -136,7 +138,7 @@ class RolloutRunner:
         return found
 
     def close(self) -> None:
-        """Breaks off what has not ended. The loop can be run by others then."""
+        """Cancels unfinished rollouts. Afterwards others may run the loop."""
         ending = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,4 +1,4 @@
-"""RunningRollouts runs an environment's coroutines in the thread of the engine that answers them."""
+"""Runs an environment's coroutines in the thread of the engine that generates their completions."""
 
 import asyncio
 import sys
@@ -15,12 +15,12 @@ from rftmega.rollout.pool.rollout_attempts import RolloutAttempts
 from rftmega.rollout.requests import Request
 from rftmega.rollout.requests.partial_completion import NOTHING, PartialCompletion
 
-PASSES = 8  # through the event loop between two steps of an engine, while rollouts wait for tools
+PASSES = 8  # of the event loop between two engine steps, while rollouts wait for tools
 
 
 def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
-    """Raises ContextTooLong where a context leaves no room for an answer; ValueError where there is
-    none.
+    """Raises ContextTooLong if a context leaves no room for a completion; ValueError if it is
+    empty.
     """
     if not len(token_ids):
         raise ValueError("the model was asked with no token")
@@ -32,7 +32,7 @@ def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
 
 
 class RolloutModel:
-    """RolloutModel is the model that one rollout asks."""
+    """RolloutModel is the model that one rollout of RunningRollouts calls."""
 
     def __init__(self, running: "RunningRollouts", place: int, seed: int):
         self._running, self._place, self._seed = running, place, seed
@@ -42,25 +42,25 @@ class RolloutModel:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Generates what follows `token_ids`; see `interfaces.Model`."""
+        """Generates a completion of `token_ids`; see `interfaces.Model`."""
         turn, self._turns = self._turns, self._turns + 1
         seed = turn_seed(self._seed, turn)
         return await self._running.completion(self._place, token_ids, turn, seed, max_tokens or 0)
 
 
 class Outstanding(NamedTuple):
-    """Outstanding is a request that an engine has not answered: who waits for it, and what it asks for."""
+    """Outstanding is an unfinished engine request, with the future that its rollout awaits."""
 
     future: "asyncio.Future[Completion]"
     place: int
     turn: int
     context: bytes  # digest
-    before: PartialCompletion  # what there was of the answer
+    before: PartialCompletion  # the earlier part of the completion
 
 
 class RunningRollouts:
-    """RunningRollouts runs one coroutine a rollout. They go on whenever the engine's thread gives
-    them time, and wait for the engine in between.
+    """RunningRollouts runs one coroutine per rollout. They run when the engine's thread calls
+    `advance`, and await the engine in between.
     """
 
     def __init__(
@@ -71,28 +71,27 @@ class RunningRollouts:
         expected_lengths: Sequence[float],
         *,
         row_tokens: int = sys.maxsize,
-        sampling: Sampling = Sampling(),  # noqa: B008  it can't be changed
+        sampling: Sampling = Sampling(),  # noqa: B008  it is immutable
         repeats: int = 0,
         partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
-        """Takes the tasks of all rollouts, the seed of the first turn of each, and how many tokens
-        its answer may have. `row_tokens`: context and answer together, as the engine takes them.
-        `sampling`: the distribution that it draws tokens from.
-        `repeats`: times that a rollout is run again after an InfrastructureFault, before it is lost.
-        `partials`: what there is of answers, and is to be noted; None: nothing, and nobody wants it.
-        `loop`: one for the whole run, since what an environment holds may belong to it; None: a new
-        one.
+        """Takes the prompt of each rollout, the seed of its first turn, and the expected length of
+        its completion. `row_tokens`: the engine's limit on prompt and completion together.
+        `sampling`: the distribution that it samples tokens from. `repeats`: times that a rollout is
+        run again after an InfrastructureFault, before it is lost. `partials`: partial completions
+        to continue and to record; None: none. `loop`: one for the whole run, since objects of the
+        environment may be bound to it; None: a new one.
         """
         self.row_tokens, self.sampling = row_tokens, sampling
         self.prompts, self.seeds = prompts, seeds
         self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
         self.expected_lengths, self.partials = expected_lengths, partials
         self._loop = loop or asyncio.new_event_loop()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the rollouts that have not ended
-        self._silent: set[int] = set()  # of these, those that have asked nothing
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # unfinished rollouts
+        self._silent: set[int] = set()  # those of them without any request yet
         self._asked: list[Request] = []  # not yet taken
-        # of requests: not yet taken, and then by number
+        # unfinished requests: not yet taken, and later by number
         self._new: list[Outstanding] = []
         self._completions: dict[int, Outstanding] = {}
         self._numbers = 0
@@ -102,35 +101,35 @@ class RunningRollouts:
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
-        """Counts rollouts that have begun and not ended."""
+        """Returns the number of rollouts that have begun and not ended."""
         return len(self._tasks)
 
     @property
     def silent(self) -> int:
-        """Counts rollouts that have begun and not asked anything yet."""
+        """Returns the number of rollouts that have begun and not sent a request yet."""
         return len(self._silent)
 
     @property
     def waiting(self) -> bool:
-        """Says that a rollout waits for something else than the engine."""
+        """Returns whether a rollout waits for anything other than the engine."""
         return len(self._tasks) > len(self._completions) + len(self._new)
 
     def begin(self, places: Sequence[int]) -> None:
-        """Begins the rollouts of the tasks at `places`."""
+        """Starts the rollouts of the tasks at `places`."""
         self._silent |= set(places)
         for place in places:
             self._tasks[place] = self._loop.create_task(self._run(place))
         self.advance()
 
     def asked(self) -> list[Request]:
-        """Takes the requests since the last call. They are numbered in this order."""
+        """Returns the requests since the last call, which are numbered in this order."""
         self._completions |= enumerate(self._new, start=self._numbers)
         self._numbers += len(self._new)
         asked, self._asked, self._new = self._asked, [], []
         return asked
 
     def resume(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Gives the completions to the rollouts that asked for them, which go on."""
+        """Passes completions to the rollouts that requested them, which then continue."""
         for number, completion in zip(numbers, completions, strict=True):
             asked = self._completions.pop(number)
             if self.partials is not None:
@@ -141,13 +140,13 @@ class RunningRollouts:
         self.advance()
 
     def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
-        """Notes what there is of answers, by the number of the request."""
+        """Records partial completions, by the number of the request."""
         assert self.partials is not None
         for number, part in parts.items():
             self._noted(self._completions[number], self.partials, part)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a rollout asks for something or ends, at most so long."""
+        """Waits until a rollout sends a request or ends, for at most `seconds`."""
         self._news.clear()
         self.advance()
         if not self._new and not self._ended:
@@ -155,9 +154,9 @@ class RunningRollouts:
             self.advance()
 
     def advance(self) -> None:
-        """Runs what can run now, as long as somebody asks or ends.
+        """Runs all coroutines that can run now, as long as new requests come or rollouts end.
 
-        Raises EnvironmentFailed with what an environment raised.
+        Raises EnvironmentFailed if an environment raised an exception.
         """
         before = -1
         while before != (before := len(self._new) + len(self._ended)):
@@ -170,22 +169,22 @@ class RunningRollouts:
             raise EnvironmentFailed(self._attempts.failure(error, self.prompts[place])) from error
 
     def ended(self) -> dict[int, Rollout]:
-        """Takes place -> rollout of those that have ended since the last call."""
+        """Returns the rollouts that have ended since the last call, by place."""
         ended, self._ended = self._ended, {}
         return ended
 
     def close(self) -> None:
-        """Breaks off what has not ended, and what an environment began beside it."""
+        """Cancels unfinished rollouts, and all other tasks that an environment started."""
         self._closing = True
         self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
 
     async def completion(
         self, place: int, token_ids: Sequence[int], turn: int, seed: int, most: int = 0
     ) -> Completion:
-        """Asks the engine for at most so many tokens (0: as many as it gives), and waits for the answer;
-        for the rest of one that was broken off.
+        """Requests at most `most` tokens from the engine (0: no limit of its own) and awaits the
+        completion; of a partial completion, only the rest is requested.
 
-        Raises ContextTooLong where the context leaves no room for one.
+        Raises ContextTooLong if the context leaves no room for a completion.
         """
         refuse_full_context(token_ids, self.row_tokens)
         context, before = b"", NOTHING
@@ -196,7 +195,7 @@ class RunningRollouts:
                 self._silent.discard(place)
                 return before.whole()
         future = self._loop.create_future()
-        if token_ids is not self.prompts[place].token_ids:  # of NumPy, say
+        if token_ids is not self.prompts[place].token_ids:  # e.g. a NumPy array
             token_ids = tuple(map(int, token_ids))
         if answered := len(before.token_ids):
             token_ids = (*token_ids, *before.token_ids)
@@ -212,7 +211,7 @@ class RunningRollouts:
     def _noted(
         asked: Outstanding, partials: PartialRollouts, more: PartialCompletion
     ) -> PartialCompletion:
-        """Notes, and returns, the answer with what was generated of it now."""
+        """Extends a completion by the newly generated part, and records and returns it."""
         completion = asked.before.with_more(more)
         partials.note(asked.place, asked.turn, asked.context, completion)
         return completion
@@ -222,7 +221,7 @@ class RunningRollouts:
             self._ended[place] = await self._attempts.run(
                 self.prompts[place], lambda: RolloutModel(self, place, self.seeds[place])
             )
-        except BaseException as error:  # of any kind, or the engine waits for ever
+        except BaseException as error:  # any error, or the engine would wait forever
             if self._closing or isinstance(error, KeyboardInterrupt):
                 raise
             self._failed = place, error

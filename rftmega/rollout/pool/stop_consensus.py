@@ -1,5 +1,5 @@
-"""Ends a rollout on all engines together, as soon as their finished answers suffice; deals out
-requests until then.
+"""Stops a rollout on all engines together once the finished rollouts suffice, and deals out tasks
+until then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,16 @@ EVERY = 16  # engine steps from one decision to the next
 
 
 class StopConsensus:
-    """StopConsensus knows what the engines of all processes have finished; every process asks it
-    after each step of its engine.
+    """StopConsensus collects the finished rollouts of all processes; every process calls it after
+    each step of its engine.
 
-    Decisions fall after the same steps of every engine, whatever time these took, and know what was
-    finished one decision earlier, scores included: those are waited for. So the same requests end
-    with the same answers, run after run, and rewards have EVERY steps of time before an engine
-    waits for them. (A tool whose time varies changes what is finished at a decision.) A request to
-    stop the run ends it, too: `given_up`.
+    Decisions fall after the same steps of every engine, whatever time these took, and use the
+    rollouts finished by the previous decision, waiting for their scores. So the same requests end
+    with the same completions in every run, and rewards have EVERY steps of time before an engine
+    waits for them. (A tool with varying latency changes what is finished at a decision.) A request
+    to stop the run also ends it: `given_up`.
 
-    With each decision, engines that have room are dealt what none has begun
-    (`request_queues.Dealt`).
+    At each decision, engines with room are dealt unstarted tasks (`request_queues.Dealt`).
     """
 
     def __init__(
@@ -40,24 +39,24 @@ class StopConsensus:
         speaks: bool,
         processes: int,
     ):
-        """Takes all `requests` of the rollout, of which the `queue` knows those of this process's
-        engine, one of `processes` that each engine has; one of them `speaks` for it.
+        """`requests`: number of all tasks of the rollout; `queue`: those of this process's engine;
+        `processes`: number of processes per engine, one of which `speaks` for it.
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.host, self.speaks, self.processes = host, speaks, processes
         self.completions: list[Rollout | None] = [None] * requests
         self.over = self.given_up = False
         self._steps = 0  # since the last decision
-        self._told = self._finished = 0  # of reports, until the last decision
-        self._answered = len(judging.answered)  # until then
+        self._told = self._finished = 0  # numbers of batches, at the last decision
+        self._answered = len(judging.answered)  # at the last decision
 
     def __call__(self) -> bool:
         self._steps += 1
         return self._steps == EVERY and self._decide(idle=False)
 
     def wait(self, *, broken: bool = False) -> bool:
-        """Decides with the others, while this process's engine has nothing left to do.
-        Whether it was dealt something by then; a `broken` one is not.
+        """Takes part in decisions while this process's engine is idle. Returns whether it was dealt
+        a task; a `broken` engine gets none.
         """
         while not self.over and not self.given_up:
             self._decide(idle=True, broken=broken)
@@ -66,18 +65,20 @@ class StopConsensus:
         return False
 
     def finish(self) -> None:
-        """Tells everybody what has ended since the last decision, scores included; a collective."""
+        """Shares the rollouts that have ended since the last decision, scores included; a
+        collective.
+        """
         own = self.judging.scored(self._told) if self.speaks else {}
         where, rollouts, _ = gathered(own, self.host)
         self._note(where, rollouts)
 
     def _decide(self, *, idle: bool, broken: bool = False) -> bool:
-        """Decides; a collective."""
+        """Makes one decision; a collective. Returns whether the rollout ends."""
         self._steps = 0
         asked, own = preemption.asked(), dict[int, Rollout]()
         if self.speaks and self.judging.settled(preemption.asked, self._told, self._finished):
             own = self.judging.scored(self._told, self._finished)
-        elif self.speaks:  # scores were not waited for, so this is the last decision
+        elif self.speaks:  # the wait for scores was cut short, so this is the last decision
             asked = True
         self._told, self._finished = self._finished, len(self.judging.reports)
         done = idle and self._told == self._finished and not asked

@@ -1,4 +1,4 @@
-"""StreamingPool presents servers that generate all the time."""
+"""Asynchronous training: a pool of servers that generate continuously."""
 
 import math
 import time
@@ -19,21 +19,21 @@ from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.collectives import gather_objects
 
 THERE, STOPPED, STRANDED, LATE = "there", "stopped", "stranded", "late"  # how a wait ends
-LATE_SECONDS = 10.0  # between two pushes to late servers; twice as long after each in vain
-OTHERS = -1  # numbers of groups that are no tasks of the run go down from here
+LATE_SECONDS = 10.0  # between two pushes to late servers; doubled after each failure
+OTHERS = -1  # groups that are no tasks of the run get numbers below this
 
 
 class StreamingPool(ServerPool):
-    """StreamingPool is a RolloutEngine and a RolloutStream over the same servers: groups are begun,
-    and taken when they have ended, whatever the trainer does in between.
+    """StreamingPool is a RolloutEngine and a RolloutStream over the same servers: groups run
+    independently of the trainer and are taken when they have ended.
 
-    The first process runs them; all know which are under way.
+    The first process runs them; all processes know which are in progress.
     """
 
     pauses_between_takes = False
 
     def __init__(self, engine: ServerEngine, *arguments: Any, reward_limit: float, **options: Any):
-        """Collective. The arguments are EnginePool's."""
+        """A collective. The arguments are EnginePool's."""
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)
         self._under_way: dict[int, RolloutGroup] = {}
         self._others = OTHERS
@@ -77,7 +77,7 @@ class StreamingPool(ServerPool):
 
     def join(self) -> None:
         numbers = {group.number for group in self.under_way}
-        # the trainer's weights are newer than the last push
+        # not to late servers: the trainer's weights are newer than the last push
         self._wait(lambda ended: numbers <= set(ended), late=False)
 
     def drop(self, oldest: int) -> Sequence[RolloutGroup]:
@@ -98,7 +98,9 @@ class StreamingPool(ServerPool):
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Does what RolloutEngine.generate does, beside what is under way; not with `enough`."""
+        """Implements RolloutEngine.generate alongside the groups in progress; does not support
+        `enough`.
+        """
         assert enough is None, "validation refuses what would ask for it"
         groups = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -108,20 +110,20 @@ class StreamingPool(ServerPool):
         return self.take_these([group.number for group in groups]).rollouts
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns, in the first process, the groups under way that have ended."""
+        """Returns the ended groups that were not taken, on the first process."""
         if self._runner is None:
             return {}
         ended = self._runner.ended()
         return {number: found for number, found in ended.items() if number in self._under_way}
 
     def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
-        """Puts in a group that had ended before a resume."""
+        """Adds a group that had ended before a resume."""
         self._under_way[group.number] = group
         if self._runner is not None:
             self._runner.put(group.number, list(rollouts))
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Forgets groups, whether they have ended or not, and returns them."""
+        """Removes and returns groups, ended or not."""
         if self._runner is not None:
             for number in numbers:
                 self._runner.drop(number)
@@ -151,11 +153,11 @@ class StreamingPool(ServerPool):
         return TakenGroups(groups, in_order(where, rollouts, count))
 
     def _wait(self, enough: Callable[[Collection[int]], bool], *, late: bool = True) -> None:
-        """Waits until enough groups have ended, on every process. With `late`, servers that have
-        come since the last push are given its weights meanwhile.
+        """Waits on every process until enough groups have ended. With `late`, servers that have
+        joined since the last push get its weights meanwhile.
 
-        Raises Preempted where the run is asked to stop before, EngineFault where servers do not come
-        back.
+        Raises Preempted if the run is asked to stop first, EngineFault if no server is left and
+        restarts did not help.
         """
 
         def wait() -> str:
@@ -190,11 +192,11 @@ class StreamingPool(ServerPool):
         if isinstance(self.weights, LateWeights):
             landed = self.weights.push_to_late()
             self.phases.rollout()
-        # one that can't be given weights costs the trainer time at every try
+        # a server that can't take weights costs the trainer time at every attempt
         self._late_wait = LATE_SECONDS if landed else 2 * self._late_wait
         self._late_tried = time.monotonic()
 
     def _has_late(self) -> bool:
-        """Says whether there are servers without the last push, and it is time to try again."""
+        """Returns whether there are servers without the last push, and it is time to try again."""
         waited = time.monotonic() - self._late_tried
         return waited > self._late_wait and bool(self._server_group.late)

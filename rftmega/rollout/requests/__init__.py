@@ -1,4 +1,4 @@
-"""The requests room says what engines are asked, and in which order."""
+"""Requests to engines: their content, order and partial completions."""
 
 from rftmega.rollout.requests.request import Finished, PromptBatch, Request, Requests
 

@@ -1,4 +1,6 @@
-"""The distribution that a `Sampling` draws tokens from, written out: the oracle of the fast engines."""
+"""Reference implementation of the distribution that a `Sampling` samples from; fast engines are
+tested against it.
+"""
 
 import math
 
@@ -8,8 +10,8 @@ from rftmega.core.types import Sampling
 
 
 def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Returns the log-probabilities [V] of the distribution that is drawn from; -inf of what is
-    never drawn.
+    """Returns the log-probs [V] of the sampling distribution; -inf for tokens that are never
+    sampled.
     """
     logp = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
     if not sampling.temperature:

@@ -1,5 +1,5 @@
-"""Orders the requests of engines: which each begins with, and then the rest, long answers first, so
-that none is left over.
+"""Orders requests for engines: the first share of each engine, and then the rest, longest first,
+for balanced load.
 """
 
 import itertools
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from rftmega.core.types import Prompt
 from rftmega.rollout.requests import Request
 
-# an engine gets at least so many where there are enough requests: fewer could not be balanced
+# minimum pieces per engine, if there are enough requests: fewer could not be balanced
 PIECES = 4
 
 
 class RequestOrder(NamedTuple):
-    """Places of requests: those that each engine begins at once, and the others, in the order in
-    which they should be begun.
+    """RequestOrder holds the places of requests: those that each engine begins at once, and the
+    rest in the order in which they should begin.
 
-    Of the others whoever has room takes a piece, neighbours with the same prompt, which share the
-    prompt's cache in one engine.
+    An engine with room takes a piece of the rest: neighbours with the same prompt, which share its
+    prefix cache on one engine.
     """
 
     first: list[list[int]]
@@ -32,12 +32,12 @@ def ordered(
     engines: int,
     slots: int,
 ) -> RequestOrder:
-    """Orders requests, the longest expected first. Engines get requests of about the same expected
-    length in all, of which each begins `slots`, or as many more as its last piece has.
+    """Orders requests, the longest expected first. Engines get requests of about the same total
+    expected length, of which each begins `slots`, or more by the rest of its last piece.
 
-    Whoever has least gets the next (Graham, Bounds on multiprocessing timing anomalies, 1969).
-    Pieces are the smaller the less is left behind them (Polychronopoulos and Kuck, Guided
-    self-scheduling, 1987), so that none is begun alone at the end.
+    The engine with the least load gets the next piece (Graham, Bounds on multiprocessing timing
+    anomalies, 1969). Pieces shrink towards the end (Polychronopoulos and Kuck, Guided
+    self-scheduling, 1987), so that no engine runs alone at the end.
     """
     runs = [
         list(run)
@@ -61,7 +61,7 @@ def ordered(
 
 
 def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[list[int]]:
-    """Pieces of the runs, each of at most `largest` (of what is left then), and at least one."""
+    """Yields pieces of the runs, each of at most `largest` of the number left, and at least one."""
     left = sum(len(run) for run in runs)
     for run in runs:
         begin = 0
@@ -73,28 +73,28 @@ def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[l
 
 
 class Waiting:
-    """Requests that no engine has begun, where one process asks all engines."""
+    """Waiting holds the unstarted requests when one process serves all engines."""
 
     def __init__(self, order: RequestOrder):
         self._own = [deque(places) for places in order.first]
-        # further turns: the engine that has the first ones has them in its cache
+        # further turns: the engine of the first turns has them in its cache
         self._further = [deque[int]() for _ in order.first]
         self._rest = deque(order.rest)
 
     def add(self, number: int, place: int) -> None:
-        """Adds a further turn, which engine `number` alone begins."""
+        """Adds a further turn, which only engine `number` may begin."""
         self._further[number].append(place)
 
     def withdrawn(self, number: int) -> list[int]:
-        """Returns the further turns that engine `number` has not begun, which it no longer has."""
+        """Removes and returns the further turns that engine `number` has not begun."""
         left = list(self._further[number])
         self._further[number].clear()
         return left
 
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Returns the number of an engine, and the place, of what begins where there is `room`: an
-        engine's further turns and its own first, a piece of what is left then, and, when all are served, what another one
-        has and can't begin.
+        """Yields (engine number, place) of the requests to begin, given the `room` of each engine:
+        first the engine's further turns and own requests, then a piece of the rest, and finally
+        requests that another engine has no room for.
         """
         left = dict(room)
         for take in (self._next, self._anothers):

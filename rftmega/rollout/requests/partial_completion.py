@@ -1,4 +1,4 @@
-"""PartialCompletion holds what an engine has answered, in one piece or in several."""
+"""A completion that an engine generated in one or several pieces."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from rftmega.core.types import Completion
 
 @dataclass(frozen=True)
 class PartialCompletion:
-    """PartialCompletion has a version and a log-prob a token, and how it ended: stop, length, or
-    abort where it can go on.
+    """PartialCompletion has a weight version and a log-prob per token, and a finish reason: stop,
+    length, or abort if it can continue.
     """
 
     token_ids: "array[Any]" = field(default_factory=lambda: array("i"))
@@ -24,7 +24,7 @@ class PartialCompletion:
 
     @staticmethod
     def of(completion: Completion) -> "PartialCompletion":
-        """Returns a completion that has ended."""
+        """Converts a finished completion."""
         versions = completion.versions or array("i", [completion.policy_version]) * len(
             completion.token_ids
         )
@@ -37,7 +37,7 @@ class PartialCompletion:
         )
 
     def with_more(self, more: "PartialCompletion") -> "PartialCompletion":
-        """Returns both, one behind the other."""
+        """Returns the completion extended by `more`."""
         return PartialCompletion(
             self.token_ids + more.token_ids,
             self.logprobs + more.logprobs,
@@ -51,7 +51,7 @@ class PartialCompletion:
         return set(self.of_tokens)
 
     def whole(self) -> Completion:
-        """Returns the completion, which has ended."""
+        """Returns the finished completion."""
         assert self.reason in ("stop", "length"), self.reason
         newest = self.of_tokens[-1]
         mixed = self.of_tokens if len(self.versions) > 1 else ()

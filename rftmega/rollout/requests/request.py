@@ -1,4 +1,4 @@
-"""Request asks an engine for one completion; Requests tells it what to answer."""
+"""Requests for completions, and the interface through which an engine gets them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -9,52 +9,55 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
 class Request(NamedTuple):
-    """Request asks an engine for one completion."""
+    """Request is a request to an engine for one completion."""
 
     token_ids: Sequence[int]
     seed: int
     rollout: int = 0  # requests of one rollout stay on one server
-    expected: float = 0.0  # tokens of the answer; several servers share the work by it
-    # of the tokens, which have a placeholder for each feature
+    expected: float = 0.0  # tokens of the completion; used to balance servers
+    # in the tokens, which have a placeholder for each feature
     images: tuple[Placed, ...] = ()
-    most: int = 0  # tokens of the answer; 0: as many as the engine gives
-    answered: int = 0  # of `token_ids` so many at the end are the answer's first
+    most: int = 0  # maximum tokens of the completion; 0: the engine's limit
+    answered: int = 0  # number of tokens at the end of `token_ids` that begin the completion
 
     def limit(self, longest: int) -> int:
-        """Returns how many more tokens the answer may have, of an engine that gives at most `longest`."""
+        """Returns how many more tokens the completion may have, on an engine that generates at most
+        `longest`.
+        """
         return (min(self.most, longest) if self.most else longest) - self.answered
 
 
 class Requests(Protocol):
-    """Requests tells an engine what to answer, also while it answers others.
+    """Requests is an engine's source of requests, also while it serves others.
 
-    Every process of an engine asks after the same steps.
+    Every process of an engine calls it after the same steps.
     """
 
-    wants_parts: bool  # whether `broken_off` is to be told
+    wants_parts: bool  # whether `broken_off` should be called
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns further requests for an engine with room for `room` more, at times some more than
-        that; none where there is nothing now.
+        """Returns further requests for an engine with room for `room` more, sometimes a few more;
+        none if there are none now.
 
-        Requests are numbered in this order. An engine that has answered all and gets none is done.
+        Requests are numbered in this order. An engine without unfinished requests that gets none is
+        done.
         """
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Receives completions as soon as they are there, each once."""
+        """Receives completions as soon as they are finished, each once."""
 
     def stopped(self) -> bool:
-        """Says, after an engine's step, whether it is to leave what is not finished."""
+        """Returns, after an engine step, whether the engine should abort unfinished requests."""
 
     def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
-        """Receives what there is of the answers that were left, by number."""
+        """Receives the partial completions of aborted requests, by number."""
 
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
 class PromptBatch:
-    """PromptBatch is Requests that are all there at once."""
+    """PromptBatch is a Requests whose requests are all available at once."""
 
     wants_parts = False
 

@@ -1,1 +1,1 @@
-"""ServerGroup holds vLLM servers: their processes, what is said to them, and the engine that they are together."""
+"""Inference servers (vLLM, SGLang) as engines: processes, clients, protocol and health."""

@@ -1,4 +1,4 @@
-"""ServerConnection carries requests to one server and its answers back, many at a time."""
+"""Multiplexed WebSocket connection to one server: requests out, completions back."""
 
 import asyncio
 import itertools
@@ -16,26 +16,26 @@ from rftmega.rollout.servers.vllm import protocol
 
 OPEN_SECONDS = 30.0
 LARGEST = 2**30  # bytes of a message
-CLOSE_SECONDS = 1.0  # that the other side may need to say goodbye
-PING_SECONDS = 30.0  # between two pings; a host that is gone is noticed after as long again
-REMEMBERED = 10_000  # requests that were taken back, whose answers may be on their way
+CLOSE_SECONDS = 1.0  # for the closing handshake
+PING_SECONDS = 30.0  # between two pings; a dead host is detected after as long again
+REMEMBERED = 10_000  # cancelled requests, whose replies may still arrive
 
 
 class Disconnected(ConnectionError):
-    """There is no connection, or none any more."""
+    """Disconnected is raised if a connection can't be opened or is lost."""
 
 
 class CompletionRefused(EngineError):
-    """The server will not answer the request, whoever asks."""
+    """CompletionRefused is raised for a request that every server would refuse."""
 
 
 class ServerConnection:
-    """ServerConnection is one WebSocket, opened when it is first needed. It lives in one event loop."""
+    """ServerConnection is one WebSocket, opened at the first request. It belongs to one event loop."""
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
     ):
-        """`address`: the server's, http or https; `tls`: whose certificates are believed then."""
+        """`address`: the server's http or https URL; `tls`: the trusted certificates for https."""
         self._tls = tls
         self._url = "ws" + address.removeprefix("http") + protocol.SOCKET
         self._headers = dict(headers)
@@ -55,10 +55,10 @@ class ServerConnection:
         salt: str = "",
         adapter: int = 0,
     ) -> protocol.ServerReply:
-        """Returns the server's answer. One who is cancelled takes the request back.
+        """Returns the server's completion. Cancelling the call cancels the request.
 
-        Raises Disconnected where the connection can't be had or breaks; CompletionRefused where the server
-        can't answer such a request; EngineError where it fails otherwise.
+        Raises Disconnected if the connection can't be opened or breaks; CompletionRefused if the
+        server can't serve such a request; EngineError if it fails otherwise.
         """
         prompt = protocol.integers(token_ids)
         number = protocol.numbered(next(self._sequence), prompt)
@@ -74,7 +74,7 @@ class ServerConnection:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """Closes the connection; who still waits for an answer is told."""
+        """Closes the connection; pending requests raise Disconnected."""
         tasks = [task for task in (self._sending, self._reading) if task is not None]
         self._sending = self._reading = None
         for task in tasks:
@@ -96,16 +96,22 @@ class ServerConnection:
                 close_timeout=CLOSE_SECONDS,
                 ping_interval=PING_SECONDS,
                 ping_timeout=PING_SECONDS,
-                proxy=None,  # no proxy has the key
+                proxy=None,  # no proxy may see the key
                 ssl=(self._tls or True) if self._url.startswith("wss:") else None,
             )
-        except (OSError, WebSocketException, ValueError) as error:  # a reply that is no HTTP, too
+        except (
+            OSError,
+            WebSocketException,
+            ValueError,
+        ) as error:  # including a reply that is no HTTP
             self._broke(f"can't be reached ({error!r})")
         else:
             self._reading = asyncio.create_task(self._read(self._socket))
 
     def _say(self, message: protocol.Ask | protocol.Cancel) -> None:
-        """Sends it with what else is said by then: a message each costs more than what it says."""
+        """Queues a message; all queued messages are sent together, since each send costs more than
+        its content.
+        """
         self._unsent.append(message)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
@@ -115,7 +121,7 @@ class ServerConnection:
             await self._open()
         while self._unsent and self._socket is not None:
             messages, self._unsent = self._unsent, []
-            with suppress(WebSocketException, OSError):  # `_read` tells
+            with suppress(WebSocketException, OSError):  # reported by `_read`
                 await self._socket.send(protocol.packed(messages))
 
     async def _read(self, socket: ClientConnection) -> None:
@@ -132,7 +138,9 @@ class ServerConnection:
             self._broke(f"broke off ({error!r})")
 
     def _told(self, reply: protocol.ServerReply | protocol.Failure) -> None:
-        """Hands an answer on. Raises ProtocolError for one that nobody waits for, and nobody took back."""
+        """Passes a reply to its caller. Raises ProtocolError for a reply to no pending or cancelled
+        request.
+        """
         waiting = self._waiting.get(reply.number)
         if waiting is None or waiting.done():
             if reply.number in self._taken_back or (waiting is not None and waiting.cancelled()):

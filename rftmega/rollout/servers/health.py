@@ -1,26 +1,26 @@
-"""ServerHealth follows what is known of one server, and says whether it is asked."""
+"""Health of one server: a circuit breaker that decides whether it gets requests."""
 
 import time
 from collections.abc import Callable
 from enum import StrEnum
 
-DEAD_AFTER = 3  # probes in a row that failed
-FIRST_WAIT, LONGEST_WAIT = 1.0, 15.0  # seconds before the next probe; twice as long after each
+DEAD_AFTER = 3  # consecutive failed probes
+FIRST_WAIT, LONGEST_WAIT = 1.0, 15.0  # seconds before the next probe; doubled after each
 
 
 class ServerState(StrEnum):
-    """ServerState is one of five; only a healthy server is asked."""
+    """ServerState is the state of one server; only a healthy server gets requests."""
 
-    HEALTHY = "healthy"  # has the newest weights, and answers
-    SUSPECT = "suspect"  # failed a request, and must answer a probe first
-    DEAD = "dead"  # ended, or answered no probe
+    HEALTHY = "healthy"  # has the newest weights, and responds
+    SUSPECT = "suspect"  # failed a request, and must pass a probe first
+    DEAD = "dead"  # ended, or failed all probes
     RESTARTING = "restarting"
-    STALE = "stale"  # answers, and has not got a whole push since it came or missed one
+    STALE = "stale"  # responds, but has had no complete push since it started or missed one
 
 
 class ServerHealth:
-    """ServerHealth is a circuit breaker: a server that failed is asked nothing (open), then for one
-    token (half-open), and again whatever there is once it gave that (closed).
+    """ServerHealth is a circuit breaker: a server that failed gets no requests (open), then a
+    one-token probe (half-open), and all requests again once it passes (closed).
 
     It has the newest weights as long as it misses no push.
     """
@@ -28,38 +28,38 @@ class ServerHealth:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.state = ServerState.RESTARTING
         self.faults = self.starts = self.requests = self.tokens = 0
-        self.landings = 0  # pushes since it came
+        self.landings = 0  # pushes since it started
         self._clock = clock
-        self._probes = 0  # in a row that failed
-        self._fruitless = 0  # faults since it last gave an answer that was one
+        self._probes = 0  # consecutive failed probes
+        self._fruitless = 0  # faults since its last valid completion
         self._next_probe = 0.0
         self._current = False  # has the newest weights
 
     def came(self) -> None:
-        """Notes that it answers, with weights of which nothing is known."""
+        """Records that the server responds, with unknown weights."""
         self.starts += 1
         self.landings = 0
         self.state, self._current, self._probes = ServerState.STALE, False, 0
         self._fruitless = 0
 
     def landed(self) -> None:
-        """Notes that it has a whole push."""
+        """Records that the server has a complete push."""
         self.landings += 1
         self.state, self._current, self._probes = ServerState.HEALTHY, True, 0
 
     def missed(self) -> None:
-        """Notes that it has not got a push that others may have."""
+        """Records that the server missed a push that others may have."""
         self._current = False
         if self.state is ServerState.HEALTHY:
             self.state = ServerState.STALE
 
     def failed(self) -> bool:
-        """Notes that a request failed. Returns whether that is news."""
+        """Records a failed request. Returns whether that is new information."""
         if self.state in (ServerState.SUSPECT, ServerState.DEAD, ServerState.RESTARTING):
             return False
         self.faults += 1
         self._fruitless += 1
-        if self._fruitless > DEAD_AFTER:  # it answers probes, and nothing else
+        if self._fruitless > DEAD_AFTER:  # it passes probes, but fails all requests
             self.absent()
             return True
         self.state = ServerState.SUSPECT
@@ -67,17 +67,17 @@ class ServerHealth:
         return True
 
     def answered(self, tokens: int) -> None:
-        """Notes a completion."""
+        """Records a completion."""
         self.requests += 1
         self.tokens += tokens
         self._fruitless = 0
 
     def died(self) -> None:
-        """Notes that it has ended."""
+        """Records that the server has ended."""
         self.state, self._current = ServerState.DEAD, False
 
     def absent(self) -> None:
-        """Notes that it does not answer, or may not be used: it is looked for again later."""
+        """Records that the server does not respond or may not be used; it is tried again later."""
         self.died()
         self._probes += 1
         self._wait_for_next_probe()
@@ -87,12 +87,12 @@ class ServerHealth:
 
     @property
     def probe_is_due(self) -> bool:
-        """Says whether it should be asked for a token now."""
+        """Returns whether the server should be probed now."""
         waits = self.state in (ServerState.SUSPECT, ServerState.DEAD)
         return waits and self._clock() >= self._next_probe
 
     def probed(self, answered: bool) -> None:
-        """Notes what came of a probe."""
+        """Records the result of a probe."""
         if answered:
             self._probes = 0
             self.state = ServerState.HEALTHY if self._current else ServerState.STALE

@@ -1,4 +1,4 @@
-"""Server runs one vLLM server in a process of its own on this host."""
+"""Starts and stops a vLLM server process on this host."""
 
 import os
 import re
@@ -33,8 +33,8 @@ PASSING = re.compile(
 
 
 class Server(ServerClient):
-    """One `vllm serve`, on loopback where nothing else is asked for. It ends with the process that
-    started it.
+    """Server is a `vllm serve` process, listening on loopback by default. It ends with the process
+    that started it.
     """
 
     own = True
@@ -49,11 +49,10 @@ class Server(ServerClient):
         port: int = 0,
         tls: tuple[str, str] | None = None,
     ):
-        """Returns at once; `wait` for it.
+        """Starts the process and returns at once; call `wait` next.
 
-        The `environment` has the key that it asks everybody for. `host`: the address of this host
-        that it listens at. `port` 0: a free one. `tls`: files of the certificate and its key, where it
-        speaks https.
+        `environment`: contains the key that the server requires. `host`: the address of this host
+        that it listens on. `port`: 0 for a free one. `tls`: certificate and key files for https.
         """
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +70,7 @@ class Server(ServerClient):
         if tls:
             command += ["--ssl-certfile", tls[0], "--ssl-keyfile", tls[1]]
         with log.open("a") as file:
-            self._begin = file.tell()  # in the log
+            self._begin = file.tell()  # offset in the log
             self._process = subprocess.Popen(
                 [*command, *arguments],
                 env=environment | {auth.PARENT: str(os.getpid())},
@@ -80,14 +79,14 @@ class Server(ServerClient):
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
-        # Where nobody closes it. Ranks are processes of multiprocessing, which ends them without
-        # Python's atexit.
+        # In case `close` is not called. Ranks are processes of multiprocessing, which ends them
+        # without Python's atexit.
         self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
 
     def wait(self) -> None:
-        """Waits until it answers. Where it does not come up, raises EngineError, with the end of
-        its log, for what it refuses (an option, the model), and EngineFault for whatever may be
-        otherwise the next time: killed, too slow, no memory or port.
+        """Waits until the server responds. If it does not start, raises EngineError, with the end
+        of its log, for permanent causes (an option, the model), and EngineFault for transient ones
+        (killed, too slow, no memory or port).
         """
         begin = time.monotonic()
         while time.monotonic() - begin < server_client.START_SECONDS:
@@ -103,7 +102,7 @@ class Server(ServerClient):
         raise self.fault("did not come up")
 
     def close(self) -> None:
-        """Ends it and whatever it started."""
+        """Ends the server and its child processes."""
         self._closing()
 
     @property
@@ -111,15 +110,15 @@ class Server(ServerClient):
         return self._process.poll() is None
 
     def _refuses(self) -> bool:
-        """Returns whether it ended as another start would end: 2 is argparse's code, and vLLM's
-        checks raise these.
+        """Returns whether another start would fail the same way: exit code 2 is argparse's, and
+        vLLM's checks raise the errors in MISTAKE.
         """
         said = self._said()[self._begin :].decode(errors="replace")
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
 
     def _said(self) -> bytes:
-        """Returns its log, which somebody may have removed."""
+        """Returns the server's log, or a message if it can't be read."""
         try:
             return self.log.read_bytes()
         except OSError as error:
@@ -132,7 +131,7 @@ class Server(ServerClient):
 
 
 def _believes(certificate: str) -> ssl.SSLContext:
-    """Returns what takes this certificate alone, whatever host it names and whoever signed it."""
+    """Returns an SSL context that trusts only this certificate, for any host name and issuer."""
     believed = ssl.create_default_context(cafile=certificate)
     believed.check_hostname = False
     believed.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -140,10 +139,10 @@ def _believes(certificate: str) -> ssl.SSLContext:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a server's whole session, stopped processes too."""
+    """Ends a server's whole session, including stopped processes."""
     process.terminate()
     with suppress(ProcessLookupError):
-        # after SIGTERM, so that it does nothing else when it goes on
+        # after SIGTERM, so that a continued process only ends
         os.killpg(process.pid, signal.SIGCONT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""ServerClient speaks to one vLLM server, wherever it runs."""
+"""Client of one vLLM server."""
 
 import asyncio
 import ssl
@@ -18,15 +18,15 @@ from rftmega.rollout.servers.protocol.http_reply import HTTPReply
 from rftmega.rollout.servers.vllm import auth, ownership, protocol
 
 START_SECONDS = 600.0
-CONTROL_SECONDS = 60.0  # for what takes no time: who needs longer hangs
-LONG_SECONDS = 600.0  # for what moves weights, or waits for answers
+CONTROL_SECONDS = 60.0  # for quick requests: a server that needs longer hangs
+LONG_SECONDS = 600.0  # for requests that move weights or wait for completions
 EXPECT = "init_weight_transfer_engine"
-HEALTH_SECONDS = 5.0  # that it may take to say that it is there
-PROBE_SECONDS = 5.0  # for one token: who needs longer is hung
-# what servers say of what they did, and of what they generated
+HEALTH_SECONDS = 5.0  # for a health check
+PROBE_SECONDS = 5.0  # for one token: a server that needs longer hangs
+# keys of a reply to a successful request
 DONE = {"status", "success", "message", "results", "choices", "meta_info"}
-REFUSALS = (400, 413, 422)  # statuses of a request that would be refused everywhere
-PAUSES = {  # rollout.on_update -> how a server stops for new weights
+REFUSALS = (400, 413, 422)  # statuses of requests that every server would refuse
+PAUSES = {  # rollout.on_update -> request that pauses a server for new weights
     "wait": "pause?mode=wait",
     "abort": "pause?mode=abort",
     "recompute": "pause?mode=keep&clear_cache=true",
@@ -38,7 +38,7 @@ Told = TypeVar("Told", str, int)
 
 
 class Connections(NamedTuple):
-    """The HTTP client and the WebSocket of one event loop to one server."""
+    """Connections holds one event loop's HTTP client and WebSocket to one server."""
 
     server: "ServerClient"
     client: httpx.AsyncClient
@@ -50,42 +50,47 @@ class Connections(NamedTuple):
 
 
 class ServerClient:
-    """ServerClient is a server as the trainer knows it: its address, and what it can be asked.
+    """ServerClient is the trainer's client of one server: its address and its requests.
 
-    This one was started by somebody else, who ends it and starts it again.
+    This class is for servers that are started and ended by others.
     """
 
     own = False  # whether this process started it
-    generates = "inference/v1/generate"  # the path of requests over HTTP
+    generates = "inference/v1/generate"  # path of completion requests over HTTP
     kind = "vLLM"
-    long: tuple[str, ...] = ("update_weights", "collective_rpc", EXPECT, "pause?mode=wait")  # paths
-    wordless: tuple[str, ...] = ()  # paths whose reply has nothing in it
-    updating = False  # whether it has begun to take a push, and not ended
-    run = ""  # whose pushes it takes
+    long: tuple[str, ...] = (
+        "update_weights",
+        "collective_rpc",
+        EXPECT,
+        "pause?mode=wait",
+    )  # paths of slow requests
+    wordless: tuple[str, ...] = ()  # paths whose reply may be empty
+    updating = False  # whether it has begun to take a push without ending it
+    run = ""  # the run whose pushes it takes
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
     ):
-        """`address`: http://HOST:PORT, or https. `tls`: whose certificates are believed."""
+        """`address`: http://HOST:PORT, or https. `tls`: the trusted certificates."""
         self.address, self.headers, self.tls = address, dict(headers), tls
 
     @property
     def host(self) -> str:
-        """Returns the address of its host."""
+        """Returns the address of the server's host."""
         return urlsplit(self.address).hostname or ""
 
     @property
     def verified(self) -> ssl.SSLContext | bool:
-        """Returns how its certificate is checked."""
+        """Returns how the server's certificate is verified (httpx's `verify`)."""
         return self.tls or self.address.startswith("https:")
 
     @property
     def alive(self) -> bool:
-        """Says whether it may answer: of a server elsewhere nobody knows before it is asked."""
+        """Returns whether the server may respond: always True here, since only a request can tell."""
         return True
 
     def wait(self) -> None:
-        """Waits until it answers. Raises EngineFault where it does not come up in START_SECONDS."""
+        """Waits until the server responds. Raises EngineFault if it does not within START_SECONDS."""
         begin = time.monotonic()
         while time.monotonic() - begin < START_SECONDS:
             if self.there():
@@ -94,9 +99,9 @@ class ServerClient:
         raise self.fault(f"did not come up in {START_SECONDS:g} s")
 
     def there(self) -> bool:
-        """Returns whether it answers.
+        """Returns whether the server responds.
 
-        Raises EngineError where it does not take the key.
+        Raises EngineError if it rejects the key.
         """
         try:
             reply = self._asked("GET", "/health", HEALTH_SECONDS)
@@ -111,7 +116,9 @@ class ServerClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> None:
-        """Raises EngineError where it answers with an error, EngineFault where it does not answer."""
+        """Sends a POST request. Raises EngineError if the reply is an error, EngineFault if there
+        is none.
+        """
         limit = seconds or (LONG_SECONDS if path in self.long else CONTROL_SECONDS)
         self._post(path, limit, json=body)
 
@@ -134,8 +141,8 @@ class ServerClient:
         parameters: Mapping[str, Any] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> dict[str, Any]:
-        """Returns the object that it tells at this path. Raises EngineFault where it does not in
-        `seconds`, or tells something else.
+        """Returns the JSON object of a GET request. Raises EngineFault if there is none within
+        `seconds`.
         """
         reply = self._asked("GET", path, seconds, params=parameters)
         if reply.status != httpx.codes.OK:
@@ -143,15 +150,16 @@ class ServerClient:
         return self._read(path, reply)
 
     def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
-        """Returns checksums of what the server makes of sample images (`images.samples_of_vllm`).
+        """Returns checksums of the server's patches of sample images
+        (`image_prompts.samples_of_vllm`).
 
-        Raises EngineFault where it does not answer.
+        Raises EngineFault if it does not respond.
         """
         found = self.told(auth.SAMPLES, dict(tokens))
         return {kind: str(checksum) for kind, checksum in found.items()}
 
     def refuse_other_version(self) -> None:
-        """Raises EngineError where it runs another version of vLLM than the trainer has."""
+        """Raises EngineError if the server runs another vLLM version than the trainer."""
         from vllm import __version__ as version
 
         theirs = self.told("/version").get("version")
@@ -162,19 +170,19 @@ class ServerClient:
             )
 
     def identity(self) -> str:
-        """Returns what is another one after each start, and under each owner. Raises EngineFault where
-        it does not tell.
+        """Returns an id that changes with each start and each owner. Raises EngineFault if the
+        reply has none.
         """
         return self._told_of(auth.IDENTITY, "identity", str)
 
     def workers(self) -> int:
-        """Returns how many processes its model has. Raises EngineFault where it does not tell."""
+        """Returns the number of model processes. Raises EngineFault if the reply has none."""
         return self._told_of("/get_world_size", "world_size", int)
 
     def claim(self, name: str) -> None:
-        """Takes it for `run`, whose `name` others are told; again and again, so that it stays taken.
+        """Claims the server for `run`, or renews the lease. `name`: shown to other runs.
 
-        Raises ServerTaken where it is another run's.
+        Raises ServerTaken if another run holds it.
         """
         told = {"run": self.run, "name": name}
         reply = self._asked("POST", ownership.OWNER, HEALTH_SECONDS, json=told)
@@ -184,22 +192,22 @@ class ServerClient:
         self._read(ownership.OWNER, reply)
 
     def release(self) -> None:
-        """Leaves it to other runs."""
+        """Releases the server for other runs."""
         self.post(ownership.OWNER[1:], {"run": self.run, "name": ""}, HEALTH_SECONDS)
 
-    # how it takes a push; each raises EngineError where it does not
+    # steps of a push; each raises EngineError if it fails
 
     def stop(self, on_update: str) -> None:
-        """Has it stop for new weights, as `rollout.on_update` says."""
+        """Pauses the server for new weights, as `rollout.on_update` says."""
         self.post(PAUSES[on_update])
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Tells it how weights will come."""
+        """Initialises the server's weight transfer."""
         self.post(EXPECT, {"init_info": init_info})
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """Has it take the weights of a push."""
-        if self.updating:  # one broke off; a worker that failed has ended it
+        """Transfers the weights of a push to the server."""
+        if self.updating:  # an earlier push broke off; a failed worker may have ended it
             with suppress(EngineError):
                 self.post("finish_weight_update")
         self.updating = True
@@ -207,15 +215,15 @@ class ServerClient:
         self.post("update_weights", {"update_info": update_info})
 
     def land(self, version: int) -> None:
-        """Has it answer under a push that it took."""
+        """Activates the transferred push and resumes generation."""
         self.post("finish_weight_update", {"weight_version": self.named(version)})
         self.updating = False
         self.post("resume")
 
     def land_adapters(self, version: int, payload: bytes) -> None:
-        """Has it answer with these adapters, beside the weights that it took, or has."""
+        """Loads these adapters beside the base model's weights and resumes generation."""
         if self.updating:
-            self.post("finish_weight_update")  # first: it drops all adapters
+            self.post("finish_weight_update")  # first, since it drops all adapters
             self.updating = False
         told = {"version": version}
         self._post(auth.ADAPTER[1:], LONG_SECONDS, content=payload, params=told)
@@ -223,16 +231,16 @@ class ServerClient:
         self.post("resume")
 
     def named(self, version: int) -> str:
-        """Returns what it is told that it answers under."""
+        """Returns the version string that the server reports for a push."""
         return weight_version.named(version, self.run)
 
     def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
-        """Breaks off whatever it generates."""
+        """Aborts all running requests."""
         self.post("abort_requests", {}, seconds)
 
     def probe(self, *, paused: bool = False) -> None:
-        """Asks for one token; where it is `paused` for a push, whether it is, since it may hold half
-        of the weights. Raises EngineError where the answer does not come in PROBE_SECONDS.
+        """Requests one token, or, if the server is `paused` for a push, only a status, since it may
+        hold half of the weights. Raises EngineError if there is no reply within PROBE_SECONDS.
         """
         if paused:
             self.told("/is_paused", seconds=PROBE_SECONDS)
@@ -244,9 +252,10 @@ class ServerClient:
     async def generate(
         self, connections: Connections, body: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Returns the reply to a request with one choice, as the server gives it.
+        """Returns the server's reply to a request with one choice.
 
-        Raises EngineFault where it breaks off, fails, needs over `seconds` or replies with no object.
+        Raises EngineFault if it breaks off, fails, exceeds `seconds` or sends no JSON object;
+        EngineError if it refuses the request.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -274,10 +283,11 @@ class ServerClient:
         salt: str = "",
         adapter: int = 0,
     ) -> protocol.ServerReply:
-        """Returns the completion of these tokens; see ServerConnection.ask. `sampling`: what vLLM's
-        SamplingParams takes.
+        """Returns the completion of these tokens; see ServerConnection.ask. `sampling`: arguments
+        of vLLM's SamplingParams.
 
-        Raises EngineFault where it breaks off, fails or needs over `seconds`.
+        Raises EngineFault if the server breaks off, fails or exceeds `seconds`; EngineError if it
+        refuses the request.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -292,7 +302,7 @@ class ServerClient:
             raise self.fault(f"failed while generating: {error}") from error
 
     def connections(self) -> Connections:
-        """Returns the connections of one event loop; nothing is opened yet."""
+        """Returns new connections for one event loop; they open at the first request."""
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(None, connect=30.0)
         # trust_env=False: no proxy may see the key
@@ -302,7 +312,7 @@ class ServerClient:
         return Connections(self, client, ServerConnection(self.address, self.headers, tls=self.tls))
 
     def close(self) -> None:
-        """Leaves it as it is, but for what it was asked to generate, to whoever comes next."""
+        """Aborts the server's requests and releases it; the server keeps running."""
         with suppress(EngineError):
             self.abort_all(PROBE_SECONDS)
             self.release()
@@ -311,7 +321,7 @@ class ServerClient:
         return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.last_words()}")
 
     def last_words(self) -> str:
-        """Returns what is known of why."""
+        """Returns a hint on where to find the cause of a failure."""
         return "Its log is where it was started."
 
     def _asked(self, method: str, path: str, seconds: float, **content: Any) -> HTTPReply:
@@ -328,7 +338,7 @@ class ServerClient:
             raise self.fault(f"does not answer ({error!r})") from error
 
     def _read(self, path: str, reply: HTTPReply) -> dict[str, Any]:
-        """Returns the object in a reply. Raises EngineFault where it has none."""
+        """Returns the JSON object in a reply. Raises EngineFault if it has none."""
         try:
             return reply.read()
         except ValueError as error:
@@ -337,7 +347,9 @@ class ServerClient:
             ) from error
 
     def _told_of(self, path: str, name: str, kind: type[Told]) -> Told:
-        """Returns one thing that it tells. Raises EngineFault where it is not of this kind."""
+        """Returns one field of a GET reply. Raises EngineFault if it is missing, empty or of
+        another type.
+        """
         found = self.told(path).get(name)
         if type(found) is not kind or not found:
             raise self.fault(f"answered {path} without its {name}")

@@ -1,5 +1,5 @@
-"""ServerEngine presents vLLM servers, on this host or others, as one engine: prompts go to them over
-HTTP and WebSockets, weights through shared memory, a process group or files.
+"""Presents vLLM or SGLang servers, on this host or others, as one engine: requests go over HTTP and
+WebSockets, weights through shared memory, a process group or files.
 """
 
 import asyncio
@@ -56,13 +56,14 @@ from rftmega.weights.transports.remote_weights import RemoteWeights, WaitingEngi
 from rftmega.weights.transports.served_adapters import ServedAdapters
 from rftmega.weights.transports.shared_weights import SharedWeights
 
-MESSAGE_SECONDS = 120.0  # that one message of a push may take
+MESSAGE_SECONDS = 120.0  # time limit of one message of a push
 
 
 class ServerEngine(Engine):
-    """ServerEngine is all servers of the run.
+    """ServerEngine presents all servers of the run as one engine.
 
-    The first process has started or found them and speaks to them; the others only know the version.
+    Only the first process starts, finds and connects to servers; the others only know the weight
+    version.
     """
 
     vocabulary = LARGEST_ID
@@ -83,18 +84,18 @@ class ServerEngine(Engine):
         vocabulary: int = LARGEST_ID,
         run: str = "",
     ):
-        """Starts with random weights; the first push brings the real ones. `adapter_rank`: of the
-        adapter that servers answer with; 0: they have none. `routed`: whose routes servers tell;
-        None: they tell none. `unquantised`: modules that keep their precision under
-        rollout.quantization. `vocabulary`: tokens that answers can have. `run`: whose servers and pushes
-        they are; servers elsewhere have one owner at a time.
+        """Starts or finds servers, whose weights are random until the first push. `adapter_rank`:
+        of the served adapter; 0: none. `routed`: the MoE model whose routes servers return; None:
+        they return none. `unquantised`: modules that keep their precision under
+        rollout.quantization. `vocabulary`: number of valid token ids. `run`: id of the run that
+        owns servers and pushes; remote servers have one owner at a time.
         """
         super().__init__()
         self.stop_ids, self.config, self.vocabulary = list(stop_ids), config, vocabulary
         self.row_tokens = config.max_row_tokens
-        self._begun = False  # a push through shared memory that has not ended
-        self.newest = -1  # version that a server may answer under
-        self._names: dict[str, Any] = {}  # of the tensors that a push brings, as servers are told
+        self._begun = False  # whether a push through shared memory has begun without ending
+        self.newest = -1  # newest version that a server may generate with
+        self._names: dict[str, Any] = {}  # names of the tensors of a push, as sent to servers
         self._media = SharedMedia()
         self.payload = b""  # the adapters of the last push
         self._adapter = POLICY if adapter_rank else NONE
@@ -133,7 +134,7 @@ class ServerEngine(Engine):
 
     @property
     def healthy(self) -> list[ServerClient]:
-        """Returns the servers that answer."""
+        """Returns the healthy servers."""
         return self.server_group.healthy
 
     def _elsewhere(self, address: str) -> ServerClient:
@@ -143,13 +144,13 @@ class ServerEngine(Engine):
         return server
 
     def _kind(self) -> type[ServerClient]:
-        """Returns how servers elsewhere are spoken to."""
+        """Returns the client class for remote servers."""
         if self.config.engine == "sglang":
             return SGLangClient
         return StockClient if self.config.transport == "checkpoint" else ServerClient
 
     def _started(self, number: int) -> ServerClient:
-        # behind the trainer's devices each server has its own
+        # each server has its own devices, after the trainer's
         own = devices_of(self._first_device + number * self.config.tensor, self.config)
         log = self._logs / f"server-{number}.log"
         server = Server(self._arguments, self._environment | own, log)
@@ -167,7 +168,7 @@ class ServerEngine(Engine):
 
     @property
     def _called(self) -> str:
-        """Returns what another run is told of this one."""
+        """Returns the description of this run for other runs."""
         return f"that of {self._logs.parent.absolute()} on {socket.gethostname()}"
 
     def _check_samples(self, server: ServerClient, processor: ImageProcessor) -> None:
@@ -208,23 +209,22 @@ class ServerEngine(Engine):
         return ServedAdapters(base, adapters, self, bucket_bytes=bucket_bytes)
 
     def _holds(self, member: ServerGroupMember) -> bool:
-        """Returns whether a server has weights that never change."""
+        """Returns whether a server already has the frozen base model."""
         return self._adapter != NONE and member.health.landings > 0
 
     def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
-        """Notes that a server failed: it is asked nothing more, until it answers a probe, or gets
-        weights where it has others.
+        """Records a server's failure: it gets no requests until it passes a probe or, if its
+        weights are stale, gets a push.
         """
         self.server_group.note_fault(server, fault)
         if isinstance(fault, StaleReply) and (member := self.server_group.of(server)) is not None:
             member.health.missed()
 
     def restart(self) -> None:
-        """Ends the servers that died or hang, and starts others in their places; all wait for a
-        push.
+        """Replaces own servers that died or hang; all servers then wait for a push.
 
-        Raises EngineFault where one does not come up: it did before, so that it is nobody's
-        mistake.
+        Raises EngineFault if a server does not start: since it did before, the cause may be
+        transient.
         """
         self.invalidate()
         errors = self.server_group.renew()
@@ -241,24 +241,24 @@ class ServerEngine(Engine):
         except EngineError as error:
             raise EngineFault(str(error)) from error
 
-    # a push through shared memory, which all take or none
+    # a push through shared memory, which all servers take or none
 
     def expect(self, names: Sequence[str]) -> None:
-        """Tells the servers which tensors a push brings."""
+        """Sends the servers the names of the tensors of a push."""
         self._names = {"init_info": {"names": list(names)}}
         self._all(EXPECT, self._names)
 
     def begin(self) -> None:
-        """Begins a push: nothing is generated until it was whole.
+        """Begins a push: pauses generation until the push is complete.
 
-        Servers that have died since are started again.
+        Own servers that have died since are restarted.
         """
         self.restart()
         self._all(PAUSES[self.config.on_update])
         for member in self.server_group.reachable:
             member.paused = True
-        # and broke off; only those workers that failed have ended it, and the others can't begin
-        # another
+        # an earlier push broke off; only its failed workers have ended it, and the others can't
+        # begin another
         if self._begun:
             for server in self.servers:
                 with suppress(EngineError):
@@ -270,13 +270,11 @@ class ServerEngine(Engine):
         return not all(map(self._holds, self.server_group.reachable))
 
     def take(self, bucket: dict[str, Any]) -> None:
-        """Returns when all servers have read the bucket."""
+        """Sends a bucket to all servers and waits until they have read it."""
         self._lacking("update_weights", {"update_info": bucket})
 
     def finish(self, version: int) -> None:
-        """Ends a push whose buckets were all taken: from now on the servers answer, under
-        `version`.
-        """
+        """Ends a push after its last bucket: the servers resume, under `version`."""
         self.newest = version
         if self._adapter != NONE:
             self._lacking("finish_weight_update")
@@ -293,9 +291,9 @@ class ServerEngine(Engine):
             member.health.landed()
 
     def _adapted(self, version: int) -> None:
-        """Gives all servers the adapters. One that does not take them is asked nothing more.
+        """Sends all servers the adapters. A server that does not take them gets no requests.
 
-        Raises EngineFault where none does.
+        Raises EngineFault if no server takes them.
         """
 
         def adapt(member: ServerGroupMember) -> bool:
@@ -310,22 +308,21 @@ class ServerEngine(Engine):
             raise EngineFault(f"No server has the adapters of push {version}.")
 
     def _lacking(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Asks those that can be reached and have no weights."""
+        """Sends a request to the reachable servers without base-model weights."""
         lacking = [each for each in self.server_group.reachable if not self._holds(each)]
         post_to_each(lacking, path, body, self.server_group.note_fault)
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Asks those that can be reached; who fails now is noted."""
+        """Sends a request to the reachable servers, and records which fail."""
         post_to_each(self.server_group.reachable, path, body, self.server_group.note_fault)
 
-    # a push that each server takes for itself
+    # a push that servers take independently
 
     def waiting(self) -> list[WaitingEngine]:
-        """Returns the servers that can take a push; they have stopped for it as rollout.on_update
-        says.
+        """Returns the servers that can take a push, paused for it as rollout.on_update says.
 
-        Raises EngineFault where there is none. Waits where all are elsewhere and have ended: their
-        owner starts them again.
+        Waits if all servers are remote and have ended: their owner restarts them. Raises
+        EngineFault if there is none.
         """
         self.server_group.pushing = True
         errors = self.server_group.renew()
@@ -341,12 +338,12 @@ class ServerEngine(Engine):
         return found
 
     def late(self) -> list[WaitingEngine]:
-        """Returns the servers elsewhere that came, or came back, since the last push."""
+        """Returns, paused for a push, the remote servers that joined since the last push."""
         self.server_group.pushing = True
         return self._all_stopped(self.server_group.late)
 
     def pushed(self) -> None:
-        """Ends a push, whatever came of it: servers come and go again."""
+        """Records that a push has ended, successfully or not: servers may join and leave again."""
         self.server_group.pushing = False
 
     def _all_stopped(self, members: Sequence[ServerGroupMember]) -> list[WaitingEngine]:
@@ -354,7 +351,7 @@ class ServerEngine(Engine):
         return [each for each in stopped if each is not None]
 
     def _stopped(self, member: ServerGroupMember) -> WaitingEngine | None:
-        """Has a server stop for new weights. None where it does not."""
+        """Pauses a server for new weights. Returns None if that fails."""
         try:
             member.server.stop(self.config.on_update)
             member.paused = True
@@ -368,11 +365,11 @@ class ServerEngine(Engine):
         self.server_group.named(name).server.join(init_info)
 
     def receive(self, name: str, update_info: dict[str, Any]) -> None:
-        """Has a server take a push. Raises EngineError where it does not."""
+        """Transfers a push to a server. Raises EngineError if that fails."""
         self.server_group.named(name).server.take(update_info)
 
     def land(self, name: str, version: int) -> None:
-        """Has a server answer under a push that it took, with the adapters where it has some."""
+        """Activates a push on a server, with the adapters if there are any."""
         member = self.server_group.named(name)
         if self._adapter == NONE:
             member.server.land(version)
@@ -382,23 +379,24 @@ class ServerEngine(Engine):
         member.health.landed()
 
     def miss(self, name: str, error: EngineError) -> None:
-        with suppress(EngineFault):  # who has left misses nothing
+        with suppress(EngineFault):  # a server that has left misses nothing
             self.server_group.note_miss(self.server_group.named(name), error)
 
     def measures(self) -> Metrics:
-        """Returns how the servers are."""
+        """Returns metrics of the servers' state."""
         return self.server_group.measures()
 
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
-        """Servers begin with requests of about the same length in all, siblings together, and take
-        more when they have room (`requests.order.ordered`); one that runs dry takes what another has
-        not begun. Further requests of a rollout go to its server. One that fails is asked nothing
-        more, while the others give their answers.
+        """Distributes requests over the servers: each starts with requests of about the same total
+        length, samples of a group together, and takes more when it has room
+        (`requests.order.ordered`); an idle server takes what another has not begun. Later turns of
+        a rollout go to the same server. A server that fails gets no more requests, while the others
+        continue.
         """
         if not self.servers:
             return
         servers = self.healthy
-        if not servers:  # they broke down in a generation that had enough answers all the same
+        if not servers:  # they broke down in a generation that still had enough completions
             raise EngineFault("No server is left that could answer.")
         with asyncio.Runner() as runner:
             running = ServerRequests(servers, self.config, runner)
@@ -410,13 +408,13 @@ class ServerEngine(Engine):
             self.note_fault(servers[number], fault)
         if running.stranded and not stopped:
             raise next(iter(running.faults.values()))
-        # a closed connection cancels its request some time; the engine must have none before it is
-        # pushed to
+        # a closed connection cancels its requests only after a while; before a push the server must
+        # have none
         if unfinished:
             each_at_once(self._aborted, self.server_group.reachable)
 
     def _aborted(self, member: ServerGroupMember) -> None:
-        """Has a server break off what it generates. Raises EngineFault where it does not answer."""
+        """Aborts a server's requests. Raises EngineFault if it does not respond."""
         try:
             member.server.abort_all()
         except EngineFault as fault:
@@ -441,10 +439,11 @@ class ServerEngine(Engine):
         sampling: Sampling,
         before: PartialCompletion = NOTHING,
     ) -> PartialCompletion:
-        """Asks a server for what follows `before`, and returns both.
+        """Requests the continuation of `before` from a server. Returns `before` with the new
+        tokens.
 
-        Raises EngineFault where it fails or gives what is no answer, StaleReply where it answers under
-        weights that are not the run's, EngineError where it can't answer.
+        Raises EngineFault if the server fails or its reply is invalid, StaleReply if it generated
+        with weights that are not the run's, EngineError if it refuses the request.
         """
         parameters = self._parameters(request, sampling)
         begun = len(before.token_ids)
@@ -453,7 +452,7 @@ class ServerEngine(Engine):
         parameters["seed"] = continued_seed(request.seed, begun)
         context = [*request.token_ids, *before.token_ids]
         seconds, oldest = self.config.deadline_seconds, self.newest
-        # what other weights have computed is not for a new request
+        # a new request must not reuse the cache of other weights
         salt = weight_version.named(oldest, self.run) if self.config.on_update == "keep" else ""
         limits = CompletionLimits(
             parameters["max_tokens"],
@@ -468,7 +467,7 @@ class ServerEngine(Engine):
             )
             added = read(reply, self._routed, len(context))
         else:
-            # one placeholder an image, since vLLM's processor expands it
+            # one placeholder per image, which vLLM's processor expands
             body: dict[str, Any] = {"sampling_params": parameters}
             body["token_ids"] = unexpanded(context, request.images)
             async with self._media.shown(request) as parts:
@@ -507,15 +506,15 @@ class ServerEngine(Engine):
         )
 
     def _sleep(self) -> None:
-        """Servers have their devices to themselves."""
+        """Does nothing: servers have their own devices."""
 
     def _wake(self, parts: Sequence[str]) -> None: ...
 
 
 def _given_key() -> str:
-    """Returns the key of servers that run elsewhere.
+    """Returns the key of remote servers from the environment.
 
-    Raises EngineError where there is none.
+    Raises EngineError if there is none.
     """
     try:
         return auth.given_key()

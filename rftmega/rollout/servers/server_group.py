@@ -1,4 +1,4 @@
-"""ServerGroup keeps the servers of a run: which there are, which answer, and which have the newest weights."""
+"""The servers of a run: membership, health, and which have the newest weights."""
 
 import logging
 import threading
@@ -20,26 +20,26 @@ from rftmega.rollout.servers.protocol.server_list import ServerListLook, read_se
 from rftmega.rollout.servers.server_client import ServerClient
 from rftmega.runtime.parallel.watchdog import mark
 
-LOOK_SECONDS = 0.5  # between two looks whether a server has come
-KEEP_SECONDS = 5.0  # between two claims on a server elsewhere, which stays this run's by them
+LOOK_SECONDS = 0.5  # between two checks for new servers
+KEEP_SECONDS = 5.0  # between two lease renewals of a remote server
 log = logging.getLogger(__name__)
 
 
 class ServerGroupMember:
-    """ServerGroupMember is a server, and what is known of it."""
+    """ServerGroupMember is a server with its health, identity and lease."""
 
     def __init__(self, number: int, server: ServerClient):
-        """`number`: its place in the fleet, which it keeps over restarts."""
+        """`number`: its number in the group, which it keeps over restarts."""
         self.number, self.server = number, server
         self.health = ServerHealth()
-        self.paused = False  # a push began that has not ended
-        self.identity = ""  # of its process, where it tells
-        self.refusal: ServerTaken | None = None  # of another run that is under way
-        self.taken = 0.0  # when another run was first seen to have it; 0: none has
+        self.paused = False  # a push began without ending
+        self.identity = ""  # of its process, if known
+        self.refusal: ServerTaken | None = None  # set if a running run holds it
+        self.taken = 0.0  # when another run was first found to hold it; 0: never
 
     @property
     def name(self) -> str:
-        """Returns what no other start of any server is called."""
+        """Returns a name that is unique per start of any server."""
         return f"server-{self.number}-start-{self.health.starts}"
 
     @property
@@ -47,7 +47,9 @@ class ServerGroupMember:
         return self.health.state
 
     def note_taken(self, error: ServerTaken) -> None:
-        """Notes that another run has it; for good where that was heard of since it was first seen to."""
+        """Records that another run holds the server; sets `refusal` if that run renewed its lease
+        since.
+        """
         now = time.monotonic()
         self.taken = self.taken or now
         if error.heard < now - self.taken:
@@ -69,22 +71,22 @@ class ServerGroup:
         check: Callable[[ServerClient], None] = lambda server: None,
         keep: Callable[[ServerClient], None] = lambda server: None,
     ):
-        """`start`: starts the server of a number in this process's care, `own` of them. `client`:
-        speaks to one elsewhere; `addresses`: of those that are always there; `server list`: a file with
-        further ones, one a line, which is read before each push. `check` raises EngineError for a
-        server that does not fit the run. `keep` tells one elsewhere that it is still the run's; raises
-        ServerTaken where it is not.
+        """`start`: starts own server number n, of `own` in all. `client`: creates the client of a
+        remote server; `addresses`: of permanent remote servers; `server_list`: a file with further
+        ones, one per line, read before each push. `check`: raises EngineError for a server that
+        does not fit the run. `keep`: renews the lease of a remote server; raises ServerTaken if
+        another run holds it.
         """
         self._start, self._client, self._check, self._keep = start, client, check, keep
         self._addresses = [address_of(address) for address in addresses]
         self._server_list = Path(server_list) if server_list else None
-        self._problems: tuple[str, ...] = ()  # of the server list when it was last read
+        self._problems: tuple[str, ...] = ()  # of the server list at its last read
         self._taking_in = threading.Lock()
         self._closed = threading.Event()
         self._keeping: threading.Thread | None = None
-        self._numbers = 0  # that were given
-        self._looking = threading.Lock()  # one thread at a time looks what has become of servers
-        self.pushing = False  # nobody comes or goes meanwhile
+        self._numbers = 0  # given so far
+        self._looking = threading.Lock()  # one thread at a time checks the servers
+        self.pushing = False  # no server joins or leaves meanwhile
         self.members: list[ServerGroupMember] = [self._member(start(n)) for n in range(own)]
 
     def _member(self, server: ServerClient) -> ServerGroupMember:
@@ -92,10 +94,10 @@ class ServerGroup:
         return ServerGroupMember(self._numbers - 1, server)
 
     def wait(self) -> None:
-        """Waits for the servers that this process started, and for the first one elsewhere.
+        """Waits until all local servers and at least one remote server are ready.
 
-        Raises what one of the former raises, and EngineError where nobody elsewhere comes in
-        START_SECONDS.
+        Raises the error of a local server, and EngineError if no remote server becomes usable
+        within START_SECONDS.
         """
         for member in self.members:
             member.server.wait()
@@ -107,10 +109,11 @@ class ServerGroup:
         self.wait_for_one_elsewhere()
 
     def wait_for_one_elsewhere(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Waits, where servers are elsewhere, until one can be given weights; `stop` breaks it off.
+        """If servers are remote, waits until one of them can be given weights, or `stop` returns
+        True.
 
-        Raises EngineError where none comes in START_SECONDS, and ServerTaken where all are other runs',
-        which were heard of meanwhile.
+        Raises EngineError if none can within START_SECONDS, and ServerTaken if other running runs
+        hold all of them.
         """
         if self._client is None:
             return
@@ -141,7 +144,7 @@ class ServerGroup:
 
     @property
     def healthy(self) -> list[ServerClient]:
-        """Returns the servers that answer under the newest weights."""
+        """Returns the servers that respond and have the newest weights."""
         return [each.server for each in self.members if each.state is ServerState.HEALTHY]
 
     @property
@@ -152,43 +155,43 @@ class ServerGroup:
 
     @property
     def late(self) -> list[ServerGroupMember]:
-        """Returns the servers elsewhere that answer, and have not got the last push."""
+        """Returns the remote servers that respond but do not have the last push."""
         stale = [each for each in self.members if each.state is ServerState.STALE]
         return [each for each in stale if not each.server.own]
 
     def of(self, server: ServerClient) -> ServerGroupMember | None:
-        """Returns a server's member; None where it has left."""
+        """Returns a server's member; None if it has left."""
         return next((each for each in self.members if each.server is server), None)
 
     def named(self, name: str) -> ServerGroupMember:
-        """Raises EngineFault where it has left, or was started again since."""
+        """Returns the member with this name. Raises EngineFault if it has left or restarted since."""
         found = next((each for each in self.members if each.name == name), None)
         if found is None:
             raise EngineFault(f"{name} has left.")
         return found
 
     def note_fault(self, server: ServerClient, fault: EngineError) -> None:
-        """Notes that a server failed: it is asked nothing more, until it answers a probe."""
+        """Records a server's failure: it gets no requests until it passes a probe."""
         if (member := self.of(server)) is not None and member.health.failed():
             log.warning("server %d is asked nothing more: %s", member.number, fault)
 
     def note_miss(self, member: ServerGroupMember, error: EngineError) -> None:
-        """Notes that a server has not got a push: it is asked nothing until it gets a whole one."""
+        """Records that a server missed a push: it gets no requests until it has a complete one."""
         log.warning("server %d has no weights: %s", member.number, error)
         if isinstance(error, EngineFault):
             member.health.failed()
         member.health.missed()
 
     def note_completion(self, server: ServerClient, tokens: int) -> None:
-        """Notes a completion, with which nothing was wrong."""
+        """Records a valid completion."""
         if (member := self.of(server)) is not None:
             member.health.answered(tokens)
 
     def renew(self) -> list[EngineError]:
-        """Ends own servers that died or hang and starts others in their places, follows the server list,
-        and looks whether servers elsewhere that were dead have come back.
+        """Restarts own servers that died or hang, applies the server list, and checks whether dead
+        remote servers are back.
 
-        Returns why servers did not come up; those are dead.
+        Returns the errors of servers that did not start; those are dead.
         """
         with self._looking:
             self._follow_server_list()
@@ -203,8 +206,8 @@ class ServerGroup:
             return [error for error in each_at_once(self._came_up, dead) if error is not None]
 
     def look_elsewhere(self) -> None:
-        """Follows the server list, and takes in servers elsewhere that have come; leaves alone those that
-        answer, and all of them while weights are brought (`pushing`).
+        """Applies the server list and admits remote servers that have joined; does not touch
+        healthy servers, nor any during a push (`pushing`).
         """
         if self._client is None:
             return
@@ -216,9 +219,9 @@ class ServerGroup:
             each_at_once(self._look_at, [each for each in self.members if each.state in away])
 
     def probe(self, member: ServerGroupMember) -> None:
-        """Finds out whether a server works, and notes it."""
+        """Probes a server and records the result."""
         try:
-            member.server.probe(paused=member.paused)  # by a push that broke off
+            member.server.probe(paused=member.paused)  # by an interrupted push
         except EngineError as error:
             log.warning("server %d answered no probe: %s", member.number, error)
             member.health.probed(False)
@@ -228,7 +231,7 @@ class ServerGroup:
             member.health.probed(True)
 
     def measures(self) -> Metrics:
-        """Returns how many servers are in which state, and what each did."""
+        """Returns the number of servers in each state, and the work of each server."""
         states = Counter(each.state for each in self.members)
         seen = {f"servers_{state}": float(states[state]) for state in ServerState}
         seen["server_faults"] = float(sum(each.health.faults for each in self.members))
@@ -246,7 +249,7 @@ class ServerGroup:
             member.server.close()
 
     def _keep_all(self) -> None:
-        """Keeps the servers elsewhere for this run, until the fleet is closed."""
+        """Renews the leases of the remote servers until the group is closed."""
         while not self._closed.wait(KEEP_SECONDS):
             away = (ServerState.DEAD, ServerState.RESTARTING)
             there = [each for each in self.members if not each.server.own]
@@ -258,18 +261,18 @@ class ServerGroup:
         except ServerTaken as error:
             log.warning("server %d is lost: %s", member.number, error)
             member.health.absent()
-        except EngineError as error:  # requests and probes tell
+        except EngineError as error:  # requests and probes will show
             log.debug("server %d was not kept: %s", member.number, error)
 
     def _look_at(self, member: ServerGroupMember) -> None:
-        """Finds out what has become of a server."""
+        """Updates the state of a server."""
         server, health = member.server, member.health
         if server.own:
             if not server.alive:
                 health.died()
             elif member.state is ServerState.SUSPECT:
                 self.probe(member)
-                if member.state is ServerState.SUSPECT:  # a hung one is started again at once
+                if member.state is ServerState.SUSPECT:  # a hung server is restarted at once
                     health.died()
             return
         if member.state is ServerState.SUSPECT:
@@ -280,7 +283,7 @@ class ServerGroup:
             self._came_back(member)
 
     def _came_back(self, member: ServerGroupMember) -> None:
-        """Takes in a server elsewhere, if it answers."""
+        """Admits a remote server if it responds and fits."""
         if member.state is ServerState.DEAD and not member.health.probe_is_due:
             return
         stale, member.refusal = member.state is ServerState.STALE, None
@@ -296,7 +299,7 @@ class ServerGroup:
             log.warning("server %d is not taken in: %s", member.number, error)
             member.note_taken(error)
             return
-        except EngineError as error:  # it does not fit: another key, another version of vLLM
+        except EngineError as error:  # it does not fit: another key or vLLM version
             log.warning("server %d is not taken in: %s", member.number, error)
             member.health.absent()
             return
@@ -305,7 +308,9 @@ class ServerGroup:
         log.info("server %d at %s has come", member.number, member.server.address)
 
     def _identify(self, member: ServerGroupMember) -> None:
-        """Notes which process it is. Raises EngineError where another member is that one."""
+        """Records the server's process identity. Raises EngineError if another member is the same
+        process.
+        """
         identity = member.server.identity()
         with self._taking_in:
             for other in self.members:
@@ -332,7 +337,7 @@ class ServerGroup:
         return None
 
     def _follow_server_list(self) -> None:
-        """Takes in servers whose addresses are new, and lets those go whose addresses are gone."""
+        """Adds servers whose addresses are new, and removes those whose addresses are gone."""
         if self._client is None:
             return
         look = (
@@ -344,7 +349,7 @@ class ServerGroup:
         self._problems = look.problems
         wanted = [*self._addresses, *look.addresses]
         for member in [each for each in self.members if not each.server.own]:
-            # nobody leaves by a file that is half written, or can't be read
+            # no server is removed by a half-written or unreadable file
             if member.server.address not in wanted and not look.problems:
                 self.members.remove(member)
                 log.info("server %d at %s has left", member.number, member.server.address)
@@ -358,7 +363,7 @@ class ServerGroup:
 def each_at_once(
     work: Callable[[ServerGroupMember], Any], members: Sequence[ServerGroupMember]
 ) -> list[Any]:
-    """Returns what `work` gives for each member; all are worked on at once."""
+    """Runs `work` for all members concurrently. Returns the results."""
     with ThreadPoolExecutor(max(1, len(members))) as pool:
         return list(pool.map(work, members))
 
@@ -369,7 +374,9 @@ def post_to_each(
     body: Mapping[str, Any] | None,
     failed: Callable[[ServerClient, EngineError], None],
 ) -> None:
-    """Asks all of them at once. Who does not answer is told to `failed`, and raised as EngineFault."""
+    """Sends a request to all members concurrently. A fault is passed to `failed` and raised as
+    EngineFault.
+    """
 
     def post(member: ServerGroupMember) -> None:
         try:

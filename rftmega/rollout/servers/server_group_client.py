@@ -1,4 +1,6 @@
-"""ServerGroupClient asks all servers from one event loop, while weights come and servers go."""
+"""Sends requests to all servers from one event loop, across pushes and while servers join and
+leave.
+"""
 
 import asyncio
 import logging
@@ -15,20 +17,20 @@ from rftmega.rollout.servers.health import ServerState
 from rftmega.rollout.servers.server_client import Connections, ServerClient
 from rftmega.rollout.servers.server_engine import ServerEngine
 
-LOOK_SECONDS = 0.02  # between two looks whether there is a server with weights, and room
-WATCH_SECONDS = 0.5  # between two looks at servers that failed, or missed a push
-ELSEWHERE_SECONDS = 5.0  # between two looks whether servers elsewhere have come or left
-EMPTY_ABORTS = 5  # in a row under the same weights: a server that gives no token, and breaks off
+LOOK_SECONDS = 0.02  # between two checks for a server with weights and room
+WATCH_SECONDS = 0.5  # between two checks of servers that failed or missed a push
+ELSEWHERE_SECONDS = 5.0  # between two checks for remote servers that joined or left
+EMPTY_ABORTS = 5  # consecutive aborts without a token under the same weights
 log = logging.getLogger(__name__)
 
 
 class ServerGroupClient:
-    """ServerGroupClient gives each request to a server that has room, and asks another where one fails:
-    with the same seed, and from the tokens on that are there.
+    """ServerGroupClient sends each request to a server with room, and retries on another one after
+    a failure: with the same seed, continuing from the tokens generated so far.
     """
 
     def __init__(self, engine: ServerEngine):
-        """`engine`: says which servers there are, and when a push lands."""
+        """`engine`: provides the servers and the state of pushes."""
         self.engine = engine
         self._connections: dict[ServerClient, Connections] = {}
         self._busy: Counter[ServerClient] = Counter()
@@ -37,7 +39,7 @@ class ServerGroupClient:
 
     @property
     def stranded(self) -> bool:
-        """Says that no server is left that could answer."""
+        """Returns whether no server is left that could serve requests."""
         return self.engine.version is not None and not self.engine.healthy
 
     async def complete(
@@ -46,11 +48,10 @@ class ServerGroupClient:
         sampling: Sampling,
         begun: Callable[[int], None] = lambda version: None,
     ) -> Completion:
-        """Returns the completion, whose tokens may be of several versions. `begun` is told the newest
-        version there is when a server begins.
+        """Returns the completion, whose tokens may be of several weight versions. `begun` is called
+        with the newest version each time a server starts on the request.
 
-        Waits for a server where there is none. Raises EngineError where the servers can't answer such
-        a request.
+        Waits for a server if there is none. Raises EngineError if the servers refuse the request.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -62,7 +63,7 @@ class ServerGroupClient:
             before, newest = found, self.engine.newest
             try:
                 found = await self._part(server, request, sampling, found)
-                # a push breaks off what has no token yet; nothing else does
+                # only a push aborts a request that has no token yet
                 idle = found.reason == "abort" and len(found.token_ids) == len(before.token_ids)
                 empty = empty + 1 if idle and newest == self.engine.newest else 0
                 if empty == EMPTY_ABORTS:
@@ -71,14 +72,14 @@ class ServerGroupClient:
                         f"It broke a request off {EMPTY_ABORTS} times without a token."
                     )
             except EngineFault as fault:
-                if server in self.engine.healthy:  # else it is known, and no fault of the request's
+                if server in self.engine.healthy:  # otherwise it is known already
                     self.engine.note_fault(server, fault)
             finally:
                 self._busy[server] -= 1
         return found.whole()
 
     def forget(self, rollout: int) -> None:
-        """Forgets a rollout, which has ended."""
+        """Forgets a rollout that has ended."""
         self._home.pop(rollout, None)
 
     async def close(self) -> None:
@@ -92,8 +93,8 @@ class ServerGroupClient:
     async def _part(
         self, server: ServerClient, request: Request, sampling: Sampling, before: PartialCompletion
     ) -> PartialCompletion:
-        """Asks one server. Raises EngineFault where it fails, or may no longer be asked: one that
-        missed a push stands still.
+        """Sends a request to one server. Raises EngineFault if it fails or is no longer healthy: a
+        server that missed a push stays paused.
         """
         asking = asyncio.ensure_future(
             self.engine.part(self._connections_to(server), request, sampling, before)
@@ -107,28 +108,28 @@ class ServerGroupClient:
             asking.cancel()
 
     async def _watch(self) -> None:
-        """Probes servers that failed, so that one that answers is asked again, and finds those that
-        have come.
+        """Probes servers that failed, so that recovered ones get requests again, and finds new
+        servers.
         """
         looked = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self.engine.version is None:  # a push is under way, which looks itself
+            if self.engine.version is None:  # a push is in progress, which checks servers itself
                 continue
             if time.monotonic() - looked > ELSEWHERE_SECONDS:
                 looked = time.monotonic()
                 try:
                     await asyncio.to_thread(self.engine.server_group.look_elsewhere)
                 except Exception as error:
-                    # a server list that can't be read now, or an address that is none
+                    # an unreadable server list, or an invalid address
                     log.warning("servers elsewhere were not looked for: %r", error)
             for member in list(self.engine.server_group.members):
                 if member.state is ServerState.SUSPECT and member.health.probe_is_due:
                     await asyncio.to_thread(self.engine.server_group.probe, member)
 
     async def _server_for(self, request: Request) -> ServerClient:
-        """Returns the rollout's server, or that with fewest requests; waits until one has weights and
-        room.
+        """Returns the rollout's server, or the one with fewest requests; waits until one has
+        weights and room.
         """
         most = self.engine.config.max_batch
         while True:

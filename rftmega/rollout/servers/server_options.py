@@ -1,4 +1,4 @@
-"""Says with which arguments and environment a vLLM server of a run is started, wherever that is."""
+"""Command-line arguments and environment of a run's vLLM servers, local or remote."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime import device
 from rftmega.weights.receivers.fp8 import described
 
-RANKS_OWN = {  # what tells a process that it is a rank of the trainer
+RANKS_OWN = {  # variables that make a process a rank of the trainer
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 }
@@ -28,9 +28,9 @@ def arguments_of(
     adapter_rank: int = 0,
     unquantised: Sequence[str] = (),
 ) -> list[str]:
-    """Returns the arguments of `vllm serve`. It starts with random weights; a push brings the real
-    ones. `adapter_rank`: of adapters that it serves; 0: it serves none. `unquantised`: modules that
-    keep their precision under rollout.quantization.
+    """Returns the arguments of `vllm serve`, which starts with random weights until a push.
+    `adapter_rank`: of served adapters; 0: none. `unquantised`: modules that keep their precision
+    under rollout.quantization.
     """
     on_cuda = device.current().type == "cuda"
     if dtype == "auto":
@@ -49,7 +49,7 @@ def arguments_of(
         "--enable-scale-out",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
-        "--disable-log-stats",  # a tenth of what a short answer costs
+        "--disable-log-stats",  # a tenth of the cost of a short completion
     ]
     flags.append(f"--middleware={auth.Authentication.__module__}.{auth.Authentication.__name__}")
     if config.router_replay == "engine":
@@ -66,7 +66,7 @@ def arguments_of(
     if sees(folder):
         arguments["limit-mm-per-prompt"] = json.dumps(limits_of(config))
     elif not config.stop:
-        flags.append("--skip-tokenizer-init")  # processors of images and stop strings want it
+        flags.append("--skip-tokenizer-init")  # image processors and stop strings need it
     written_as = described(unquantised) if config.quantization == "fp8" else None
     given = prefill_arguments(config, on_cuda=on_cuda)
     given |= model_arguments(folder, on_cuda=on_cuda, written_as=written_as)
@@ -92,7 +92,7 @@ def arguments_of_run(config: RunConfig, *, unquantised: Sequence[str] = ()) -> l
 
 
 def environment_of(key: str) -> dict[str, str]:
-    """Returns the environment of a server that asks everybody for `key`."""
+    """Returns the environment of a server that requires `key`."""
     found = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
     found |= {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -107,9 +107,9 @@ def environment_of(key: str) -> dict[str, str]:
 
 
 def _on_shared_cores(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what keeps a server of one process from waiting by spinning: the engine in the process
-    of its scheduler, threads that sleep at a barrier. Others need the cores that they would spin on,
-    above all the trainer: 512 answers of 4 tokens took 1 to 3 s, and take 0.3 s.
+    """Returns variables that keep a single-process CPU server from busy-waiting: the engine runs in
+    its scheduler's process, and threads sleep at barriers. Others, above all the trainer, need
+    those cores: 512 completions of 4 tokens took 1 to 3 s, and take 0.3 s.
     """
     return {
         "TORCHDYNAMO_DISABLE": "1",
@@ -119,15 +119,15 @@ def _on_shared_cores(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def devices_of(first: int, config: RolloutConfig) -> dict[str, str]:
-    """Assigns devices, of those that are visible, from number `first` on; on a CPU servers share the
-    cores with everybody.
+    """Assigns visible devices from number `first` on; on a CPU, servers share the cores with all
+    other processes.
     """
     if device.current().type == "cpu":
         bound = "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))
         return {"VLLM_CPU_OMP_THREADS_BIND": bound}
     places = range(first, first + config.tensor)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else None  # this process counts within these
+    names = seen.split(",") if seen else None  # device numbers are relative to these
     chosen = [names[place] if names else str(place) for place in places]
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 

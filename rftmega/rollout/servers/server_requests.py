@@ -1,4 +1,4 @@
-"""ServerRequests spreads the requests of one generation over several servers."""
+"""Distributes the requests of one generation over several servers."""
 
 import asyncio
 from collections import Counter
@@ -12,16 +12,16 @@ from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.order import Waiting, ordered
 from rftmega.rollout.servers.server_client import Connections, ServerClient
 
-LOOK_SECONDS = 0.2  # between two looks whether what has arrived, and was scored since, is enough
+LOOK_SECONDS = 0.2  # between two checks whether the scored rollouts suffice
 
 
 Ask = Callable[[Connections, Request], Coroutine[Any, Any, Completion]]
 
 
 class ServerRequests:
-    """ServerRequests spreads the requests of one generation over the servers.
+    """ServerRequests distributes the requests of one generation over the servers.
 
-    `faults`: server -> what it failed with.
+    `faults`: server number -> the fault it failed with.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class ServerRequests:
         self.servers, self.most, self.runner = servers, config.max_batch, runner
         self.faults: dict[int, EngineFault] = {}
         self._connections = [server.connections() for server in servers]
-        # server and number of each request that is being answered
+        # server and number of each running request
         self._running: dict[asyncio.Task[Completion], tuple[int, int]] = {}
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
 
     def hold(self, requests: Requests, ask: Ask) -> bool:
-        """Answers until no request is left that a server could answer, or they are stopped: whether
-        they are. The event loop stands still while `requests` is asked or told.
+        """Serves requests until no server can serve any that are left, or they are stopped. Returns
+        whether they were stopped. The event loop does not run while methods of `requests` do.
         """
         room = self.most * len(self.servers)
         known = list(requests.take(room))
@@ -45,7 +45,7 @@ class ServerRequests:
         while True:
             for number, place in waiting.taken(self._room()):
                 self._home[known[place].rollout] = number
-                # a deadline is no time in which one waits
+                # its deadline does not start while it waits
                 task = ask(self._connections[number], known[place])
                 self._running[self.runner.get_loop().create_task(task)] = number, place
             if not self._running:
@@ -67,18 +67,20 @@ class ServerRequests:
 
     @property
     def stranded(self) -> bool:
-        """Says that no server is left."""
+        """Returns whether all servers have failed."""
         return len(self.faults) == len(self._connections)
 
     def close(self) -> bool:
-        """Breaks off what is not answered, and says whether there was something."""
+        """Cancels running requests. Returns whether there were any."""
         for task in self._running:
             task.cancel()
         self.runner.run(self._closed())
         return bool(self._running)
 
     def _room(self) -> dict[int, int]:
-        """Returns server -> how many more it could answer; those that failed have no room."""
+        """Returns the number of further requests that each server has room for; failed servers have
+        none.
+        """
         busy = Counter(number for number, _ in self._running.values())
         healthy = [number for number in range(len(self.servers)) if number not in self.faults]
         return {number: self.most - busy[number] for number in healthy}
@@ -86,14 +88,14 @@ class ServerRequests:
     def _ask_elsewhere(
         self, unanswered: Sequence[int], known: Sequence[Request], waiting: Waiting
     ) -> None:
-        """Hands on what a server that failed had, and what waits for it alone."""
+        """Moves the requests of failed servers, running and queued, to other servers."""
         for number in self.faults:
             unanswered = [*unanswered, *waiting.withdrawn(number)]
         for place in unanswered:
             waiting.add(self._home_of(known[place]), place)
 
     def _home_of(self, request: Request) -> int:
-        """Returns the server of the rollout; of a new one that which has fewest rollouts."""
+        """Returns the rollout's server; for a new rollout, the server with the fewest rollouts."""
         if self._home.get(request.rollout, -1) not in self._room():
             room = self._room()
             homes = Counter(self._home.values())
@@ -101,7 +103,7 @@ class ServerRequests:
         return self._home[request.rollout]
 
     def _ended(self, task: asyncio.Task[Completion]) -> tuple[int, Completion | None]:
-        """Returns number and completion of a request; None where its server failed."""
+        """Returns the number and completion of a request; None if its server failed."""
         number, place = self._running.pop(task)
         try:
             return place, task.result()
@@ -110,7 +112,7 @@ class ServerRequests:
             return place, None
 
     async def _some(self) -> set[asyncio.Task[Completion]]:
-        """Waits for a completion, a while."""
+        """Waits up to LOOK_SECONDS for a completion."""
         done, _ = await asyncio.wait(
             self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )

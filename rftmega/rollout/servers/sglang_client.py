@@ -1,6 +1,6 @@
-"""SGLangClient speaks to an SGLang server, in the requests of SGLang 0.5.23.
+"""Client of an SGLang server, for the API of SGLang 0.5.23.
 
-They were checked against a stand-in that was made from its request classes, and never against SGLang.
+It was tested against a stand-in made from SGLang's request classes, never against SGLang itself.
 """
 
 import logging
@@ -21,13 +21,13 @@ from rftmega.rollout.servers.vllm import protocol
 
 VERSION = "0.5.23"
 INFO = "/server_info"
-# rollout.on_update -> how it stops; SGLang itself lets answers end before it takes weights
+# rollout.on_update -> pause mode; for "wait", SGLang itself finishes requests before an update
 PAUSES = {"abort": "abort", "recompute": "retract", "keep": "in_place"}
 log = logging.getLogger(__name__)
 
 
 class SGLangClient(ServerClient):
-    """SGLangClient is an SGLang server that somebody else started."""
+    """SGLangClient is the client of an SGLang server that others started."""
 
     kind = "SGLang"
     generates = "generate"
@@ -37,12 +37,12 @@ class SGLangClient(ServerClient):
         *("init_weights_update_group", "begin_weight_update", "end_weight_update"),
         "pause_generation",
     )
-    _keeps_cache = False  # over the push that it has stopped for
-    _group = ""  # over which weights come
-    _begun = False  # the update of the next `take`
+    _keeps_cache = False  # across the push that it is paused for
+    _group = ""  # that transfers weights
+    _begun = False  # whether the update of the next `take` has begun
 
     def refuse_other_version(self) -> None:
-        """Raises EngineError where it is no SGLang of VERSION."""
+        """Raises EngineError unless the server runs SGLang VERSION."""
         known = self._info()
         theirs = known.get("version")
         if theirs != VERSION:
@@ -63,13 +63,13 @@ class SGLangClient(ServerClient):
         return self._told_of(INFO, "tp_size", int)
 
     def claim(self, name: str) -> None:
-        """Nobody can take it for one run: it has nothing of this package."""
+        """Does nothing: a server without this package has no leases."""
 
     def release(self) -> None:
-        """It was not taken."""
+        """Does nothing: the server was not claimed."""
 
     def probe(self, *, paused: bool = False) -> None:
-        if paused:  # nothing answers then but what needs no engine
+        if paused:  # a paused server only serves requests that need no engine
             self.told("/model_info", seconds=PROBE_SECONDS)
             return
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
@@ -80,13 +80,15 @@ class SGLangClient(ServerClient):
         self._keeps_cache = on_update == "keep"
         if on_update in PAUSES:
             self.post("pause_generation", {"mode": PAUSES[on_update]})
-        elif self._group:  # the update waits for the answers in flight, before anything is sent
+        elif self._group:  # the update waits for running requests before anything is sent
             self._begin()
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """`init_info`: the fields of InitWeightsUpdateGroupReqInput.
+        """Joins a process group for weights. `init_info`: the fields of
+        InitWeightsUpdateGroupReqInput.
 
-        Raises EngineError where it has replicas or stages of its own, which SGLang does not send to.
+        Raises EngineError if the server has data-parallel replicas or pipeline stages, which SGLang
+        does not send to.
         """
         known = self._info()
         if known.get("dp_size", 1) != 1 or known.get("pp_size", 1) != 1:
@@ -95,21 +97,22 @@ class SGLangClient(ServerClient):
                 "group for weights reaches tensor-parallel processes alone. Set rollout.transport=checkpoint."
             )
         if self._group:
-            with suppress(EngineError):  # it is gone after a start of the server's
+            with suppress(EngineError):  # it is gone after a server restart
                 self.post("destroy_weights_update_group", {"group_name": self._group})
         self._group = init_info["group_name"]
         self.post("init_weights_update_group", init_info)
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """`update_info`: the `version`, and `weights_path` of a Hugging Face folder or `messages`, the
-        names, dtypes and shapes of the tensors that are broadcast together.
+        """Transfers the weights of a push. `update_info`: the `version`, and either `weights_path`,
+        a Hugging Face folder, or `messages`, the names, dtypes and shapes of tensors that are
+        broadcast together.
         """
         last = {
             "weight_version": self.named(update_info["version"]),
             "flush_cache": not self._keeps_cache,
         }
         if "weights_path" in update_info:
-            # its own format is that of its start: none, for random weights
+            # its default format is that of its start, which has none for random weights
             body = {"model_path": update_info["weights_path"], "load_format": "auto", **last}
             self.post("update_weights_from_disk", body)
             return
@@ -125,7 +128,7 @@ class SGLangClient(ServerClient):
         self.updating = False
 
     def _begin(self) -> None:
-        """Begins an update, once what broke off is ended."""
+        """Begins an update, after ending an interrupted one."""
         if self.updating:
             with suppress(EngineError):
                 self.post("end_weight_update", {})

@@ -1,4 +1,4 @@
-"""StockClient speaks to a vLLM server that has nothing of this package."""
+"""Client of a stock vLLM server, which does not have this package."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StockClient(ServerClient):
-    """StockClient is a vLLM server of the trainer's version that somebody else started."""
+    """StockClient is the client of a vLLM server of the trainer's version that others started."""
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """`update_info`: `weights_path`, of a Hugging Face folder."""
+        """Reloads the weights from `update_info["weights_path"]`, a Hugging Face folder."""
         loaded = {"weights_path": update_info["weights_path"]}
         self.post("collective_rpc", {"method": "reload_weights", "kwargs": loaded})
 
@@ -21,13 +21,13 @@ class StockClient(ServerClient):
         self.post("resume")
 
     def identity(self) -> str:
-        return ""  # a start again shows by the version of its answers, as does another run
+        return ""  # a restart, or another run, shows in the version of its completions
 
     def claim(self, name: str) -> None:
-        """Nobody can take it for one run: it has nothing of this package."""
+        """Does nothing: a server without this package has no leases."""
 
     def release(self) -> None:
-        """It was not taken."""
+        """Does nothing: the server was not claimed."""
 
     async def ask(
         self,

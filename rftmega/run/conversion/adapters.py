@@ -1,5 +1,5 @@
-"""Merges adapters into a model's folder, and finds the adapters that are nearest to what two folders
-differ by. A model is read one tensor at a time.
+"""Merges LoRA adapters into a model's folder, and extracts the nearest adapters from the difference
+of two folders. A model is read one tensor at a time.
 """
 
 import math
@@ -40,11 +40,11 @@ SPARE, ROUNDS = 16, 6  # of the randomised method (Halko et al., arXiv:0909.4061
 
 
 class Merged(NamedTuple):
-    """Merged says what a merge did."""
+    """Merged is the outcome of a merge."""
 
     pairs: int
-    lost: float  # |what rounding took of the products| / |the products|
-    changed: str | None  # what config.json says otherwise than before
+    lost: float  # norm of the rounding error / norm of the merged products
+    changed: str | None  # fields of config.json that were changed
 
     def __str__(self) -> str:
         said = f"{self.pairs} pairs are merged; rounding took {self.lost:.2%} of what they add"
@@ -52,11 +52,11 @@ class Merged(NamedTuple):
 
 
 class Extracted(NamedTuple):
-    """Extracted says what adapters hold of a difference."""
+    """Extracted is the outcome of an extraction."""
 
     pairs: int
-    lost: float  # |what the pairs lack of the difference| / |the difference|, of their weights
-    beside: list[str]  # names of other tensors that differ, which adapters can't hold
+    lost: float  # norm of the residual / norm of the difference, over the adapted weights
+    beside: list[str]  # names of other tensors that differ, which adapters can't represent
 
     def __str__(self) -> str:
         said = f"{self.pairs} pairs; they lack {self.lost:.2%} of what their weights differ by"
@@ -69,10 +69,10 @@ def merge(
     source: Path, adapter: Path, target: Path, *, progress: Progress = lambda _: None
 ) -> Merged:
     """Writes the model of `source` with the pairs of a PEFT folder added to its weights: in
-    float32, rounded once to the dtype of the weight. Resumes what was broken off.
+    float32, rounded once to the weight's dtype. Resumes an interrupted merge.
 
-    Raises CheckpointError for an adapter of another kind, on a module that the model lacks, or on an
-    embedding that is the output head as well.
+    Raises CheckpointError for an adapter of another kind, for one on a module that the model lacks,
+    or for one on an embedding tied to the LM head.
     """
     files, pairs = HFFolder(source), PEFTFolder(adapter)
     modules = set(pairs.modules)
@@ -111,8 +111,8 @@ def merge(
 
 
 def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
-    """Raises CheckpointError where the adapter was learnt beside other frozen weights than those of a
-    folder.
+    """Raises CheckpointError if the adapter was trained on other frozen weights than those of
+    `files`.
     """
     for name in files.names:
         shape = files.shape_of(name)
@@ -128,7 +128,7 @@ def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
 def _merged_file(
     path: Path, wanted: Sequence[PlannedTensor], files: HFFolder, pairs: PEFTFolder
 ) -> dict[str, Any]:
-    """Writes one file of a merged model, and notes it."""
+    """Writes one file of a merged model, and logs it as finished."""
     modules = set(pairs.modules)
     squares = {"added": 0.0, "lost": 0.0}
 
@@ -159,12 +159,13 @@ def extract(
     targets: Sequence[str] = HF_TARGETS,
     progress: Progress = lambda _: None,
 ) -> Extracted:
-    """Writes a PEFT folder whose pairs are the nearest of `rank` to what the weights of two folders
-    differ by (Eckart and Young, doi:10.1007/BF02288367), for linear layers that `targets` name.
+    """Writes a PEFT folder whose pairs are the best rank-`rank` approximation of the difference
+    between two folders' weights (Eckart and Young, doi:10.1007/BF02288367), for the linear layers
+    in `targets`.
 
-    Raises CheckpointError for folders of different models, ConfigError for a rank that a layer
-    can't have, for a target that the model lacks, for an embedding that is the output head as well,
-    or where no such layer differs.
+    Raises CheckpointError for folders of different models; ConfigError for a rank that a layer
+    can't have, for a target that the model lacks, for an embedding tied to the LM head, or if no
+    such layer differs.
     """
     if rank < 1:
         raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
@@ -215,8 +216,8 @@ def extract(
 
 
 def nearest(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns (B [rows, rank], A [rank, columns]) whose product is the nearest to a matrix: of its
-    `rank` largest singular values, whose roots both have.
+    """Returns (B [rows, rank], A [rank, columns]), the factors of the best rank-`rank`
+    approximation of a matrix; each has the square roots of the `rank` largest singular values.
     """
     if min(matrix.shape) <= EXACT:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -231,12 +232,12 @@ def nearest(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _target(name: str) -> str:
-    """Returns the module that a tensor is the weight of, such as q_proj."""
+    """Returns the last part of the name of the module that a weight belongs to, such as q_proj."""
     return name.removesuffix(WEIGHT).rpartition(".")[2]
 
 
 def _tied_embedding(files: HFFolder, modules: Iterable[str]) -> str:
-    """Returns the embedding among the modules where it is the output head as well; "" otherwise."""
+    """Returns the embedding among the modules if it is tied to the LM head, otherwise ""."""
     found = next((name for name in modules if name.rpartition(".")[2] == EMBEDDING), "")
     config = read_json_object(files.folder / "config.json") if found else {}
     untied = HEAD + WEIGHT in files and not config.get("tie_word_embeddings")
@@ -261,5 +262,5 @@ def _square(matrix: Tensor) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """Returns the ratio of two norms, of which the squares are given."""
+    """Returns the ratio of two norms that are given as squares."""
     return math.sqrt(part / whole) if whole else 0.0

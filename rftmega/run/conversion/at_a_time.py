@@ -1,4 +1,4 @@
-"""Work of a conversion that is done side by side, within a bound of memory."""
+"""Runs steps of a conversion concurrently within a memory limit."""
 
 import ctypes
 import threading
@@ -14,10 +14,11 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """Memory that threads share: who asks for more than is left waits, unless nobody has any.
+    """Room is a memory budget shared by threads: a request for more than is left waits, unless all
+    of the budget is free.
 
-    What is freed stays with the process and is used again: fresh pages take the kernel longer than
-    a copy takes us. Around a tensor of more than SPARE it goes back.
+    Freed memory stays with the process and is reused, since the kernel takes longer to supply fresh
+    pages than a copy takes. Around a tensor larger than SPARE it is returned to the kernel.
     """
 
     def __init__(self, limit: int):
@@ -48,9 +49,9 @@ class Room:
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yields the results in order.
+    """Yields the results of `work` over `items`, in order.
 
-    Two at a time are made, so that one's disk and the other's processor are busy together.
+    Two items run at a time, so that disk and processor are busy together.
     """
     pool = ThreadPoolExecutor(2)
     try:

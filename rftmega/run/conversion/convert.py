@@ -1,4 +1,4 @@
-"""Converts between Hugging Face folders and Megatron's distributed checkpoints: as a stream,
+"""Converts between Hugging Face folders and Megatron's distributed checkpoints: streaming,
 resumable, without a GPU.
 """
 
@@ -62,14 +62,16 @@ from rftmega.run.conversion.target import (
 )
 from rftmega.runtime.parallel.topology import Topology
 
-# tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they hold,
-# whatever was given
+# the most tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they
+# hold, whatever layout was given
 FINEST = 8
 OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 class SourceModel:
-    """A family's table and Megatron's names for a model of which no weight is in memory."""
+    """SourceModel is the weight mapping and the Megatron names of a model whose weights are not
+    loaded.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, value_head: bool, head_bias: bool):
         self.hf_config = read_hf_config(folder)
@@ -77,7 +79,7 @@ class SourceModel:
         rules = table(self.hf_config, value_head=value_head)
         self.rules = [rule for rule in rules if head_bias or rule.megatron != ("value_head.bias",)]
         config = transformer_config(self.description, ParallelConfig(), dtype)
-        config.perform_initialization = False  # memory that nobody writes to costs nothing
+        config.perform_initialization = False  # pages that are never written take no memory
         topology = Topology.create(ParallelConfig(), seed=0)
         with topology.active():
             self.chunk = build_chunk(
@@ -94,13 +96,13 @@ class SourceModel:
 def to_megatron(
     source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None
 ) -> str | None:
-    """Converts an HF folder to a distributed checkpoint, in pieces that ranks of `parallel` read
-    whole. Resumes what was broken off.
+    """Converts an HF folder to a distributed checkpoint, cut into pieces that ranks of `parallel`
+    read whole. Resumes an interrupted conversion.
 
-    Gives what config.json says otherwise than before, as `copy_companions`.
+    Returns the changes to config.json, as `copy_companions` does.
 
-    Raises CheckpointError for a folder that its config.json does not describe, ConfigError for a
-    layout that can't be.
+    Raises CheckpointError for a folder that its config.json does not describe, ConfigError for an
+    impossible layout.
     """
     hf_config = read_hf_config(source)
     files = open_folder(source, hf_config)
@@ -139,7 +141,7 @@ def to_megatron(
             if name in finished:
                 return finished[name]
             read: dict[str, str] = {}
-            # where it fails, its room is free
+            # frees its memory budget if it fails
             with closing(_boxes(files, group, model.pieces, parallel, read, room)) as stream:
                 boxes = write_pieces(target / name, stream)
             said = {"file": name, "pieces": [asdict(box) for box in boxes], "tensors": read}
@@ -162,8 +164,8 @@ def to_megatron(
 
 
 def refuse_mixed(files: HFFolder, model: SourceModel) -> None:
-    """Raises CheckpointError where parts of one Megatron tensor, or what Megatron stacks into one,
-    differ in dtype.
+    """Raises CheckpointError if tensors that form one Megatron tensor, or that Megatron stacks into
+    one, differ in dtype.
     """
     first: dict[str, str] = {}
     for item, pieces in zip(model.bound, model.pieces, strict=True):
@@ -182,9 +184,7 @@ def refuse_mixed(files: HFFolder, model: SourceModel) -> None:
 def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
     """Converts a distributed checkpoint to an HF folder, one tensor at a time.
 
-    Gives what `to_megatron` does.
-
-    Resumes what was broken off.
+    Returns the changes to config.json, as `to_megatron` does. Resumes an interrupted conversion.
     """
     tensors = CheckpointTensors(source)
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
@@ -224,9 +224,10 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
 
 
 def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) -> int:
-    """Compares every tensor of two folders of either kind, byte by byte; how many there are.
+    """Compares all tensors of two folders of either kind by checksum. Returns their number.
 
-    Raises CheckpointError, naming the tensor, at the first difference.
+    Raises CheckpointError if names, shapes, dtypes or contents differ; it names the first such
+    tensor.
     """
     a, b = (tensors_of(folder) for folder in (first, second))
     names = [{tensor.name: tensor for tensor in side.planned} for side in (a, b)]
@@ -246,8 +247,8 @@ def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) ->
 
 
 class FolderTensors:
-    """The tensors of an HF folder; `left_out` are those that it holds and that a conversion does
-    not take along.
+    """FolderTensors reads the tensors of an HF folder; `left_out` are the tensors in it that a
+    conversion omits.
     """
 
     def __init__(self, folder: Path):
@@ -270,10 +271,10 @@ class FolderTensors:
 
 
 class CheckpointTensors:
-    """The tensors of a distributed checkpoint under their Hugging Face names."""
+    """CheckpointTensors reads a distributed checkpoint's tensors under their Hugging Face names."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError where the checkpoint is not whole."""
+        """Raises CheckpointError if the checkpoint is incomplete."""
         self.reader = Reader(folder)
         manifest = self.reader.manifest
         dtype = self.reader.dtype_of("embedding.word_embeddings.weight")
@@ -292,7 +293,7 @@ class CheckpointTensors:
         ]
 
     def named(self, names: set[str], room: Room) -> Generator[tuple[str, Tensor], None, None]:
-        """Yields the tensors of these names, in the order of `planned`."""
+        """Yields the tensors with these names, in the order of `planned`."""
         for item, pieces in self._exported:
             if names.isdisjoint(item.hf_names):
                 continue
@@ -317,8 +318,8 @@ class CheckpointTensors:
 
 
 def told_left_out(folder: Path) -> str | None:
-    """Describes what a conversion of this folder leaves out, by name (a layer of which nothing stays
-    as one, and what each layer has as its first); None where there is nothing.
+    """Describes the tensors that a conversion of this folder omits, by name (a layer omitted as a
+    whole, and tensors that recur in each layer, as one entry); None if there are none.
     """
     if is_distributed(folder):
         return None
@@ -345,7 +346,7 @@ def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:
 
 
 def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
-    """Yields (tensor, its number) by files of up to FILE_BYTES."""
+    """Yields lists of (tensor, its number), one per file of up to FILE_BYTES."""
     group: list[tuple[Bound, int]] = []
     size = 0
     for number, item in enumerate(bound):
@@ -365,9 +366,9 @@ def _boxes(
     sums: dict[str, str],
     room: Room,
 ) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
-    """Yields (key, offset, box), each split as the ranks of `parallel` will ask for it.
+    """Yields (key, offset, box), each split as the ranks of `parallel` will read it.
 
-    Notes the checksums of what is read.
+    Adds the checksums of the source tensors to `sums`.
     """
     for item, number in group:
         with room.of(item.parameter.nbytes):
@@ -384,8 +385,8 @@ def _boxes(
 
 
 def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
-    """Returns the Megatron tensor of all ranks, each HF tensor read straight to where its rows lie
-    in it; their checksums.
+    """Returns the unsharded Megatron tensor, with each HF tensor read directly into its rows, and
+    the checksums of the HF tensors.
     """
     rule = item.rule
     places = list(located(rule, 0, 1))
@@ -410,8 +411,8 @@ def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
 
 def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:
     """Returns the edges at which a tensor is cut. A piece is read whole, for its checksum, so none
-    may straddle two ranks' shares: of the given layout or, outside the experts, of FINEST ranks or
-    fewer.
+    may straddle two ranks' shares: of the given layout or, for non-expert tensors, of FINEST ranks
+    or fewer.
     """
     if isinstance(rule, Replicated):
         return [0, size]

@@ -1,4 +1,4 @@
-"""Compares what a converted model computes with what transformers computes."""
+"""Compares the logits of a converted model with those of transformers."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 def logit_difference(folder: Path, converted: Path) -> float:
-    """Returns the largest difference in fp32 over a row of 64 tokens: `folder` in transformers against
-    `converted` in Megatron.
+    """Returns the largest fp32 logit difference over a row of 64 tokens: `folder` in transformers
+    against `converted` in Megatron.
     """
     config = RunConfig(model=ModelConfig(path=str(converted), dtype="float32"))
     manager = MegatronModelManager(config, Topology.create(ParallelConfig(), seed=0))

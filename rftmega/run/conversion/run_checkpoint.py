@@ -1,4 +1,4 @@
-"""A run's own checkpoint for the command line: found, listed, and written as a Hugging Face folder."""
+"""Finds and lists a run's own checkpoint, and writes it as a Hugging Face folder."""
 
 import sys
 from pathlib import Path
@@ -13,8 +13,8 @@ from rftmega.core.errors import ConfigError
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Returns the training checkpoint that a folder is, or the latest of those in it; None where it
-    is something else.
+    """Returns the folder itself if it is a training checkpoint, or the latest checkpoint in it;
+    None if it is neither.
     """
     if not folder.is_dir() or (folder / "config.json").is_file():
         return None
@@ -28,7 +28,7 @@ def checkpoint_in(folder: Path) -> Path | None:
 def write_model(
     checkpoint: Path, target: Path, name: str, base: Path | None, *, verify: bool
 ) -> int:
-    """Writes the model of this name (see `trained.SavedModel`), and says what it is."""
+    """Writes the model of this name (see `trained.SavedModel`) and prints its step. Returns 0."""
     from rftmega.run.conversion import trained
     from rftmega.run.conversion.progress_bar import progress_bar
 
@@ -47,7 +47,9 @@ def write_model(
 
 
 def shown(folder: Path, *, tensors: bool, check: bool) -> int:
-    """Lists the models of a checkpoint, what its run has read, and how to make folders of them."""
+    """Prints the models of a checkpoint, the inputs of its run, and the command that
+    converts it.
+    """
     reader, say = TrainingReader(folder), sys.stdout.write
     manifest = reader.manifest
     pieces = [box for boxes in reader.stored.values() for box in boxes]
@@ -74,7 +76,7 @@ def shown(folder: Path, *, tensors: bool, check: bool) -> int:
 
 
 def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str, str]]:
-    """Says what is in one of Megatron's distributed checkpoints. Returns (name, shape, dtype, pieces)
+    """Prints a summary of a Megatron distributed checkpoint. Returns (name, shape, dtype, pieces)
     of its tensors.
     """
     reader = Reader(folder)
@@ -93,7 +95,7 @@ def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str
 
 
 def check_pieces(reader: Reader) -> None:
-    """Reads every piece. Raises CheckpointError where one is not as it was written."""
+    """Reads every piece. Raises CheckpointError if the checksum of one does not match."""
     pieces = [box for boxes in reader.stored.values() for box in boxes]
     for box in tqdm(pieces, unit="piece", file=sys.stderr):
         target = torch.empty(box.shape, dtype=getattr(torch, box.dtype))

@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: new, or broken off and gone on with."""
+"""Manages the folder that a conversion writes: a new one, or one of an interrupted conversion."""
 
 import contextlib
 import hashlib
@@ -15,15 +15,16 @@ from rftmega.runtime.parallel.folder_lock import FILE as LOCK
 from rftmega.runtime.parallel.folder_lock import locked
 
 FILE_BYTES = 512 * 2**20  # of one file of weights
-Progress = Callable[[int], object]  # told the bytes that are done
+Progress = Callable[[int], object]  # called with the number of bytes finished
 
 
 @contextmanager
 def written_alone(target: Path) -> Iterator[None]:
-    """Keeps other conversions from writing to `target` within a `with` block.
+    """Locks `target` against other conversions within a `with` block.
 
-    Raises LockedError where one does or the folder can't be used, and CheckpointError for a disk
-    that is full or broken; drafts are removed then, and finished files stay.
+    Raises LockedError if another conversion holds it or the folder can't be used, and
+    CheckpointError for an I/O error such as a full disk; drafts are removed then, and finished
+    files stay.
     """
     with locked(target, "conversion"):
         try:
@@ -47,17 +48,16 @@ def _remove_drafts(target: Path) -> None:
 
 
 def fingerprint(files: HFFolder) -> str:
-    """Computes a fingerprint of the source: a conversion goes on only where it is the same."""
+    """Computes a fingerprint of the source; a conversion is resumed only if it is unchanged."""
     said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.files]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Opens `target`, new or broken off; file -> what was noted of it, for files that are finished.
+    """Opens `target`, new or interrupted. Returns file -> log entry of each file that is finished.
 
-    PROGRESS says what is converted in its first line, then has one line a finished file.
-
-    Raises CheckpointError where `target` is something else.
+    The first line of PROGRESS describes the job; then it has one line per finished file. Raises
+    CheckpointError if `target` holds anything else.
     """
     log = target / PROGRESS
     if log.is_file():
@@ -78,10 +78,9 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _noted(log: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a log.
+    """Returns the entries of a log.
 
-    Half a line, or zeros of a machine that lost its power, note nothing: that file is converted
-    again.
+    An incomplete line, or zeros after a power loss, are skipped: that file is converted again.
     """
     found: list[dict[str, Any]] = []
     for line in log.read_bytes().split(b"\n")[:-1]:

@@ -1,5 +1,5 @@
-"""Writes the model of a run's own checkpoint as a Hugging Face folder, whatever backend and layout
-trained it: one tensor at a time, without a GPU.
+"""Writes a model of a run's own checkpoint as a Hugging Face folder, for any training backend and
+layout: one tensor at a time, without a GPU.
 """
 
 import zlib
@@ -35,13 +35,15 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 
 class SavedModel:
-    """The weights of one model of a training checkpoint, under their Hugging Face names."""
+    """SavedModel reads the weights of one model of a training checkpoint under Hugging
+    Face names.
+    """
 
     def __init__(self, checkpoint: Path, name: str = "", base: Path | None = None):
-        """`name`: of the model; "": the one that the run trains, and not its critic. `base`: the
-        folder that the run began with; None: where the checkpoint says.
+        """`name`: of the model; "": the trained model that is not the critic. `base`: the folder
+        that the run started from; None: the path stored in the checkpoint.
 
-        Raises CheckpointError where there is no such model or folder.
+        Raises CheckpointError if there is no such model or folder.
         """
         self.reader = TrainingReader(checkpoint)
         models: dict[str, Any] = self.reader.manifest["models"]
@@ -67,7 +69,9 @@ class SavedModel:
         return sum(tensor.bytes for tensor in self.planned)
 
     def frozen(self) -> tuple[FolderTensors, list[PlannedTensor]] | None:
-        """Returns the folder of a model of which a part never learns, and what is that part's."""
+        """Returns the base folder of a model with a frozen vision tower and the tensors of the
+        tower, or None for other models.
+        """
         if not self.reader.manifest["config"]["model"].get("freeze_vision"):
             return None
         own = {tensor.name for tensor in self.planned}
@@ -75,15 +79,15 @@ class SavedModel:
         return files, [each for each in files.planned if each.name not in own | {HEAD}]
 
     def tensors(self, planned: list[PlannedTensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields tensors, each checked as it is read."""
+        """Yields (name, tensor) of `planned`, verified as they are read."""
         for name, *_ in planned:
             yield name, self.reader.whole(f"{self.name}/{WEIGHTS}/{name}")
 
 
 def to_hf(model: SavedModel, target: Path, *, progress: Progress = lambda _: None) -> str | None:
-    """Writes the model into the folder `target`. Adapters go into `target`_adapter, as PEFT has
-    them, and are merged in `target`. Resumes what was broken off; gives what config.json says
-    otherwise than before.
+    """Writes the model into the folder `target`. Adapters are written to `target`_adapter in PEFT's
+    format and merged in `target`. Resumes an interrupted conversion. Returns the changes to
+    config.json.
     """
     if "adapters" in model.said:
         return _adapted(model, target, progress)
@@ -160,7 +164,9 @@ def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
 
 
 def _sum_of(model: SavedModel) -> int:
-    """Returns the checksum of the base's weights as `checkpoint.frozen_weights.sum_of` has it."""
+    """Returns the checksum of the base's weights as `checkpoint.frozen_weights.sum_of`
+    computes it.
+    """
     known = model.said["hf_config"].get("model_type") in FAMILIES
     files = FolderTensors(model.base) if known else None
     read = files.files if files is not None else HFFolder(model.base)

@@ -1,1 +1,1 @@
-"""Strategy is the only room where what is learnt meets where it runs."""
+"""Builds a run's models and engine, and assigns them to processes and devices."""

@@ -1,4 +1,6 @@
-"""Backend and Trainable are all that placement, weights and checkpoints know of how a model is built."""
+"""Backend and Trainable: the interfaces through which placement, weight sync and checkpoints see a
+model, whichever framework built it.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +20,7 @@ Role = Literal["critic", "reward"]
 
 
 class Trainable(TrainedModel, Protocol):
-    """Trainable is a model of this run, of which this process holds a part."""
+    """Trainable is a model of this run, of which this process holds a shard."""
 
     sum_of_frozen: int | None  # checksum of the reference, or of all weights of a reward model
 
@@ -35,54 +37,58 @@ class Trainable(TrainedModel, Protocol):
 
     @property
     def layout(self) -> str:
-        """Returns the layout in words, such as "tensor 2 x data 2"."""
+        """Returns a description of the layout, such as "tensor 2 x data 2"."""
 
     @property
     def label(self) -> str:
-        """Returns this process's place in the layout, in words."""
+        """Returns a description of this process's position in the layout."""
 
     @property
     def residency(self) -> Residency: ...
 
     @property
     def replica_group(self) -> Any:
-        """Returns the processes that hold one whole model between them; None: all."""
+        """Returns the process group that together holds one model replica; None: all processes."""
 
     @property
     def classifier(self) -> bool:
         """Returns whether it is a value model."""
 
     def shards(self) -> Sequence[Shard]:
-        """Returns what this process holds of the model."""
+        """Returns this process's shards of the model."""
 
     def frozen_shards(self) -> Sequence[Shard]:
-        """Returns what this process holds of the model, without what adapters add."""
+        """Returns this process's shards of the model without the contribution of adapters."""
 
     def adapters(self) -> TrainedAdapters | None:
-        """Returns what this process holds of the adapters; None where all of the model learns."""
+        """Returns this process's shards of the adapters; None if all weights are trained."""
 
     def averaged(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which the model holds its average; None where none is kept."""
+        """Returns a context in which the model holds its moving average (EMA); None without an
+        average.
+        """
 
 
 class TrainablePolicy(Trainable, Policy, Protocol):
-    """TrainablePolicy is a Trainable that gives log-probs."""
+    """TrainablePolicy is a Trainable that computes log-probs."""
 
-    push_to_rollout: Callable[..., Metrics] | None  # set once there is an engine to push to
+    push_to_rollout: Callable[..., Metrics] | None  # set once an engine exists
 
 
 class TrainableValues(Trainable, ValueModel, Protocol):
-    """TrainableValues is a Trainable that gives values."""
+    """TrainableValues is a Trainable that computes values."""
 
 
 class Backend(Protocol):
-    """Backend builds the models of a run. Every process calls it alike."""
+    """Backend builds the models of a run. Every process makes the same calls."""
 
     def policy(self, config: RunConfig) -> TrainablePolicy:
         """Builds and loads `config.model` with its optimizer.
 
-        Raises CheckpointError where the folder's config or weights can't serve.
+        Raises CheckpointError if the folder's config or weights can't be used.
         """
 
     def value_model(self, config: RunConfig, *, role: Role) -> TrainableValues:
-        """Builds `config.model` with a value head; "reward": it only scores, without optimizer."""
+        """Builds `config.model` with a value head; role "reward": without an optimizer, for scoring
+        only.
+        """

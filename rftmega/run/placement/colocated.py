@@ -1,4 +1,4 @@
-"""A colocated run's policy and value models take the device before they compute."""
+"""Wraps the policy and value models of a colocated run: they are moved to the device before use."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from rftmega.run.placement.phases import DevicePhases
 
 
 class ColocatedPolicy:
-    """ColocatedPolicy brings what the policy needs to the device before it computes."""
+    """ColocatedPolicy moves the policy's state to the device before each computation."""
 
     def __init__(self, actor: TrainablePolicy, phases: DevicePhases):
         self.actor = actor
@@ -49,8 +49,8 @@ class ColocatedPolicy:
 
 
 class ColocatedValues:
-    """ColocatedValues brings a value model to the device before it computes; DevicePhases knows it
-    by `name`.
+    """ColocatedValues moves a value model's state to the device before each computation; `name` is
+    its name in DevicePhases.
     """
 
     def __init__(self, model: TrainableValues, phases: DevicePhases, name: str):

@@ -23,8 +23,8 @@ def create(
     stop_ids: Sequence[int],
     experts: Experts | None = None,
 ) -> Engine:
-    """Returns the engine on this process; it holds no weights until the first push. `experts`: of the
-    policy, where it is a mixture.
+    """Returns the engine on this process; it holds no weights until the first push. `experts`: of
+    the policy, if it is a MoE.
     """
     routed = None
     if config.rollout.router_replay == "engine" and experts is not None:
@@ -81,8 +81,8 @@ def unquantised(config: RunConfig) -> list[str]:
 
 
 def modules_kept(folder: str) -> list[str]:
-    """Returns the modules with a matrix that stays as it is where linear layers are quantised: embeddings,
-    heads, routers.
+    """Returns the modules with a matrix that quantization of linear layers leaves unchanged:
+    embeddings, LM heads, routers.
     """
     description = describe(read_hf_config(folder))
     experts = description.experts.number if description.experts else 0

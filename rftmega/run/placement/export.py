@@ -1,4 +1,4 @@
-"""Writes a model of a run as Hugging Face folders."""
+"""Exports a model of a run as Hugging Face folders."""
 
 import logging
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None:
-    """Writes a policy, and beside it `folder`_ema where an average is kept, or a value model as a
-    classifier of one label, as `trainer` says. Adapters are merged into the weights, and written
-    by themselves to `folder`_adapter.
+    """Writes the model as a Hugging Face folder: a policy, with its EMA in `folder`_ema if one is
+    kept, or a value model as a classifier with one label. Adapters are merged into the weights, and
+    also written to `folder`_adapter.
 
-    Every process calls it, with the weights on the device.
+    A collective: every process calls it, with the weights on the device.
     """
     model.residency.finish()
     _export_weights(model, folder, trainer)
@@ -33,11 +33,11 @@ def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None
 
 
 def rehearse(model: Trainable, config: RunConfig) -> None:
-    """Does what `export` will do at the end of a run but gathering and writing the weights, where the
-    run is to export its model.
+    """Runs every step of the final `export` except gathering and writing the weights, if the run is
+    to export its model.
 
-    Every process calls it, when the model is built. Raises CheckpointError, on all of them, for what
-    would keep the model from being exported.
+    A collective, called when the model is built. Raises CheckpointError, on all processes, if the
+    export would fail.
     """
     if not config.trainer.export:
         return
@@ -75,7 +75,9 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
 
 
 def _tell_rounding(model: Trainable, folder: str | Path, *, write: bool) -> None:
-    """Says what merging took of the adapters, where weights have fewer digits than they; a collective."""
+    """Logs the share of the adapters that is lost by rounding when they are merged into
+    low-precision weights; a collective.
+    """
     if model.dtype == torch.float32:
         return
     lost = lost_share(model.shards(), lambda mine: torch.as_tensor(all_reduce(mine, "sum")))
@@ -93,7 +95,7 @@ def _tell_rounding(model: Trainable, folder: str | Path, *, write: bool) -> None
 def _export_adapters(
     exporter: weights.Exporter, adapters: TrainedAdapters, base: str, target: Path, *, write: bool
 ) -> None:
-    """Writes adapters on the model of `base`, and its value head, as PEFT has them."""
+    """Writes the adapters on the model of `base`, and its value head, in PEFT's format."""
     whole = peft_folder.trained_whole(each.name for each in exporter.planned)
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -1,5 +1,5 @@
-"""EngineNumerics tells how exactly engine and trainer can agree, and lets all processes agree on
-whether they do.
+"""EngineNumerics describes how closely engine and trainer can agree numerically, and reduces the
+processes' verdicts to a common one.
 """
 
 from rftmega.run.placement.backend import Trainable
@@ -7,7 +7,7 @@ from rftmega.runtime.parallel.collectives import all_reduce
 
 
 class EngineNumerics:
-    """See `interfaces.Numerics`."""
+    """EngineNumerics implements `interfaces.Numerics`."""
 
     def __init__(self, policy: Trainable, *, is_main: bool):
         self.dtype = str(policy.dtype).removeprefix("torch.")
@@ -15,5 +15,5 @@ class EngineNumerics:
         self.is_main = is_main
 
     def agreed(self, exceeded: bool) -> bool:
-        """Returns True everywhere where any process passes True; a collective."""
+        """Returns True on every process if any process passes True; a collective."""
         return bool(all_reduce(int(exceeded), "max"))

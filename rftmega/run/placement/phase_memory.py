@@ -1,4 +1,4 @@
-"""Bytes of every phase of a run, as measured and, beside them, as they were predicted."""
+"""Measures the memory of each phase of a run, and reports it beside the prediction."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
 
 
 def predicted(config: RunConfig, world: World) -> Predicted:
-    """Predicts by `rftmega.run.planning` the bytes that this process will hold at the end of each
+    """Predicts with `rftmega.run.planning` the bytes that this process holds at the end of each
     phase.
     """
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
-    if config.backend == "fsdp":  # gradients are freed by then
+    if config.backend == "fsdp":  # gradients are freed before a phase ends
         phases = resident(models, config, world.size, dict.fromkeys(models, 0))
         return {phase: parts | {GRADIENTS: 0} for phase, parts in phases.items()}
     stages = {
@@ -42,8 +42,8 @@ def predicted(config: RunConfig, world: World) -> Predicted:
 class Memory:
     """Memory measures this process's memory, phase by phase, in MiB.
 
-    `take` gives the most of each phase, which may hold the device several times in a step:
-    memory_<phase>_<kind>_mib, of living tensors by kind, and memory_<phase>_<kind>_mib_predicted;
+    `take` returns the maximum of each phase, which may run several times in a step:
+    memory_<phase>_<kind>_mib, of live tensors by kind, and memory_<phase>_<kind>_mib_predicted;
     memory_<phase>_<name>_mib, of `device.memory`.
     """
 
@@ -57,9 +57,9 @@ class Memory:
         device.current().forget_peak()
 
     def end(self, **more: int) -> None:
-        """Measures the phase that began last, once: Adam has no states before its first step.
+        """Measures the current phase, once: Adam has no state before its first step.
 
-        `more`: bytes by kind.
+        `more`: further bytes by kind.
         """
         if self._phase is None:
             return
@@ -78,7 +78,7 @@ class Memory:
         self._phase = None
 
     def take(self) -> Metrics:
-        """Returns what was measured since the last call."""
+        """Returns the metrics measured since the last call."""
         found, self._metrics = self._metrics, {}
         return found
 

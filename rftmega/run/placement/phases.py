@@ -1,4 +1,4 @@
-"""DevicePhases gives the device's memory to policy, value models and engine in turn."""
+"""DevicePhases assigns the device's memory to policy, value models and engine in turn."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,8 @@ POLICY = "policy"
 
 
 class DevicePhases:
-    """DevicePhases gives the device's memory to the trainer's parts, to the engine, or to the
-    weights of both, phase by phase.
+    """DevicePhases assigns the device's memory, phase by phase, to trained models, to the engine,
+    or to the weights of both.
     """
 
     def __init__(
@@ -25,9 +25,9 @@ class DevicePhases:
         engine: Engine | None = None,
         predicted: Predicted | None = None,
     ):
-        """`models` by name, "policy" among them. Without `offload` they keep everything, always.
+        """`models` by name, "policy" among them. Without `offload` they always stay on the device.
         `engine` may be set once it has started; None: it has devices of its own. `predicted` bytes
-        are told beside those that are measured.
+        are reported beside the measured ones.
         """
         self.models = models
         self.engine = engine
@@ -36,25 +36,25 @@ class DevicePhases:
         self.memory = Memory(models, predicted or {})
 
     def start(self) -> None:
-        """Makes room for the engine to start: vLLM refuses to where less memory is free than it is
-        to have.
+        """Frees memory before the engine starts: vLLM refuses to start if less memory is free than
+        it is configured to use.
         """
         self._hold("start")
         device.current().release_unused()
 
     def rollout(self) -> None:
-        """Makes room for the engine to work; it wakes by itself."""
+        """Frees memory for the engine, which wakes by itself."""
         self._hold("rollout")
 
     def score(self, model: str = POLICY) -> None:
-        """Brings a model's weights to be read; optimizer state stays where it is."""
+        """Moves a model's weights to the device; optimizer state stays where it is."""
         self._engine_sleeps()
         self._hold("score", model, PARAMETERS)
 
     def update(self, model: str = POLICY) -> None:
-        """Brings a model to learn.
+        """Moves a model and its optimizer state to the device for training.
 
-        Calls one after another, a mini-batch each, hold the device once.
+        Consecutive calls, one per mini-batch, move it only once.
         """
         self._engine_sleeps()
         if self._updating != model:
@@ -62,11 +62,11 @@ class DevicePhases:
             self._updating = model
 
     def push(self) -> None:
-        """Brings the weights that move from the policy to the engine."""
+        """Moves the policy's weights to the device for a push to the engine."""
         self._hold("push", POLICY, PARAMETERS)
 
     def pushed(self, buffer_bytes: int) -> Metrics:
-        """Ends the push, whose buffers took so many bytes. Returns what was measured of memory."""
+        """Ends the push phase, whose buffers took `buffer_bytes`. Returns the memory metrics."""
         self.memory.end(push_buffers=buffer_bytes)
         return self.memory.take()
 
@@ -82,7 +82,7 @@ class DevicePhases:
         self.memory.end()
         if self.offload:
             needed = self.models[model].borrowed if PARAMETERS in parts else ()
-            for other in self.models.keys() - {model}:  # who leaves makes room for who comes
+            for other in self.models.keys() - {model}:  # frees memory before the next
                 self.models[other].only(but=needed)
             self.models[model].only(*parts)
         self.memory.begin(phase if model == POLICY else f"{phase}_{model}")

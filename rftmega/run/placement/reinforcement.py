@@ -1,4 +1,6 @@
-"""ReinforcementStrategy builds and places policy, engine and weight transfer of a run."""
+"""ReinforcementStrategy builds a run's policy, value models, engine and weight sync, and assigns
+them to devices.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ from rftmega.core.interfaces import (
     WeightSync,
 )
 from rftmega.core.shards import AdapterSource
-from rftmega.environments import SingleTurnEnvironment
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
 from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
 from rftmega.rollout.pool.streaming_pool import StreamingPool
@@ -42,8 +44,11 @@ Built = TypeVar("Built", bound=Trainable)
 
 
 class ReinforcementStrategy:
-    """Every process holds its shard of the actor. Colocated, it holds an engine too (or its slice
-    of one), and they take turns; separate, vLLM servers beside the processes are the engines.
+    """ReinforcementStrategy connects the models and the engines of a run.
+
+    Every process holds its shard of the actor. With strategy=colocated it also holds an engine (or
+    its slice of one), and they take turns; with strategy=separate, vLLM servers beside the
+    processes are the engines.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class ReinforcementStrategy:
         stop_ids: Sequence[int],
         environment: Environment | None = None,
     ):
-        """`environment`: what rollouts go on in; None: a single turn."""
+        """`environment`: the environment of the rollouts; None: a single turn."""
         self.config, self.is_main = config, world.is_main
         if config.strategy == "separate" and world.local_size != world.size:
             raise ConfigError(
@@ -108,8 +113,8 @@ class ReinforcementStrategy:
     def _join_engine(
         self, world: World, environment: Environment, judges: Mapping[str, TrainableValues]
     ) -> None:
-        """Connects the engine with the models: who has the device when, who asks it, and what brings
-        it the weights.
+        """Connects the engine with the models: device phases, the pool that serves rollout
+        requests, and weight sync.
         """
         config, actor = self.config, self.actor
         separate = config.strategy == "separate"
@@ -144,7 +149,7 @@ class ReinforcementStrategy:
         actor.push_to_rollout = self.weights.push
 
     def _weight_sync(self, pool: EnginePool) -> WeightSync:
-        """Returns what brings the policy to the engines, as model.lora.push says."""
+        """Returns the weight sync from the policy to the engines, as model.lora.push selects it."""
         actor = self.actor
         if not served_rank(self.config):
             if self.is_main and self.config.model.lora.rank:
@@ -160,9 +165,9 @@ class ReinforcementStrategy:
         return pool.adapter_sync(actor.frozen_shards(), source, bucket_bytes=self._bucket_bytes)
 
     def _build_value_models(self) -> dict[str, TrainableValues]:
-        """Builds those that the config asks for: the critic, with the layout and the optimizer of
-        its own section, and the reward model, with the policy's layout and no optimizer. Where the
-        policy has adapters the critic has fresh ones of the same kind.
+        """Builds the configured value models: the critic, with the layout and the optimizer of its
+        own section, and the reward model, with the policy's layout and no optimizer. If the policy
+        has adapters, the critic gets new ones of the same kind.
         """
         config, found = self.config, {}
         lora = replace(config.model.lora, path="")
@@ -186,7 +191,7 @@ class ReinforcementStrategy:
         return found
 
     def _built(self, model: Built) -> Built:
-        """Moves a model off the device as soon as it is built, where models take turns: the next
+        """Moves a model off the device as soon as it is built if trainer.offload is set: the next
         one needs the memory.
         """
         if self.config.trainer.offload:
@@ -194,17 +199,17 @@ class ReinforcementStrategy:
         return model
 
     def export(self, folder: str | Path) -> None:
-        """Writes the policy as a Hugging Face folder, and beside it `folder`_ema where an average
-        is kept; every process calls it.
+        """Writes the policy as a Hugging Face folder, and its EMA to `folder`_ema if one is kept;
+        every process calls it.
         """
         self.phases.push()
         export(self.actor, folder, self.config.trainer)
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
-        """Builds the checkpoints of policy and critic, as checkpoint.* says."""
+        """Returns the checkpoints of policy and critic, configured by checkpoint.*."""
         return of_run(self.config, self.trained, self.export, self._frozen)
 
     def close(self) -> None:
-        """Ends the engine, which must be gone before the process groups are."""
+        """Ends the engine; must be called before the process groups are destroyed."""
         self.engine.close()

@@ -1,4 +1,4 @@
-"""One model that learns from given rows: no engine, no turns to take."""
+"""SupervisedStrategy trains one model on given rows, without an engine."""
 
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ class SupervisedStrategy:
         self._memory = Memory({POLICY: self.model.residency}, predicted(config, world))
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
-        """Takes one optimizer step of the model; its metrics have the bytes that it took."""
+        """Takes one optimizer step of the model. Returns its metrics and the memory it used."""
         self._memory.begin("update")
         metrics = self.model.step(experience, loss_fn, group_size=group_size)
         self._memory.end()
@@ -38,7 +38,7 @@ class SupervisedStrategy:
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
-        """Builds the checkpoints of the model, as checkpoint.* says."""
+        """Returns the checkpoints of the model, configured by checkpoint.*."""
         return of_run(self.config, {self.config.algorithm.task: self.model}, self.export)
 
     def export(self, folder: str | Path) -> None:

@@ -1,3 +1,3 @@
-"""Plans what a run will hold, move and compute, from its config and config.json alone: no process,
-no weights, no device.
+"""Predicts a run's memory, compute and communication from its config and config.json alone: without
+processes, weights or a device.
 """

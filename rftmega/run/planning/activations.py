@@ -1,9 +1,9 @@
-"""Bytes of activations of one process, after the tally of Korthikanti et al. 2022
-(arXiv:2205.05198, section 4).
+"""Predicts the activation memory of one process, after Korthikanti et al. 2022 (arXiv:2205.05198,
+section 4).
 
-Theirs is of GPT's layer; ours is the same count for RMS norms, a gated MLP that keeps its inner
-results, grouped or latent attention that keeps no matrix of scores, experts, and no dropout.
-Routing is taken to be even.
+Their count is for GPT's layer; this is the same count for RMS norms, a gated MLP that keeps its
+intermediate results, grouped or latent attention that stores no score matrix, experts, and no
+dropout. Routing is assumed to be balanced.
 
 Legend: n tokens of a micro-batch on this process, t tensor-parallel processes, s the share of a
 token-wise activation that one of them keeps: 1 / t with sequence parallelism, else 1.
@@ -20,7 +20,7 @@ CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_pro
 
 @dataclass(frozen=True)
 class Load:
-    """Load is the work of one process."""
+    """Load is the batch size of one process."""
 
     tokens: int  # of a micro-batch, all context-parallel processes together
     micro_batches: int  # of an optimizer step, a data-parallel rank
@@ -29,7 +29,7 @@ class Load:
 def layer_bytes(
     model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int
 ) -> float:
-    """Returns the bytes that a layer keeps for the backward pass, a token."""
+    """Returns the bytes per token that a layer stores for the backward pass."""
     s = 1 / parallel.tensor if parallel.sequence else 1.0
     # Inputs of both norms, and of what follows them; a reciprocal deviation in float32 each.
     norms = itemsize * 4 * model.hidden * s + 8 * s
@@ -60,12 +60,12 @@ def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
 
 
 def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int) -> float:
-    """Returns the gated MLP's bytes a token: gate and up, the activated gate, their product."""
+    """Returns the gated MLP's bytes per token: gate and up, the activated gate, their product."""
     experts = model.experts
     if experts is None or layer not in experts.layers:
         return itemsize * 4 * model.ffn / parallel.tensor
     s = 1 / parallel.tensor if parallel.sequence else 1.0
-    # sent there and brought back
+    # dispatched and combined
     routed = experts.active * (2 * model.hidden + 4 * experts.ffn) * itemsize * s
     router = 3 * 4 * experts.number * s
     return routed + router + itemsize * 4 * experts.shared_ffn / parallel.tensor
@@ -74,8 +74,8 @@ def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize
 def _chunk_bytes(
     model: ModelDescription, parallel: ParallelConfig, stage: int, itemsize: int
 ) -> tuple[float, float]:
-    """Returns bytes (of the fullest chunk of a stage, of its fullest layer), kept a token without
-    recomputation.
+    """Returns (bytes of a stage's largest chunk, of its largest layer), stored per token without
+    gradient checkpointing.
     """
     sparse = model.experts.layers if model.experts else frozenset()
     of_kind = {
@@ -94,8 +94,8 @@ def _chunk_bytes(
 
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Chunks of layers whose activations a stage keeps at once: 1F1B, or its interleaved form
-    (their section 4.2.3).
+    """Returns the number of layer chunks whose activations a stage stores at once: 1F1B, or its
+    interleaved form (their section 4.2.3).
     """
     p, v = parallel.pipeline, parallel.virtual_pipeline
     if v == 1:
@@ -104,25 +104,25 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
 
 
 def training(planned: PlannedModel, stage: int, load: Load) -> int:
-    """Returns bytes at the peak of an optimizer step: what is kept of micro-batches in flight, and
-    one layer at work.
+    """Returns the peak bytes of an optimizer step: stored activations of the micro-batches in
+    flight, and the working memory of one layer.
     """
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n = load.tokens / parallel.context
     s = 1 / parallel.tensor if parallel.sequence else 1.0
     chunk, layer = _chunk_bytes(model, parallel, stage, itemsize)
-    working = layer  # gradients of what one layer kept
+    working = layer  # gradients of one layer's stored activations
     if parallel.recompute == "full":
         size = max(map(len, stage_layers(model.layers, parallel)[stage]))
         chunk, working = size * itemsize * model.hidden * s, 2 * layer
-    boundary = itemsize * model.hidden * s if parallel.pipeline > 1 else 0  # what a chunk hands on
+    boundary = itemsize * model.hidden * s if parallel.pipeline > 1 else 0  # a chunk's output
     return int(
         n * (chunks_in_flight(parallel, stage, load.micro_batches) * (chunk + boundary) + working)
     )
 
 
 def scoring(planned: PlannedModel, load: Load) -> int:
-    """Returns the bytes of one layer at work, nothing kept."""
+    """Returns the working memory of one layer in bytes; nothing is stored for a backward pass."""
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
 
@@ -140,5 +140,5 @@ def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) ->
     if not learns:  # logits and their exponentials
         return int(n * model.hidden * itemsize + chunk * 8)
     weight = width * model.hidden * (4 + half)
-    # beside these the forward pass's last chunk, and the gradient in half precision
+    # plus the forward pass's last chunk, and the gradient in half precision
     return int(2 * n * model.hidden * itemsize + chunk * (12 + half) + weight)

@@ -1,4 +1,6 @@
-"""Recommends a backend for a model and a number of devices: the best layout of each is looked for."""
+"""Recommends a backend for a model and a number of devices, by comparing the best
+layout of each.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -13,25 +15,25 @@ from rftmega.run.planning.search import found_layout
 
 Backend = Literal["megatron", "fsdp"]
 BACKENDS: tuple[Backend, ...] = ("megatron", "fsdp")
-CLOSE = 1.1  # times as long: then the simpler is taken
+CLOSE = 1.1  # ratio of step times up to which the simpler backend is chosen
 
 
 @dataclass(frozen=True)
 class Best:
-    """Best is the quickest layout of a backend that fits, or why there is none."""
+    """Best is the quickest layout of a backend that fits, or the reason why there is none."""
 
     config: RunConfig | None
-    seconds: float  # of a step at least, the push aside
+    seconds: float  # lower bound of a step without the push
     why: str = ""
 
     def changes(self, given: RunConfig) -> dict[str, Any] | None:
-        """Returns the options that make `given` this layout; None where there is none."""
+        """Returns the options that turn `given` into this layout; None if there is none."""
         return None if self.config is None else difference(given, self.config)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Recommendation names a backend and says why."""
+    """Recommendation names a backend and the reason."""
 
     backend: str
     why: str
@@ -58,7 +60,7 @@ def recommended(config: RunConfig, machine: Machine) -> Recommendation:
 
 
 def on_backend(config: RunConfig, backend: Backend) -> RunConfig:
-    """Returns a copy of a config on a backend; on another than its own, without a layout."""
+    """Returns a copy of a config on a backend; the layout is reset if the backend changes."""
     found = changed(config, {})
     if config.backend == backend:
         return found
@@ -86,7 +88,7 @@ def best_of(config: RunConfig, machine: Machine) -> Best:
 
 
 def difference(given: RunConfig, chosen: RunConfig) -> dict[str, Any]:
-    """Returns the options of a layout that differ, by name, with the values of `chosen`."""
+    """Returns the options in which the two layouts differ, by name, with the values of `chosen`."""
     found = {} if given.backend == chosen.backend else {"backend": chosen.backend}
     for section in ("parallel", "optimizer", "rollout", "trainer"):
         before, now = getattr(given, section), getattr(chosen, section)

@@ -1,5 +1,5 @@
-"""Computes the memory of an engine's process: its slice of the weights, its KV cache, room to work
-in.
+"""Predicts the memory of an engine process: its shard of the weights, its KV cache,
+working memory.
 """
 
 from functools import lru_cache
@@ -12,8 +12,8 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.run.planning.models import PlannedModel
 from rftmega.weights.engine_needs import needed_boxes
 
-FP8_BYTES = 1 + 4 / 128**2  # bytes of a number and its part of a scale
-BATCHED = 8192  # tokens that vLLM computes at once
+FP8_BYTES = 1 + 4 / 128**2  # bytes of a number and its share of a scale
+BATCHED = 8192  # tokens of one forward pass of vLLM
 
 
 def weight_bytes(
@@ -34,12 +34,14 @@ def weight_bytes(
 
 
 def held_bytes(planned: PlannedModel, rollout: RolloutConfig) -> int:
-    """Returns `weight_bytes` of the engines that a run asks for."""
+    """Returns `weight_bytes` for the engines of a run."""
     return weight_bytes(planned, rollout.tensor, quantization=rollout.quantization)
 
 
 def _by_shapes(planned: PlannedModel, ranks: int) -> int:
-    """Returns the elements of a model that no table knows: matrices are split, vectors are not."""
+    """Returns the elements of a model without a conversion table: matrices are sharded, vectors are
+    not.
+    """
     assert planned.groups is not None
     shapes = [shape for group in planned.groups.apart for shape in group]
     shapes += planned.groups.whole_pass
@@ -54,7 +56,7 @@ def _elements(rule: Rule, ranks: int) -> int:
 def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
     """Returns the bytes of a token in the KV cache of one process.
 
-    Latent attention keeps the narrow vector whole on each.
+    With latent attention every process stores the whole compressed vector.
     """
     if model.latent:
         return model.layers * (model.latent.key_value_rank + model.latent.rope_dim) * itemsize
@@ -62,8 +64,8 @@ def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
 
 
 def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
-    """Returns the bytes of a forward pass over `BATCHED` tokens and of `sequences` logits and
-    probabilities (float32).
+    """Returns the bytes of a forward pass over `BATCHED` tokens and of logits and probabilities
+    (float32) for `sequences` tokens.
     """
     wide = 3 * model.ffn // ranks
     if model.experts:

@@ -23,8 +23,8 @@ CHANGING = ("parallel", "optimizer", "rollout", "trainer", "critic")  # sections
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine is the hardware that a run is to fit: `devices` of `budget` each; bytes of a node's
-    host memory (0: ignored).
+    """Machine is the hardware of a run: `devices` of `budget` each; `host` is the host memory of a
+    node in bytes (0: ignored).
     """
 
     devices: int
@@ -33,7 +33,7 @@ class Machine:
     host: float = 0.0
 
     def trainers(self, config: RunConfig) -> int:
-        """Devices that the trainer has: all but those of separate servers."""
+        """Returns the number of trainer devices: all but those of separate servers."""
         if config.strategy != "separate":
             return self.devices
         return self.devices - config.rollout.servers * config.rollout.tensor
@@ -41,9 +41,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Misfit tells why a run does not fit.
+    """Misfit is a reason why a run does not fit.
 
-    `over`: by how many times; `phase`: in which, or "host".
+    `over`: required memory over available memory; `phase`: a phase, or "host".
     """
 
     reason: str
@@ -52,8 +52,8 @@ class Misfit:
 
 
 def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
-    """Returns, for the first process of each stage (of the policy, or of the model that has most),
-    its stage in every model.
+    """Returns, for the first process of each stage (of the model with the most stages), its stage
+    in every model.
     """
     most = max(planned.parallel.pipeline for planned in models.values())
     ranks = [world // most * number for number in range(most)]
@@ -66,7 +66,7 @@ def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, 
 def misfits(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int
 ) -> list[Misfit]:
-    """Lists why the models do not fit; empty where everything fits."""
+    """Lists the reasons why the models do not fit; empty if everything fits."""
     found, world, budget = [], machine.trainers(config), machine.budget
     if config.algorithm.task == "rl" and (misfit := engine_misfit(models[POLICY], config, budget)):
         found.append(misfit)
@@ -93,7 +93,9 @@ def misfits(
 
 
 def engine_misfit(policy: PlannedModel, config: RunConfig, budget: Budget) -> Misfit | None:
-    """Returns why an engine has no room for a completion; None where it has."""
+    """Returns the Misfit of an engine without memory for one completion; None if there
+    is enough.
+    """
     cache = cache_of(policy, config, budget)
     if cache.sequences >= 1:
         return None
@@ -114,9 +116,9 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Returns a copy with other values.
+    """Returns a copy of the config with the options `changes`.
 
-    Where the critic has the policy's layout or optimizer, it goes along.
+    A critic with the same layout or optimizer as the policy changes with it.
     """
     # copy.copy would read the whole config again: RunConfig is restored from its options
     sections = {name: replace(getattr(config, name)) for name in CHANGING}
@@ -143,7 +145,7 @@ def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str,
 
 
 def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> list[str]:
-    """Lists what the config's own checks refuse, files aside."""
+    """Lists the violations of the config's own checks, except those of files."""
     found = violations(config, machine.trainers(config), data=False)
     for name, planned in models.items():
         parallel: ParallelConfig = config.critic.parallel if name == "critic" else config.parallel
@@ -166,7 +168,7 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Returns the bytes of a run's push buffers that are hardly exceeded."""
+    """Returns an approximate upper bound of a run's push buffers in bytes."""
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0
     return bound_of(policy, config.rollout.tensor, config.trainer.push_bucket_mib * 2**20)

@@ -1,9 +1,9 @@
-"""Bytes of one process in each phase of a run, by kind: what is on the device together, and what is
-on the host.
+"""Predicts the memory of one process in each phase of a run, by kind, on the device and on the
+host.
 
-Phases are those of `strategy.phases.DevicePhases`: start (a colocated engine starts), rollout
-(it generates), score, update (training) and push, of another model than the policy with its name
-behind: update_critic.
+Phases are those of `strategy.phases.DevicePhases`: start (a colocated engine starts), rollout (it
+generates), score, update (training) and push. A phase of another model than the policy has its name
+as a suffix: update_critic.
 """
 
 import math
@@ -32,7 +32,7 @@ Bytes = dict[str, int]  # by kind
 class Budget:
     """Budget is the memory of one device.
 
-    `reserved`: CUDA's context, NCCL's buffers, what the allocator can't use.
+    `reserved`: CUDA's context, NCCL's buffers, allocator fragmentation.
     """
 
     memory: float
@@ -44,8 +44,8 @@ class Cache:
     """Cache is the KV cache of one engine."""
 
     budget: float  # bytes a process that vLLM may take
-    bytes: int  # left for the cache; below 0 where weights and work leave none
-    sequences: float  # of the longest kind that fit into it at once
+    bytes: int  # left for the cache; negative if weights and working memory leave none
+    sequences: float  # of maximum length that fit into it at once
 
 
 def resident(
@@ -53,7 +53,7 @@ def resident(
 ) -> dict[str, Bytes]:
     """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device.
 
-    `stages`: this process's.
+    `stages`: this process's stage in each model.
     """
     held = {
         name: {} if planned.parallel.cpu_offload else states(planned, world, stages[name])
@@ -85,7 +85,7 @@ def resident(
 
 
 def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
-    """Returns the load of an update, if all rows are as long as they may be."""
+    """Returns the load of an update if all rows have the maximum length."""
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     rows = max(1, rows_of(config) // config.algorithm.updates_per_epoch // data)
@@ -126,9 +126,9 @@ def on_device(
     budget: Budget,
     push_buffers: int,
 ) -> dict[str, Bytes]:
-    """Returns phase -> kind -> bytes of a CUDA device, at its fullest.
+    """Returns phase -> kind -> peak bytes of a CUDA device.
 
-    A colocated engine takes all that it may.
+    A colocated engine takes all the memory that rollout.memory_fraction allows.
     """
     phases = {
         phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()
@@ -142,7 +142,7 @@ def on_device(
         rows = max(
             1, rows_of(config) * parallel.tensor * parallel.pipeline * parallel.context // world
         )
-        # of its own rows two numbers a token
+        # two numbers per token of this process's rows
         scored = 2 * 4 * rows * longest
         phases[f"score{suffix}"] |= {
             "activations": activations.scoring(planned, load) + scored,
@@ -182,8 +182,8 @@ def on_device(
 
 
 def experience_bytes(config: RunConfig) -> int:
-    """Returns the tensors of one row of an Experience and its Samples (rftmega/core/types.py), if it is
-    as long as it may be.
+    """Returns the bytes of one row of maximum length of an Experience and its Samples
+    (rftmega/core/types.py).
     """
     algorithm = config.algorithm
     floats = (
@@ -195,7 +195,7 @@ def experience_bytes(config: RunConfig) -> int:
 
 
 def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
-    """Returns (the weights of one process that learn, bytes of each as further weights are kept)."""
+    """Returns (trained weights of one process, bytes per weight in further copies)."""
     if planned.groups is None:
         return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
     shards = sharded.shards_of(planned, world)
@@ -205,26 +205,26 @@ def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
 def on_host(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> Bytes:
-    """Returns the bytes that one process keeps on the host: copies of weights, what has left the
-    device, what a save writes from (`data_plane.on_each_host`: what all processes have in common).
+    """Returns the bytes that one process keeps on the host: copies of weights, offloaded state, the
+    buffer of a save (`data_plane.on_each_host`: memory shared by all processes).
     """
     policy, found = models[POLICY], Bytes()
     elements, itemsize = _held(policy, world, stages[POLICY])
     there = config.parallel.cpu_offload
     offloads = config.algorithm.task == "rl" and config.trainer.offload and not there
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
-    # gradients are forgotten, not moved
+    # gradients are freed, not moved
     moved = {name: sum(parts.values()) - parts[GRADIENTS] for name, parts in held.items()}
     if config.algorithm.kl.coef > 0 and not config.model.lora.rank:
         found["reference"] = elements * itemsize
     if config.algorithm.ema_beta > 0:
-        # and what an optimizer step's weights are copied to
+        # plus a buffer for the weights of an optimizer step
         found["average"] = elements * (4 + itemsize)
     if found and not offloads and not there:
-        found["policy"] = elements * itemsize  # where it waits while the device holds others
+        found["policy"] = elements * itemsize  # stored here while the device holds others
     if there:
         found["sharded"] = sum(sum(parts.values()) for parts in held.values())
-    # of the first of equal holders, which writes; kept for the next save
+    # of the first of identical holders, which writes; kept for the next save
     if config.checkpoint.every:
         found["checkpoint"] = elements * 4 if config.algorithm.ema_beta > 0 else 0
         for name, planned in models.items():
@@ -244,7 +244,7 @@ def on_host(
 
 
 def _packed_away(planned: PlannedModel, stage: int) -> int:
-    """Returns the bytes by which 8 bits, and a scale for some of them, make a base smaller."""
+    """Returns the bytes saved by storing a base's linear layers in int8 with scales."""
     linear = [rule for rule in planned.rules if all(map(is_linear, rule.hf_names(0, 0)))]
     elements = elements_of(replace(planned, rules=linear), stage)
     return int(elements * (planned.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))

@@ -1,5 +1,5 @@
-"""Describes the models of a run as a plan sees them: what they are, how they are laid out, whether
-they learn.
+"""Describes the models of a run for planning: architecture, layout, and whether they
+are trained.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = STATES = (
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One model of a run."""
+    """PlannedModel is one model of a run, with its layout."""
 
     model: ModelDescription
     rules: Sequence[Rule]
     parallel: ParallelConfig
     optimizer: OptimizerConfig | None  # None: it is only scored
-    value: bool  # a number a token instead of a vocabulary
+    value: bool  # a value head instead of an LM head
     itemsize: int  # bytes of a parameter
-    # every tensor-parallel rank holds all of latent attention's narrow layers, as in Transformer
+    # every tensor-parallel rank holds all of latent attention's down-projections, as in Transformer
     # Engine
     narrow_whole: bool
-    frozen_tower: bool = False  # the vision tower does not learn
+    frozen_tower: bool = False  # the vision tower is not trained
     groups: Groups | None = None  # of FSDP2; None: Megatron's layouts
     path: str = ""  # of the folder that its config.json is in
     lora: LoRA = field(default_factory=LoRA)  # of FSDP2's layouts
-    adapted: tuple[AdaptedLayer, ...] = ()  # whose adapters alone learn; (): all of the model
+    adapted: tuple[AdaptedLayer, ...] = ()  # only their adapters are trained; (): all weights
 
     def with_layout(
         self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
@@ -53,9 +53,9 @@ class PlannedModel:
         return replace(self, parallel=parallel, optimizer=optimizer, groups=groups)
 
     def groups_of(self, tensor: int) -> Groups:
-        """Returns the groups of the first of `tensor` processes that share its matrices.
+        """Returns the FSDP2 groups of the first of `tensor` tensor-parallel processes.
 
-        Raises CheckpointError where they can't.
+        Raises CheckpointError if the matrices can't be sharded among so many.
         """
         return _groups(self.path, tensor, self.lora, value=self.value)[1]
 
@@ -63,10 +63,10 @@ class PlannedModel:
 def models_of(
     config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True
 ) -> dict[str, PlannedModel]:
-    """Returns the models of a run by their names in it: policy, critic, reward_model. `auto`: what
+    """Returns the models of a run by name: policy, critic, reward_model. `auto`: the dtype that
     model.dtype=auto stands for.
 
-    Raises CheckpointError where a folder has no config.json, or one that is not understood.
+    Raises CheckpointError if a folder has no config.json, or one of an unknown architecture.
     """
     ignore(config.model.ignore_config_fields)
     itemsize = BYTES[auto if config.model.dtype == "auto" else config.model.dtype]
@@ -126,8 +126,8 @@ def _of_a_family(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[
 def _sharded(
     path: str, tensor: int, lora: LoRA, *, value: bool
 ) -> tuple[ModelDescription, Sequence[Rule], Groups]:
-    """Describes a decoder of transformers: by our tables where they know it, without rules where
-    they do not.
+    """Describes a decoder of transformers: by the conversion tables if they support it, otherwise
+    without rules.
     """
     counted, groups = _groups(path, tensor, lora, value=value)
     try:

@@ -1,5 +1,5 @@
-"""Simulates a push of the weights, message by message and without a process: what it keeps in
-memory and moves.
+"""Simulates a weight push message by message, without processes, to predict its buffers and
+traffic.
 """
 
 from collections import defaultdict
@@ -22,36 +22,38 @@ from rftmega.weights.needs import Needs, planned_moves
 from rftmega.weights.slices import TensorSlice, buckets_of, in_order
 from rftmega.weights.transports.shared_weights import SEGMENTS, segment_bytes
 
-DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes a weight
+DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes per weight
 
 
 class Push(NamedTuple):
-    """Push holds the cost of one push for every process, by its rank."""
+    """Push is the cost of one push."""
 
     buffers: list[int]  # bytes of messages, at most
     sent: dict[tuple[int, int], int]  # (source, target) -> bytes
-    share: float  # of the model's bytes that were looked at
+    share: float  # share of the model's bytes that was simulated
 
 
-MOST = 200_000  # moves that are simulated; of a larger push, only some layers are
+MOST = 200_000  # moves up to which a push is simulated in full; otherwise only some layers are
 
 
 def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[int]:
-    """Returns the bytes of each process at most.
+    """Returns the peak bytes of push buffers on each process.
 
-    Of engines beside the trainer, the shared memory that all processes map.
+    With separate engines, these are the bytes of the shared memory that all processes map.
     """
     bucket_bytes = config.trainer.push_bucket_mib * 2**20
     layers = sampled(planned.model, world)
     if config.strategy == "separate":
         tensors = [placed.tensor for placed in tensors_of_plan(planned, world, 1, layers)]
         return [SEGMENTS * segment_bytes(tensors, bucket_bytes)] * world
-    # Other engines than vLLM, which is never split otherwise, read all.
+    # vLLM is always split in this way; other engines read everything.
     return push_of(planned, world, config.rollout.tensor, bucket_bytes, layers=layers).buffers
 
 
 def sampled(model: ModelDescription, world: int) -> set[int] | None:
-    """Returns a layer of each kind, where all are too many to look at; otherwise None."""
+    """Returns one layer of each kind if simulating all of them would take too long;
+    otherwise None.
+    """
     experts = model.experts.layers if model.experts else frozenset()
     each = 2 * model.experts.number if model.experts else 0
     if (model.layers * 8 + len(experts) * each) * world <= MOST:
@@ -68,7 +70,7 @@ def push_of(
     *,
     layers: Collection[int] | None = None,
 ) -> Push:
-    """Simulates a push into engines of `engine_tensor` of the trainer's own processes, which load
+    """Simulates a push into colocated engines of `engine_tensor` processes each, which load weights
     as vLLM does. `layers`: only these.
     """
     if planned.groups is not None:
@@ -82,7 +84,7 @@ def push_of(
 
 def _of_rows(planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int) -> Push:
     """Bounds the push of a model on FSDP2: every process of a replica sends its rows of two buckets
-    while it gets those of the others.
+    while it receives those of the others.
     """
     shards = world // planned.parallel.replicas
     read = weight_bytes(planned, engine_tensor, planned.itemsize)
@@ -97,8 +99,8 @@ def _of_rows(planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes
 
 
 def bound_of(planned: PlannedModel, engine_tensor: int, bucket_bytes: int) -> int:
-    """Returns the bytes of buffers that are hardly exceeded: two buckets that come, and two that
-    go, of an engine's rank each. A layer's experts are one bucket, however many.
+    """Returns an approximate upper bound of buffer bytes: two buckets received and two sent, each
+    of one engine rank. The experts of a layer form one bucket, however many they are.
     """
     experts = planned.model.experts
     if experts:
@@ -116,8 +118,8 @@ def simulated(
     *,
     alone: bool = False,
 ) -> Push:
-    """Simulates the plan's messages. `kinds`: what ranks of engines read; `kind_of`: which of these
-    each process reads. `alone`: every bucket stands for many that follow each other.
+    """Simulates the plan's messages. `kinds`: the slices that each engine rank reads; `kind_of`:
+    the engine rank of each process. `alone`: every bucket stands for many consecutive ones.
     """
     world = len(kind_of)
     most = [0] * world
@@ -150,11 +152,11 @@ def simulated(
 def _messages(
     pairs: dict[tuple[int, int], list[TensorSlice]], tensor: LogicalTensor, world: int
 ) -> tuple[list[int], list[int]]:
-    """Returns (bytes of all messages, bytes of received ones that hold the last HF tensor of
-    `tensor`) of each process.
+    """Returns, for each process, (bytes of all messages, bytes of received ones that hold the last
+    HF tensor of `tensor`).
     """
     held, last = [0] * world, [0] * world
-    # a process sends those that need the same one message
+    # processes that need the same slices share one message of a sender
     alike: set[tuple[int, tuple[TensorSlice, ...]]] = set()
     end = len(tensor.names) - 1
     for (source, target), slices in pairs.items():
@@ -172,7 +174,7 @@ def _messages(
 def tensors_of_plan(
     planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None
 ) -> list[Placement]:
-    """Returns the tensors that a push learns from the processes, in the model's order.
+    """Returns the tensors of a push with their holders, in the model's order.
 
     `layers`: only these.
     """

@@ -1,6 +1,4 @@
-"""Plans a push for a whole model: trainer's layout, engine's layout, model -> who sends what to
-whom.
-"""
+"""Plans a weight push: which ranks send which slices, from the trainer's to the engines' layout."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -19,8 +17,8 @@ Holders = tuple[tuple[Holding, tuple[int, ...]], ...]
 
 
 class Engines(NamedTuple):
-    """`ranks` processes: engines of `tensor` processes each; `spread_experts`: each holds whole
-    experts instead of slices.
+    """Engines is the engines' layout: `ranks` processes in engines of `tensor` each;
+    `spread_experts`: each process holds whole experts instead of slices.
     """
 
     ranks: int
@@ -29,7 +27,9 @@ class Engines(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Placement tells which ranks hold a tensor of the model, and which ranks need what of it."""
+    """Placement is a tensor of the model with the ranks that hold it and the slices that ranks
+    need.
+    """
 
     rule: Rule
     tensor: LogicalTensor
@@ -48,10 +48,10 @@ def placements(
     narrow_whole: bool = False,
     layers: Collection[int] | None = None,
 ) -> Iterator[Placement]:
-    """Yields every tensor that is pushed, with its holders, and what engines' ranks need of it.
+    """Yields every pushed tensor with its holders and the slices that engine ranks need.
 
-    Engine ranks are the trainer's own where colocated, else they are numbered after them. `layers`:
-    only of these. `narrow_whole`: see PlannedModel.
+    Engine ranks are the trainer's own if colocated, else they are numbered after them. `layers`:
+    only these. `narrow_whole`: see PlannedModel.
     """
     experts = model.experts.number if model.experts else 0
     stage_of = {
@@ -80,7 +80,7 @@ def placements(
         stage = (
             stage_of[layer] if layer is not None else (0 if rule.opens else parallel.pipeline - 1)
         )
-        place = None  # of the engine's ranks, the one that holds this expert
+        place = None  # the engine rank that holds this expert
         if expert is None:
             shards = dense[isinstance(rule, Replicated), stage]
         else:
@@ -115,6 +115,6 @@ def placements(
 
 
 def _holders(rule: Rule, shards: Sequence[tuple[int, ...]]) -> Holders:
-    """Returns what each shard is and who holds it; a shard may be padding alone."""
+    """Returns the slices and the ranks of each shard; shards of padding alone are omitted."""
     found = ((holding(rule, number, len(shards)), ranks) for number, ranks in enumerate(shards))
     return tuple((parts, ranks) for parts, ranks in found if parts)

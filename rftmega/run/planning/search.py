@@ -1,9 +1,9 @@
-"""Searches the layouts of a run on a machine: the quickest that fits, and the one that fits with the
-fewest changes.
+"""Searches the layouts of a run on a machine: the quickest that fits, and the one that fits with
+the fewest changes.
 
-Layouts of the trainer and sizes of the engine are listed apart. Both have a time and a least memory
-that cost little to compute; the whole of a run's memory is computed in the order of preference only
-until one fits.
+Trainer layouts and engine sizes are listed separately. Both have a time and a lower memory bound
+that are cheap to compute; the complete memory is computed in order of preference until a layout
+fits.
 """
 
 import math
@@ -35,20 +35,22 @@ from rftmega.runtime.parallel.layout import nodes_of_engine
 
 GB = 1e9
 LONGEST_ENGINE = 64  # processes
-FRACTIONS = (0.6, 0.7, 0.8, 0.85, 0.4, 0.3)  # of rollout.memory_fraction, beside the config's
-LONGER = (2, 4, 8, 16)  # context-parallel processes, where no layout fits with fewer
-UNEVEN = 1.25  # layers of the largest stage over their mean, at most
-MOST = 100  # layouts whose memory is computed in whole
-ALIKE = 1.1  # times as long: a roofline does not tell which is quicker
-TRAINER = ("update", "score")  # phases without an engine
+FRACTIONS = (0.6, 0.7, 0.8, 0.85, 0.4, 0.3)  # of rollout.memory_fraction, besides the config's
+LONGER = (2, 4, 8, 16)  # context-parallel sizes, tried if no layout fits without
+UNEVEN = 1.25  # maximum of the largest stage's layers over the mean
+MOST = 100  # layouts whose memory is computed completely
+ALIKE = 1.1  # ratio of step times within a roofline's error
+TRAINER = ("update", "score")  # phases that involve no engine
 Changes = Mapping[str, Any]
-Axis = list[dict[str, Any]]  # values of one thing that may change; {}: as the config has it
+Axis = list[dict[str, Any]]  # alternative values of one setting; {}: the config's own
 Order = Literal["quickest", "nearest"]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Options to change so that a run fits, and the seconds of a step then, the push aside."""
+    """Proposal is a set of option changes that make a run fit, and the resulting seconds of a step,
+    without the push.
+    """
 
     changes: Changes
     seconds: float
@@ -57,10 +59,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One layout of the trainer, or one size of the engine.
+    """Alternative is one layout of the trainer, or one size of the engine.
 
-    `moved`: how many things it changes; `stays`: bytes of a device that it holds during a rollout;
-    `simple`: the smaller, the simpler.
+    `moved`: number of settings that it changes; `stays`: bytes of a device that it occupies during
+    a rollout; `simple`: sort key, smaller is simpler.
     """
 
     changes: Changes
@@ -72,7 +74,7 @@ class Alternative:
 
 @dataclass
 class Found:
-    """A search's outcome: the layout that fits, and those that were looked at and do not."""
+    """Found is the outcome of a search: the layout that fits, and the rejected ones."""
 
     proposal: Proposal | None = None
     rejected: list[tuple[Changes, Misfit]] = field(default_factory=list)
@@ -80,14 +82,14 @@ class Found:
 
     @property
     def why(self) -> str:
-        """Returns why nothing fits: what is not allowed in any layout, or the smallest excess."""
+        """Returns why nothing fits: the violation that every layout has, or the smallest excess."""
         if self.refusal:
             return self.refusal
         return min((misfit for _, misfit in self.rejected), key=lambda one: one.over).reason
 
 
 class Search:
-    """All layouts of a run on `config.backend`.
+    """Search covers all layouts of a run on `config.backend`.
 
     `models` are those of `config`.
     """
@@ -107,11 +109,11 @@ class Search:
         self._trainers = self._of_trainers()
 
     def first(self, order: Order) -> Found:
-        """Returns the quickest layout that fits, or the nearest: that of the fewest changes, and of
-        these the quickest.
+        """Returns the quickest layout that fits, or the nearest: that with the fewest changes, and
+        of these the quickest.
 
-        Of layouts that are as quick within a roofline's error, that with the fewest pipeline stages
-        and the largest micro-batches counts as the quickest.
+        Among layouts that are equally quick within a roofline's error, the one with the fewest
+        pipeline stages and the largest micro-batches is preferred.
         """
         pairs = self._pairs()
         if order == "nearest":
@@ -128,7 +130,7 @@ class Search:
         return simplest if simplest.proposal else found
 
     def _first(self, pairs: Iterable[tuple[Alternative, Alternative]]) -> Found:
-        """Returns the first pair that fits, and those that were looked at before."""
+        """Returns the first pair that fits, with the pairs that were rejected before."""
         found = Found()
         failed: set[int] = set()
         not_allowed, most = 0, math.inf
@@ -181,13 +183,13 @@ class Search:
         return found
 
     def _told(self, changes: Changes) -> dict[str, Any]:
-        """Returns the changes that are any: other values than the config has."""
+        """Returns only the changes whose values differ from the config's."""
         return {
             name: value for name, value in changes.items() if value != value_of(self.config, name)
         }
 
     def _of_engines(self) -> list[Alternative]:
-        """Lists the sizes of an engine that leave room for a completion."""
+        """Lists the engine sizes that leave memory for a completion."""
         if self.config.algorithm.task != "rl":
             return [Alternative({}, 0, 0.0)]
         now, policy = self.config.rollout, self.models[POLICY]
@@ -225,8 +227,8 @@ class Search:
         return sum(generated(policy, config, prompts, cache, self.machine.speeds).busy.values())
 
     def _of_trainers(self) -> list[Alternative]:
-        """Lists the layouts of the trainer whose sizes divide, and whose weights, gradients and
-        optimizer have room.
+        """Lists the trainer layouts whose sizes divide evenly, and whose weights, gradients and
+        optimizer states fit.
         """
         memory, world = self.machine.budget.memory, self.machine.trainers(self.config)
         rl = self.config.algorithm.task == "rl"
@@ -239,7 +241,7 @@ class Search:
                 continue
             try:
                 models = laid_out(self.models, candidate)
-            except CheckpointError:  # matrices that so many processes can't share
+            except CheckpointError:  # matrices that can't be sharded among so many processes
                 continue
             held = self._held(models[POLICY], world)
             over = (sum(held.values()) + self.machine.budget.reserved) / memory
@@ -264,13 +266,13 @@ class Search:
         return found
 
     def axes(self) -> list[Axis]:
-        """Lists what may change of the trainer, each with its values."""
+        """Lists the trainer's variable settings, each with its values."""
         found = self._of_shards() if self.config.backend == "fsdp" else self._of_stages()
         rl = self.config.algorithm.task == "rl"
         return [*found, self._axis([{"trainer.offload": True}] if rl else [])]
 
     def _held(self, policy: PlannedModel, world: int) -> Mapping[str, int]:
-        """Returns what the policy's fullest stage holds while it learns."""
+        """Returns the bytes, by kind, of the policy's fullest stage during training."""
         if policy.parallel.cpu_offload:
             return {GRADIENTS: 0}
         ends = {0, policy.parallel.pipeline - 1}
@@ -279,7 +281,7 @@ class Search:
         )
 
     def _divides(self, config: RunConfig) -> bool:
-        """Tells whether the sizes of a layout fit the processes, the layers and the experts."""
+        """Returns whether the sizes of a layout fit the processes, the layers and the experts."""
         world, parallel = self.machine.trainers(config), config.parallel
         model = self.models[POLICY].model
         if heads_violations(model, parallel.tensor, "parallel.tensor"):
@@ -301,7 +303,7 @@ class Search:
         return own or largest * parallel.pipeline <= UNEVEN * model.layers
 
     def _axis(self, values: Iterable[Changes]) -> Axis:
-        """Returns the values that one thing may have; the first is the config's own."""
+        """Returns the values of one setting; the first is the config's own."""
         found: Axis = [{}]
         for value in map(self._told, values):
             if value not in found:
@@ -309,7 +311,7 @@ class Search:
         return found
 
     def _of_stages(self) -> list[Axis]:
-        """Lists what may change of a trainer on Megatron."""
+        """Lists the variable settings of a trainer on Megatron."""
         now, model = self.config.parallel, self.models[POLICY].model
         twos = powers(self.machine.trainers(self.config))
         experts = twos if model.experts else []
@@ -337,7 +339,7 @@ class Search:
         ]
 
     def _of_shards(self) -> list[Axis]:
-        """Lists what may change of a trainer on FSDP2."""
+        """Lists the variable settings of a trainer on FSDP2."""
         now, world = self.config.parallel, self.machine.trainers(self.config)
         sharding: list[Changes] = [
             {"parallel.reshard_after_forward": freed, "parallel.cpu_offload": False}
@@ -375,8 +377,8 @@ def found_layout(
 ) -> Found:
     """Returns the first layout of an order that fits.
 
-    What context parallelism exchanges, and Adam on a host's cores, are not counted as time. So
-    longer contexts and parameters on the host are looked at where nothing fits without.
+    Times omit the communication of context parallelism and the cost of Adam on the host. So longer
+    contexts and parameters on the host are tried only if nothing fits without.
     """
     found = Search(models, config, machine).first(order)
     if found.proposal is None:
@@ -392,8 +394,8 @@ def powers(most: int) -> list[int]:
 
 
 def stage_options(layers: int, number: int) -> dict[str, int]:
-    """Returns the options for stages that can't be equal: the last one, which has the output head
-    as well, holds fewer layers.
+    """Returns the options for unequal stages: the last one, which also holds the LM head, gets
+    fewer layers.
     """
     last = layers - (number - 1) * math.ceil(layers / number)
     while last < 1 or (number > 1 and (layers - last) % (number - 1)):
@@ -405,7 +407,7 @@ def stage_options(layers: int, number: int) -> dict[str, int]:
 
 
 def _with(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Returns the config's own value, and others behind it."""
+    """Returns the config's own value, followed by the others."""
     return [own, *(value for value in values if value != own)]
 
 

@@ -1,7 +1,8 @@
-"""Bytes of weights, gradients and Adam of one process of FSDP2 (torch 2.13), and of what it gathers.
+"""Predicts the memory of an FSDP2 process (torch 2.13): weights, gradients, Adam and gathered
+layers.
 
 Each parameter is split by rows into equal blocks over the processes of a replica; the last one may
-be short, its memory is not. What is gathered together is gathered one ahead of the computation.
+be shorter, but takes the same memory. A group is gathered one step ahead of the computation.
 """
 
 from math import prod
@@ -9,27 +10,29 @@ from math import prod
 from rftmega.backends.decoder.gathered_groups import Groups, Shape
 from rftmega.run.planning.models import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, PlannedModel
 
-OF_A_LINEAR = 2  # dimensions of a pair's matrices; of experts' pairs one more
-FLOAT = 4  # bytes of a row's weight, gradient and each moment, whatever the forward pass is in
+OF_A_LINEAR = 2  # dimensions of a pair's matrices; pairs of experts have one more
+FLOAT = 4  # bytes of a sharded weight, gradient and each moment, whatever the forward dtype
 
 
 def shards_of(planned: PlannedModel, world: int) -> int:
-    """Returns the blocks that the rows of a parameter, or of a share of it, are sharded into."""
+    """Returns the number of blocks into which the rows of a (tensor-parallel) parameter are
+    sharded.
+    """
     return world // planned.parallel.replicas // planned.parallel.tensor
 
 
 def elements_of(groups: Groups, shards: int) -> int:
-    """Returns the elements of the model that one process has memory for."""
+    """Returns the model elements that one process allocates."""
     return sum(_rows(shapes, shards) for shapes in (*groups.apart, groups.whole_pass))
 
 
 def pairs_of(groups: Groups, shards: int) -> int:
-    """Returns the elements of adapters that one process has memory for."""
+    """Returns the adapter elements that one process allocates."""
     return sum(_rows(shapes, shards) for shapes in groups.pairs)
 
 
 def trained_of(groups: Groups, shards: int) -> int:
-    """Returns the elements of one process that learn."""
+    """Returns the trained elements of one process."""
     if not groups.pairs:
         return elements_of(groups, shards)
     return pairs_of(groups, shards) + _rows(groups.beside, shards)
@@ -40,14 +43,14 @@ def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
 
 
 def states(planned: PlannedModel, world: int) -> dict[str, int]:
-    """Returns bytes by part of each process, on the device or, with `cpu_offload`, on the host.
+    """Returns bytes by kind of each process, on the device or, with `cpu_offload`, on the host.
 
-    Gradients as they are before the optimizer step, Adam's moments after the first.
+    Gradients are those before the optimizer step, Adam's moments those after the first.
     """
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)
     held = trained_of(groups, shards)
-    narrow = planned.itemsize if planned.itemsize < FLOAT else 0  # rows rounded, for pushes
+    narrow = planned.itemsize if planned.itemsize < FLOAT else 0  # forward-dtype rows, for pushes
     learns = planned.optimizer is not None
     return {
         PARAMETERS: frozen_bytes(planned, world) + (FLOAT + narrow) * held,
@@ -58,9 +61,9 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, world: int) -> int:
-    """Returns the bytes of a frozen model, and of every A whole, which it is merged with (of an
-    embedding B as well; experts are sharded as their pairs are, and merged with what is there); of a
-    model without adapters 0.
+    """Returns the bytes of a frozen model, and of every whole A that is merged with it (for an
+    embedding B as well; experts are sharded like their pairs, and merged locally); 0 for a model
+    without adapters.
     """
     groups = planned.groups
     if groups is None or not groups.pairs:
@@ -74,12 +77,12 @@ def frozen_bytes(planned: PlannedModel, world: int) -> int:
 
 
 def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
-    """Returns the bytes of whole parameters and gradients at the peak of a pass, and of the buffers
-    that they come and go in.
+    """Returns the peak bytes of whole parameters and gradients in a pass, with their communication
+    buffers.
 
-    Of a group: what the others sent is in one buffer, which is kept until the next has come, and is
-    copied from there into the parameters. Gradients of the group are copied into another buffer,
-    whose sum over the processes is on its way while the next group computes.
+    Per group: the received shards are in one buffer, which is kept until the next has arrived, and
+    is copied into the parameters. Gradients of the group are copied into another buffer, which is
+    reduced while the next group computes.
     """
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)
@@ -90,7 +93,7 @@ def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
     gradients = [*pairs[:-1], pairs[-1] + shards * _rows(groups.beside, shards)] if pairs else apart
     always = shards * _rows(groups.whole_pass, shards)
     buffers = apart if shards > 1 else [0] * len(apart)
-    # a gradient of the output weight is among what log-probs take
+    # the output weight's gradient is counted with log-probs
     grown = [*gradients[:-1], gradients[-1] if planned.value else 0]
     zero3 = planned.parallel.reshard_after_forward
     at_once = [0 if zero3 else sum(apart) - size for size in apart]

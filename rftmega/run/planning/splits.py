@@ -1,5 +1,5 @@
-"""Splits devices between a trainer and separate servers, and bounds what a step takes under each
-schedule of rollouts.
+"""Splits devices between a trainer and separate servers, and computes a lower bound of the step
+time for each rollout schedule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,27 @@ from rftmega.run.planning.models import POLICY, PlannedModel
 from rftmega.run.planning.times import generated, seconds
 
 SYNCHRONOUS, AHEAD = "synchronous", "one ahead"
-BOUNDS = (1, 2, 4)  # of trainer.max_staleness, beside the config's own
+BOUNDS = (1, 2, 4)  # of trainer.max_staleness, besides the config's own
 
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """DeviceSplit is a number of devices for the trainer, and of servers on the others."""
+    """DeviceSplit is a number of devices for the trainer, and a number of servers on the others."""
 
     trainers: int
     servers: int
-    rollout: float  # seconds of a step's answers, waited for
-    learning: float  # seconds of the trainer's part of a step
-    steps: Mapping[str, float]  # schedule -> seconds a step at least
+    rollout: float  # seconds of a step's completions, not overlapped
+    learning: float  # seconds of the trainer's share of a step
+    steps: Mapping[str, float]  # schedule -> lower bound of seconds per step
 
 
 def splits_of(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, *, mean_length: float
 ) -> tuple[list[DeviceSplit], list[str]]:
-    """Returns the splits of all devices that fit; and of the others why not, each reason once.
+    """Returns the splits of all devices that fit, and the distinct reasons why others do not.
 
-    Layout and rollout.tensor stay as the config has them, so that the data-parallel size and the
-    number of servers differ.
+    Layout and rollout.tensor stay as configured; the data-parallel size and the number of servers
+    vary.
     """
     ranks = config.rollout.tensor
     found: list[DeviceSplit] = []
@@ -52,12 +52,12 @@ def splits_of(
 
 
 def bounds_of(config: RunConfig) -> list[int]:
-    """Returns the bounds of staleness that are compared."""
+    """Returns the staleness bounds to compare."""
     return sorted({*BOUNDS, config.trainer.max_staleness} - {0})
 
 
 def chosen_schedule(config: RunConfig) -> str:
-    """Returns the schedule that the config asks for."""
+    """Returns the name of the configured schedule."""
     if config.rollout.ahead:
         return AHEAD
     most = config.trainer.max_staleness
@@ -69,15 +69,15 @@ def bound_name(most: int) -> str:
 
 
 def best_of(splits: Sequence[DeviceSplit], schedule: str) -> DeviceSplit:
-    """Returns the split with the least time a step; of equal ones that which waits least in
-    synchronous steps.
+    """Returns the split with the shortest step; among equal ones that with the shortest synchronous
+    step.
     """
     return min(splits, key=lambda split: (split.steps[schedule], split.steps[SYNCHRONOUS]))
 
 
 def bytes_under_way(config: RunConfig, most: int) -> int:
-    """Returns the bytes of the host that the groups beyond a step's own take, if all are as long as
-    they may be and have ended.
+    """Returns the host bytes of the groups beyond a step's own, if all are finished and of maximum
+    length.
     """
     return most * tokens_of(config) * COMPLETIONS
 
@@ -92,7 +92,9 @@ def _split(
     prompts = config.trainer.prompts_per_step / servers
 
     def rolled(under_way: int) -> tuple[float, float]:
-        """Returns the seconds that a server works at a step's answers, and those of the longest."""
+        """Returns the seconds that a server spends on a step's completions, and those of the
+        longest.
+        """
         each = generated(
             policy,
             config,
@@ -108,6 +110,6 @@ def _split(
     steps = {SYNCHRONOUS: rollout + learning, AHEAD: max(rollout, learning)}
     for most in bounds_of(config):
         busy, longest = rolled(most + 1)
-        # An answer that begins with a step's batch must end within most + 1 steps, or it is dropped.
+        # A completion started with a step's batch must end within most + 1 steps, or it is dropped.
         steps[bound_name(most)] = max(learning, busy, longest / (most + 1))
     return DeviceSplit(trainers, servers, rollout, learning, steps)

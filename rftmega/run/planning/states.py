@@ -1,10 +1,10 @@
-"""Bytes of weights, gradients, main parameters and Adam of one process, as Megatron 0.16 allocates
-them (`sharded`: as FSDP2 does).
+"""Predicts the bytes of weights, gradients, main parameters and Adam on one process, as Megatron
+0.16 allocates them (`sharded`: as FSDP2 does).
 
-Gradients live in one float32 buffer a chunk of layers, and another of its experts. The distributed
-optimizer puts the weights into such a buffer too, starts each parameter at a multiple of 64
-elements, pads the end to a multiple of 128 and of the processes that share it, and gives each of
-these an equal part of main parameters and Adam's two moments.
+Gradients are in one float32 buffer per chunk of layers, and another for its experts. The
+distributed optimizer also puts the weights into such a buffer, starts each parameter at a multiple
+of 64 elements, pads the end to a multiple of 128 and of the processes that share it, and assigns
+each of these an equal part of main parameters and Adam's two moments.
 """
 
 import math
@@ -32,15 +32,15 @@ from rftmega.run.planning.models import (
 )
 from rftmega.runtime.parallel.layout import copies
 
-BUFFERS = ("router.expert_bias",)  # of Megatron's modules: weights to us, but nothing learns them
-# bytes of Adam's two moments of a parameter; 8 bits have a scale for each 256 of them
+BUFFERS = ("router.expert_bias",)  # Megatron's buffers that count as weights but are not trained
+# bytes of Adam's two moments per parameter; 8-bit moments have a scale per 256 of them
 MOMENTS = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 * 4 / 256}
-START, END = 64, 128  # elements that parameters, and buffers, are aligned to
+START, END = 64, 128  # elements to which parameters, and buffers, are aligned
 
 
 class Chunk(NamedTuple):
-    """Parameters of one chunk of layers of one process: elements of a parameter -> how many there
-    are of that size.
+    """Chunk counts the parameters of one chunk of layers on one process: number of elements ->
+    number of parameters of that size.
     """
 
     dense: Counter[int]
@@ -48,9 +48,9 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(planned: PlannedModel, stage: int) -> list[Chunk]:
-    """Returns the chunks of every process of a stage: shards are equal.
+    """Returns the chunks of every process of a stage; shards are equal.
 
-    Raises ValueError, WeightMismatch for other layouts.
+    Raises ValueError or WeightMismatch for an invalid layout.
     """
     parallel = planned.parallel
     chunks = stage_layers(planned.model.layers, parallel)[stage]
@@ -77,7 +77,7 @@ def _chunk(planned: PlannedModel, layers: range, *, opens: bool, closes: bool) -
             else int(opens if rule.opens else closes)
         )
         if not rule.exported and opens:
-            number = 0  # tied, and this process holds the embedding itself
+            number = 0  # tied to the embedding, which this process holds
         ranks = parallel.expert_tensor if rule.per_expert else parallel.tensor
         if rule.per_expert:
             number *= _experts(planned.model) // parallel.expert
@@ -100,7 +100,7 @@ def _experts(model: ModelDescription) -> int:
 
 
 def elements_of(planned: PlannedModel, stage: int) -> int:
-    """Returns the parameters of one process of a stage of Megatron's."""
+    """Returns the number of parameters on one process of a Megatron stage."""
     return sum(
         size * number
         for chunk in chunks_of(planned, stage)
@@ -110,16 +110,16 @@ def elements_of(planned: PlannedModel, stage: int) -> int:
 
 
 def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
-    """Returns processes that hold the same dense parameters, and the same experts: the distributed
-    optimizer is shared by them.
+    """Returns the numbers of processes that hold the same dense parameters, and the same experts:
+    they share a distributed optimizer.
     """
     return copies(world, planned.parallel, experts=planned.model.experts is not None)
 
 
 def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
-    """Returns bytes by part of each process of a stage.
+    """Returns bytes by kind of each process of a stage.
 
-    Adam's as they are after the first optimizer step.
+    Adam's are those after the first optimizer step.
     """
     if planned.groups is not None:
         return sharded.states(planned, world)
@@ -142,26 +142,28 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, stage: int) -> int:
-    """Returns the bytes of the weights of a model with adapters that do not learn; of another 0."""
+    """Returns the bytes of the frozen weights of a model with adapters; 0 for other models."""
     rules = [rule for rule in planned.rules if planned.adapted and not is_of_value_head(rule)]
     return planned.itemsize * elements_of(replace(planned, rules=rules), stage)
 
 
 def shared_bytes(models: Mapping[str, PlannedModel], stages: Mapping[str, int]) -> int:
-    """Returns the bytes of the policy's frozen weights that are the critic's as well."""
+    """Returns the bytes of frozen weights that policy and critic share."""
     policy, critic = models[POLICY], models.get("critic", models[POLICY])
     alike = (critic.path, critic.parallel) == (policy.path, policy.parallel)
     return frozen_bytes(critic, stages["critic"]) if alike and critic is not policy else 0
 
 
 def alone(planned: PlannedModel) -> PlannedModel:
-    """Returns a model's adapters and its value head, as if they were one: all that has a gradient."""
+    """Returns the trained part of a model with adapters: the adapters and the value head."""
     rules = [rule for layer in planned.adapted for rule in (layer.down, layer.up)]
     return replace(planned, rules=[*rules, *filter(is_of_value_head, planned.rules)], adapted=())
 
 
 def _outside_buffers(planned: PlannedModel, stage: int) -> int:
-    """Returns the elements of a process that have no gradient in a model that learns."""
+    """Returns the elements of a process without a gradient in a trained model: a frozen vision
+    tower.
+    """
     if stage or not planned.frozen_tower or planned.optimizer is None or not planned.model.tower:
         return 0
     return planned.model.tower.parameters

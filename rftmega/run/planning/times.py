@@ -1,7 +1,7 @@
-"""Seconds of each phase at least: what must be computed over the speed of computing, what must be
-moved over the link's.
+"""Computes a lower bound of the seconds of each phase: work over compute speed, and bytes over link
+bandwidth.
 
-A roofline (Williams et al. 2009): no launch takes time, no kernel falls short, even shares
+A roofline (Williams et al. 2009): no launch takes time, no kernel falls short, the load is even
 everywhere. Real runs take longer; compare layouts with it, or a measured phase with its bound.
 """
 
@@ -27,8 +27,8 @@ from rftmega.run.planning.states import sharers, states
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds holds the rates of one device: operations a second, bytes a second of its memory and
-    each link; devices a node.
+    """Speeds holds the rates of one device: operations per second, bytes per second of its memory
+    and each link; and the devices per node.
     """
 
     flops: float
@@ -37,10 +37,10 @@ class Speeds:
     nic: float
     host: float
     node: int
-    token: float = 250e-9  # seconds of a core for a token between engines and micro-batches
+    token: float = 250e-9  # seconds of a CPU core per token between engines and micro-batches
 
     def link(self, neighbours: int) -> float:
-        """Returns the rate between processes of which the farthest are so many ranks apart."""
+        """Returns the bandwidth between processes that are up to `neighbours` ranks apart."""
         return self.nvlink if neighbours <= self.node else self.nic
 
 
@@ -52,9 +52,9 @@ def seconds(
     push: Push | None,
     speeds: Speeds,
 ) -> dict[str, dict[str, float]]:
-    """Returns phase -> what takes time -> seconds of a step with answers of full length.
+    """Returns phase -> resource -> seconds of a step with completions of maximum length.
 
-    `cache`, `push`: None if absent.
+    `cache`, `push`: None omits their phase.
     """
     found: dict[str, dict[str, float]] = {}
     length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -70,7 +70,7 @@ def seconds(
         )
         if config.algorithm.task == "rl":
             passes = 1
-            if name == POLICY:  # itself, unless its update says it, and the reference
+            if name == POLICY:  # its own, unless the update computes them, and the reference's
                 passes = (not config.late_scoring) + (config.algorithm.kl.coef > 0)
             found[f"score{suffix}"] = {"compute": forward * passes}
             if planned.groups is not None:
@@ -101,7 +101,7 @@ def _generating(
 ) -> dict[str, float]:
     """Returns the seconds that one engine generates, by kind.
 
-    It batches answers as far as the cache and max_batch allow.
+    It batches completions as far as the cache and max_batch allow.
     """
     ranks, rollout = config.rollout.tensor, config.rollout
     engines = rollout.servers if config.strategy == "separate" else world // ranks
@@ -111,10 +111,10 @@ def _generating(
 
 @dataclass(frozen=True)
 class Generated:
-    """Generated tells what one engine takes for its part of a step's answers."""
+    """Generated holds the times of one engine for its share of a step's completions."""
 
     busy: dict[str, float]  # seconds by kind
-    longest: float  # seconds from the beginning of an answer of full length to its end
+    longest: float  # seconds of a completion of maximum length, from start to end
 
 
 def generated(
@@ -127,8 +127,8 @@ def generated(
     under_way: int = 1,
     mean_length: float = 1.0,
 ) -> Generated:
-    """Returns what the answers to so many prompts take, with the answers of `under_way` times as
-    many in flight; `mean_length`: of answers, as a share of the longest.
+    """Returns the times of the completions of `prompts` prompts, with `under_way` times as many in
+    flight; `mean_length`: mean completion length, as a share of the maximum.
     """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     completions = prompts * rollout.samples_per_prompt
@@ -153,8 +153,8 @@ def generated(
 
 
 def _read(policy: PlannedModel, rollout: RolloutConfig, tokens: float) -> float:
-    """Returns the bytes of weights that a step of `tokens` sequences reads: of routed experts,
-    those that one of them goes to.
+    """Returns the bytes of weights that a decoding step of `tokens` sequences reads: of routed
+    experts, only those that a token is sent to.
     """
     whole, model = engine.held_bytes(policy, rollout), policy.model
     if model.experts is None:
@@ -175,7 +175,7 @@ def _learning(
     again = 1 if parallel.recompute == "full" else 0
     backward = OF_FROZEN if config.model.lora.rank else BACKWARD
     compute = forward * (1 + backward + again) * config.algorithm.epochs_per_rollout
-    # a process's
+    # per process
     tokens = (
         load.tokens * load.micro_batches * config.algorithm.steps_per_rollout / parallel.context
     )
@@ -207,8 +207,8 @@ def _learning(
 
 
 def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
-    """Returns the seconds in which tensor-parallel processes add up the two outputs of each layer,
-    of so many tokens, their backward passes among them.
+    """Returns the seconds of tensor-parallel all-reduces: two outputs per layer, over so many
+    tokens, including their backward passes.
     """
     model, t = planned.model, planned.parallel.tensor
     reduced = 2 * model.layers / planned.parallel.pipeline * tokens * model.hidden
@@ -218,8 +218,8 @@ def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
 def _exchanged(
     planned: PlannedModel, config: RunConfig, world: int, compute: float, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns the seconds that gathers and reductions of FSDP2 take beyond the computation, which
-    they go on beside, and those of the copies to and from the host.
+    """Returns the seconds of FSDP2's gathers and reductions that are not hidden by computation, and
+    those of the copies to and from the host.
     """
     assert planned.groups is not None
     parallel, steps = planned.parallel, config.algorithm.steps_per_rollout
@@ -239,7 +239,7 @@ def _exchanged(
 
 
 def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
-    """Returns the seconds in which a process gets what the others of its replica hold."""
+    """Returns the seconds in which a process gathers the other shards of its replica."""
     assert planned.groups is not None
     shards = sharded.shards_of(planned, world)
     held = sharded.elements_of(planned.groups, shards) + sharded.pairs_of(planned.groups, shards)

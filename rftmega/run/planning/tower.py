@@ -1,7 +1,7 @@
-"""Computes the bytes of a vision tower's activations, which the first stage has.
+"""Predicts the activation memory of a vision or audio tower, which is on the first stage.
 
-The tally is that of `activations`. Every process of the stage computes the whole tower, over all
-patches of its micro-batch: nothing is divided by tensor or context parallelism.
+The count is that of `activations`. Every process of the stage computes the whole tower, over all
+patches of its micro-batch: tensor and context parallelism divide nothing.
 """
 
 from rftmega.config import ParallelConfig, RunConfig
@@ -12,14 +12,14 @@ from rftmega.run.planning.models import PlannedModel
 
 
 def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
-    """Returns the patches of a micro-batch whose prompts are of images alone, each its own."""
+    """Returns the patches of a micro-batch whose prompts consist of different images alone."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     most = load.tokens // longest * patches_of_prompt(planned.model, config)
     return min(most, config.trainer.max_patches_per_micro_batch or most)
 
 
 def patches_of_prompt(model: ModelDescription, config: RunConfig) -> int:
-    """Returns the most patches that one prompt may have."""
+    """Returns the maximum number of patches of a prompt."""
     rollout = config.rollout
     if model.tower is None or not (rollout.max_images or rollout.max_videos):
         return 0
@@ -29,12 +29,12 @@ def patches_of_prompt(model: ModelDescription, config: RunConfig) -> int:
 
 
 def _per_feature(tower: VisionTower | AudioTower) -> int:
-    """Returns how many patches, or positions of sound, become one feature."""
+    """Returns how many patches, or audio positions, form one feature."""
     return 2 if isinstance(tower, AudioTower) else tower.merge**2
 
 
 def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
-    """Returns the bytes that a layer keeps for the backward pass, a patch."""
+    """Returns the bytes per patch that a layer stores for the backward pass."""
     # Inputs of both norms, and of what follows them; a mean and a deviation in float32 each.
     norms = itemsize * 4 * tower.width + 16
     # The joint queries, keys and values; queries and keys rotated; the output, and a log-sum.
@@ -43,10 +43,10 @@ def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
 
 
 def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -> float:
-    """Returns the same of what is around the layers: the patch itself, and what merges patches to
-    features, for the decoder and for each of the layers that get features of their own. Of sound it
-    is the two frames of a position, both convolutions before and behind their activation, and the
-    matrix behind.
+    """Returns the bytes per patch stored outside the layers: the patch itself, and the merger of
+    patches into features, for the decoder and for each layer with deepstack features. For audio
+    these are the two frames of a position, both convolutions before and after their activation, and
+    the final projection.
     """
     if isinstance(tower, AudioTower):
         return itemsize * (2 * tower.channels + (4 + 2 + 2) * tower.width + hidden / 2)
@@ -55,13 +55,13 @@ def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -
 
 
 def in_flight(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Returns how many micro-batches the first stage's first chunk keeps at once."""
+    """Returns how many micro-batches the first stage's first chunk stores at once."""
     stages = parallel.pipeline
     return min(micro_batches, stages if parallel.virtual_pipeline == 1 else 2 * stages - 1)
 
 
 def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int:
-    """Returns bytes at the peak of an optimizer step."""
+    """Returns the peak bytes of an optimizer step."""
     tower, hidden, itemsize = planned.model.tower, planned.model.hidden, planned.itemsize
     if tower is None or stage:
         return 0
@@ -75,7 +75,7 @@ def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int
 
 
 def scoring(planned: PlannedModel, stage: int, patches: int) -> int:
-    """Returns the bytes of one layer at work, nothing kept."""
+    """Returns the working memory of one layer in bytes; nothing is stored for a backward pass."""
     if planned.model.tower is None or stage:
         return 0
     return int(patches * block_bytes(planned.model.tower, planned.itemsize))

@@ -1,4 +1,4 @@
-"""From scored answers to what a loss learns from."""
+"""Conversion of scored completions into the Experience that a loss trains on."""
 
 from rftmega.trainer.experience.maker import ExperienceMaker
 from rftmega.trainer.experience.model_reward import ModelReward

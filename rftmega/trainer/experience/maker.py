@@ -1,6 +1,6 @@
-"""ExperienceMaker: samples in, one Experience out.
+"""ExperienceMaker turns samples into an Experience.
 
-Asks the models for log-probs and values and turns rewards into advantages.
+Computes log-probs and values with the models, and advantages from the rewards.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from rftmega.core.types import Experience, RowsOfRollouts, Samples
 
 
 class ExperienceMaker:
-    """ExperienceMaker scores samples: advantages, old log-probs of the trainer and, where a KL has
-    a weight, the reference's.
+    """ExperienceMaker adds advantages, the trainer's old log-probs and, if the KL coefficient is
+    positive, the reference's log-probs.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class ExperienceMaker:
         shape: Shaping | None = None,
         host: Host | None = None,
     ):
-        """`chosen`: which advantages, whether they are whitened, where a KL goes, and whether
-        truncated answers are left out (those still count in their group, but teach nothing); None:
-        GRPO without a KL. `kl_weight`: the KL's weight where it moves; None: that of `chosen`.
-        `shape` changes the rewards that advantages are made of. `host`: where experience lies.
+        """`chosen`: the advantage estimator, whitening, the placement of the KL, and whether
+        truncated completions are left out of the loss (they still count in their group); None: GRPO
+        without a KL. `kl_weight`: the adaptive KL coefficient; None: that of `chosen`. `shape`
+        changes the rewards from which advantages are computed. `host`: where experience is stored.
         """
         self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
@@ -49,7 +49,7 @@ class ExperienceMaker:
         self.shape = shape or Shaping(longest=0)
 
     def state(self) -> dict[str, Any]:
-        """Returns what experiences to come take over from those before; as JSON has it."""
+        """Returns the JSON-serializable state that later experiences depend on."""
         return {"moments": None if self.shape.moments is None else list(self.shape.moments.state)}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -57,8 +57,8 @@ class ExperienceMaker:
             self.shape.moments.state = tuple(state["moments"])
 
     def make(self, samples: Samples[Ragged], *, old_log_probs: bool = True) -> Experience[Ragged]:
-        """Makes the experience. Without `old_log_probs` it has none, and the policy is left alone:
-        its update's forward pass gives them. That needs a KL that is not in the reward.
+        """Makes the experience. Without `old_log_probs` it has none and the policy is not called:
+        the forward pass of the update provides them. That requires a KL outside the reward.
         """
         rows, mask = samples.rows, samples.rows.mask
         stats = self.policy.log_probs(rows) if old_log_probs else None
@@ -115,7 +115,9 @@ class ExperienceMaker:
 
 
 def turn_rewards(samples: Samples[Ragged]) -> Ragged | None:
-    """Returns what the environment gave for turns, at the target that ended each; None for nothing."""
+    """Returns the turn rewards of the environment, at the target that ended each turn; None if
+    there are none.
+    """
     given = [
         (row, turn.stop - 2, turn.reward)  # its last token is target stop - 2
         for row, turns in enumerate(samples.turns)
@@ -133,8 +135,8 @@ def turn_rewards(samples: Samples[Ragged]) -> Ragged | None:
 
 
 def shares_of(rollouts: RowsOfRollouts, taught: Ragged) -> tuple[Tensor, Tensor]:
-    """Returns ([B] float32: which part of its rollout's tokens that are learnt from each row has,
-    [B] bool: the first row of each rollout that has some).
+    """Returns ([B] float32: each row's share of its rollout's trained tokens, [B] bool: True for
+    the first row of each rollout that has trained tokens).
     """
     own = taught.sums()
     whole = rollouts.sums(own)[rollouts.of_row]
@@ -144,5 +146,5 @@ def shares_of(rollouts: RowsOfRollouts, taught: Ragged) -> tuple[Tensor, Tensor]
 
 
 def _without(mask: Ragged, rows: Tensor) -> Ragged:
-    """Returns the mask, False in `rows` ([B] bool)."""
+    """Returns the mask, set to False in `rows` ([B] bool)."""
     return mask.with_values(mask.flat & mask.spread(~rows))

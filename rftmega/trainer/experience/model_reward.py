@@ -1,4 +1,4 @@
-"""A reward model's word on whole answers."""
+"""Scores of a reward model on whole completions."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from rftmega.core.types import Samples
 
 
 class ModelReward:
-    """Adds `weight` times a reward model's score to the reward of every answer, once all of a
-    rollout are there.
+    """Adds `weight` times a reward model's score to the reward of each completion of a complete
+    batch.
     """
 
     def __init__(self, model: ValueScorer, weight: float, host: Host | None = None):
@@ -19,14 +19,14 @@ class ModelReward:
         self.host = host or OneProcess()
 
     def __call__(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Scores answers: the score is the value after the answer's last token; as a part of the
-        reward its name is "model".
+        """Scores completions: the score is the value after the last token, stored as the reward
+        component "model".
 
-        Raises RewardError where one is no finite number.
+        Raises RewardError if a score is not finite.
         """
         rows = self.host.once(samples.rows.with_end)
         rollouts = samples.rollouts
-        last = rollouts.first + rollouts.sizes - 1  # its rows see less, the ones before
+        last = rollouts.first + rollouts.sizes - 1  # its last row has the whole context
         score = last_value(self.model.values(rows), rows)[last][rollouts.of_row]
         if not bool(score.isfinite().all()):
             row = int((~score.isfinite()).nonzero()[0])

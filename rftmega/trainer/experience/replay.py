@@ -1,4 +1,4 @@
-"""Experience of earlier steps, on the host, to be learnt from again."""
+"""Experience of earlier steps, stored on the host to be trained on again."""
 
 import base64
 import io
@@ -19,14 +19,15 @@ NAMES = {"pictures": "images"}  # fields of checkpoints before 2026-11-27
 
 
 class ReplayBuffer:
-    """Whole groups in the order in which they came. Its items are rows, each an Experience of one;
+    """Stores whole groups in arrival order. Its items are rows, each an Experience of one;
     `Experience.join` collates them (`StrategyBase.setup_dataloader(buffer, n,
     collate_fn=Experience.join)`).
     """
 
     def __init__(self, limit: int = 0, *, cpu_offload: bool = True, host: Host | None = None):
-        """`limit`: rows; where there would be more, the oldest groups go (0: never). `cpu_offload`:
-        rows wait on the host, otherwise where they are. `host`: where they lie.
+        """`limit`: the maximum number of rows, beyond which the oldest groups are dropped (0:
+        unlimited). `cpu_offload`: move rows to the CPU, otherwise leave them on their device.
+        `host`: where they are stored.
         """
         self.limit, self.cpu_offload = limit, cpu_offload
         self.host = host or OneProcess()
@@ -44,8 +45,8 @@ class ReplayBuffer:
         raise IndexError(f"Row {row} of {len(self)}.")
 
     def append(self, experience: Experience[Ragged], group: Tensor) -> int:
-        """Adds rows; `group` [B] int64 says which belong together. How many groups went to make
-        room.
+        """Adds rows; `group` [B] int64 is the group of each row. Returns the number of groups
+        dropped to make space.
 
         Raises ValueError for a group that is larger than the limit.
         """
@@ -64,13 +65,15 @@ class ReplayBuffer:
         return dropped
 
     def drop_older(self, version: int) -> int:
-        """Drops groups with a token that a policy before `version` chose, whole. How many."""
+        """Drops whole groups with a token sampled by a policy before `version`. Returns their
+        number.
+        """
         fresh = [group for group in self.groups if oldest(group) >= version]
         dropped, self.groups = len(self.groups) - len(fresh), deque(fresh)
         return dropped
 
     def _kept(self, rows: Experience[Ragged]) -> Experience[Ragged]:
-        """Returns a copy of the rows: what they were chosen from is not to stay."""
+        """Returns a copy of the rows, so that the batch they were selected from can be freed."""
         where = torch.device("cpu") if self.cpu_offload else None
 
         def copied(value: Any) -> Any:
@@ -81,7 +84,7 @@ class ReplayBuffer:
         return rows.changed(copied)
 
     def state(self) -> dict[str, Any]:
-        """Returns all groups, as JSON has it but for their tensors, which are not copied."""
+        """Returns all groups, JSON-serializable except for their tensors, which are not copied."""
         return {
             "groups": [
                 {each.name: _packed(getattr(group, each.name)) for each in fields(group)}
@@ -117,9 +120,9 @@ def _unpacked(value: Any) -> Any:
 
 
 def oldest(experience: Experience[Ragged]) -> int:
-    """Returns the first policy version that chose one of the tokens.
+    """Returns the oldest policy version that sampled one of the tokens.
 
-    Raises ValueError where versions are not known.
+    Raises ValueError if versions are unknown.
     """
     if experience.versions is None:
         raise ValueError(

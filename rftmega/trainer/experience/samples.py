@@ -1,4 +1,4 @@
-"""Rollouts of one step, laid out as rows."""
+"""Conversion of the rollouts of one step into rows."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from rftmega.core.types import Prompt, Rollout, Rows, Samples
 
 
 def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:
-    """Returns the rollouts of an engine that was to finish all of them."""
+    """Returns the rollouts, asserting that none is missing."""
     assert None not in rollouts, "the engine left rollouts out"
     return rollouts  # type: ignore[return-value]
 
@@ -22,8 +22,8 @@ def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:
 def scores_of(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], reward: Reward
 ) -> list[dict[str, float]]:
-    """Returns the scores that rollouts carry; where one carries none, asks the reward for all of
-    them.
+    """Returns the scores stored with the rollouts; if any rollout lacks them, computes the reward
+    of all.
     """
     known = [rollout.scores for rollout in rollouts if rollout.scores is not None]
     return known if len(known) == len(rollouts) else reward(prompts, rollouts)
@@ -32,9 +32,9 @@ def scores_of(
 def kept_of(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
 ) -> tuple[list[int], list[Prompt], list[Rollout]]:
-    """Returns places, prompts and rollouts of those that something may be learnt from.
+    """Returns indices, prompts and rollouts of those that were not lost.
 
-    Raises InfrastructureFault where all were lost.
+    Raises InfrastructureFault if all were lost.
     """
     kept = [place for place, rollout in enumerate(rollouts) if not rollout.lost]
     if not kept:
@@ -51,11 +51,11 @@ def collect(
     *,
     samples_per_prompt: int,
 ) -> Samples[Ragged]:
-    """Lays the rows out as given: one a trajectory, those of a rollout and then siblings side by
-    side; scores what has not been.
+    """Lays rows out in the given order: one per trajectory, with the rows of a rollout and of its
+    group adjacent; scores rollouts without scores.
 
-    Rows are views of RolloutArrays. Rollouts that were lost have none. Raises InfrastructureFault
-    where all were.
+    Rows are views of RolloutArrays. Lost rollouts have none. Raises InfrastructureFault if all were
+    lost.
     """
     places, asked, own = kept_of(prompts, rollouts)
     scores = scores_of(asked, own, reward)
@@ -78,7 +78,7 @@ def collect(
             tokens,
             torch.tensor([each.prompt_length for each in trajectories]),
             tokens.lengths,
-            # place t speaks about token t + 1
+            # position t refers to token t + 1
             arrays.column("loss_mask").shifted(1),
             RowImages.of(prompt.images for prompt in prompt_of),
             arrays.column(ROUTES).shortened() if ROUTES in arrays.columns else None,
@@ -96,5 +96,5 @@ def collect(
 
 
 def _spread(of_rollouts: Sequence[float], sizes: Tensor) -> Tensor:
-    """Returns [B] float32: the number of its rollout for each row."""
+    """Returns [B] float32: the value of its rollout for each row."""
     return torch.tensor(of_rollouts, dtype=torch.float32).repeat_interleave(sizes)

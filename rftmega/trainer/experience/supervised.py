@@ -1,6 +1,4 @@
-"""Given rows as an Experience: nothing was sampled, so there is nothing to correct and no
-advantage.
-"""
+"""Conversion of supervised rows into an Experience without sampling corrections or advantages."""
 
 import torch
 

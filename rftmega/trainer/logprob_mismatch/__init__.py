@@ -1,1 +1,3 @@
-"""Gap compares the log-probs of engine and trainer, and stops a run where they differ."""
+"""Log-prob mismatch between engine and trainer: measurement, diagnosis and the gate that stops a
+run.
+"""

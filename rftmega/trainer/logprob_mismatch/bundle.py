@@ -1,6 +1,4 @@
-"""A folder with all that is known of a step in which engine and trainer gave other
-log-probabilities to the same tokens.
-"""
+"""A folder with the evidence of a step with a log-prob mismatch between engine and trainer."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -24,19 +22,21 @@ FORMAT = 2  # since 2 it has the mask
 
 @dataclass(frozen=True, slots=True)
 class GapBundle:
-    """The worst rows of the step, and everything that was looked at to find out why."""
+    """GapBundle holds the worst rows of the step and the evidence collected to diagnose the
+    mismatch.
+    """
 
     step: int
     temperature: float
     dtype: str  # of the trainer's forward pass
     limits: Limits
     rows: Rows
-    versions: Tensor  # [B, T] int64: of the policy that chose each token, -1 outside the response
+    versions: Tensor  # [B, T] int64: the version that sampled each token, -1 outside the response
     evidence: Evidence
     config: dict[str, Any]  # without secrets
 
     def save(self, folder: Path) -> None:
-        """Writes the folder, which only its owner can read: it holds prompts and answers."""
+        """Writes the folder, readable only by its owner since it holds prompts and completions."""
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         evidence = self.evidence
         tensors = {
@@ -72,7 +72,7 @@ class GapBundle:
 
     @staticmethod
     def load(folder: Path) -> "GapBundle":
-        """Returns what `save` wrote. Raises DataError where the folder holds no bundle."""
+        """Returns the bundle that `save` wrote. Raises DataError if the folder holds no bundle."""
         try:
             about = json.loads((folder / ABOUT).read_text())
             tensors = load_file(folder / TENSORS)
@@ -118,10 +118,10 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
 
 
 def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
-    """Returns every answer of `rows` under the prompt of every other row that has another one, and
-    [.., 2]: rows of (answer, prompt).
+    """Returns each completion of `rows` under every different prompt of another row, and [.., 2]
+    int64: pairs of (row of the completion, row of the prompt).
     """
-    made: list[tuple[Tensor, Tensor, int]] = []  # tokens, mask of each, length of the prompt
+    made: list[tuple[Tensor, Tensor, int]] = []  # tokens and mask of each, prompt length
     pairs: list[tuple[int, int]] = []
     for completion in range(len(rows)):
         begin, end = int(rows.prompt_lengths[completion]), int(rows.lengths[completion])

@@ -1,5 +1,5 @@
-"""Why an engine and the trainer give other log-probabilities to the same tokens: one cause, from
-what was looked at.
+"""Diagnosis of a log-prob mismatch between engine and trainer: one cause, derived from the
+evidence.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from rftmega.algorithms.mismatch import Gap, gaps_of
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import SliceChecksums
 
-FEW = 0.05  # of the tokens: a near-tie between experts is rare
+FEW = 0.05  # share of tokens: near-ties between experts are rare
 NAMED = 5  # tensors in a message
 
 
 class Limits(NamedTuple):
-    """Largest gap, in nats, that an engine and the trainer may have."""
+    """Largest log-prob mismatch, in nats, allowed between engine and trainer."""
 
     percentile: float  # the 99.9th
     mean: float
@@ -29,23 +29,23 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Evidence holds what was looked at when the gap was too large. Tensors are of the worst rows,
-    [B, T], aligned with targets.
+    """Evidence holds measurements taken after the mismatch exceeded the limits. Tensors are of the
+    worst rows, [B, T], aligned with targets.
     """
 
     whole: Gap  # of all tokens
-    share_beyond: float  # of all tokens, those with a gap above the limit
+    share_beyond: float  # share of all tokens with a mismatch above the limit
     mask: Tensor  # True where the target is a response token
     behaviour_logp: Tensor  # by the engine
     old_logp: Tensor  # by the trainer
-    # by the trainer at temperature 1; None where that is the rollout's
+    # by the trainer at temperature 1; None if the rollout used temperature 1
     untempered_logp: Tensor | None
-    # [B] int64: the row under whose prompt the trainer gives this answer the engine's numbers; -1:
-    # none
+    # [B] int64: the row under whose prompt the trainer's log-probs of this completion match the
+    # engine's; -1: none
     other_prompt: Tensor
-    # of new answers, after the weights were pushed once more; None: none could be had
+    # of new completions, after another weight sync; None: there are none
     after_push: Gap | None
-    checksums: Sequence[SliceChecksums]  # of the push before the answers
+    checksums: Sequence[SliceChecksums]  # of the weight sync before the completions
     has_experts: bool
     # by the trainer, of the same rows, in two more scoring passes
     rescored: tuple[Tensor, ...] = ()
@@ -59,7 +59,7 @@ class Cause(NamedTuple):
 
 
 def cause_of(evidence: Evidence, limits: Limits) -> Cause:
-    """Returns the first cause that the evidence shows, in the order of what explains most."""
+    """Returns the first cause that the evidence supports; causes that explain most come first."""
     for look in (_chance, _weights, _tokens, _transform, _stale, _routes):
         if found := look(evidence, limits):
             return found
@@ -67,7 +67,7 @@ def cause_of(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
-    """Says that two sets of log-probabilities [B, T] are the same within the limits."""
+    """Returns whether two sets of log-probabilities [B, T] are equal within the limits."""
     gap = gaps_of(one, other, mask)
     return (
         len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
@@ -75,7 +75,9 @@ def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
 
 
 def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
-    """Looks at the trainer alone: where it does not agree with itself, nothing else can be told."""
+    """Compares scoring passes of the trainer with each other: if they differ, no other diagnosis is
+    valid.
+    """
     if not evidence.rescored:
         return None
     first, *others = evidence.rescored
@@ -99,7 +101,7 @@ def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
 
 
 def _disagree(one: Tensor, other: Tensor, evidence: Evidence, limits: Limits) -> bool:
-    """Says that two passes differ, by more than a few experts of a mixture that are nearly tied."""
+    """Returns whether two passes differ by more than near-ties between a few experts explain."""
     beyond = (gaps_of(one, other, evidence.mask) > limits.percentile).double().mean().item()
     few = evidence.has_experts and beyond <= FEW
     return not few and not matches(one, other, evidence.mask, limits)
@@ -129,7 +131,7 @@ def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
 
 
 def _bounds(name: str, wrong: Sequence[SliceChecksums]) -> str:
-    """Returns the smallest box around all that is wrong of a tensor, as Python indexes it."""
+    """Returns the smallest box around all corrupt slices of a tensor, in Python's slice syntax."""
     edges = zip(*(each.box for each in wrong if each.name == name), strict=True)
     return ", ".join(
         f"{min(start for start, _ in edge)}:{max(stop for _, stop in edge)}" for edge in edges
@@ -223,9 +225,9 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def worst_rows(behaviour_logp: Ragged, old_logp: Ragged, mask: Ragged, most: int) -> Tensor:
-    """Returns [at most `most`] int64: rows in the order of their mean gap, the largest first.
+    """Returns [at most `most`] int64: rows by their mean mismatch, the largest first.
 
-    Rows without tokens last.
+    Rows without tokens come last.
     """
     largest = torch.finfo(torch.float64).max / int(mask.lengths.max())
     chosen = mask.flat

@@ -1,8 +1,8 @@
-"""GapGate stops a run whose engine and trainer give other log-probabilities to the same tokens,
-before it learns from them.
+"""GapGate stops a run with a log-prob mismatch between engine and trainer before the policy trains
+on the affected completions.
 
-A push can succeed and leave the engine wrong: what it then samples is not the policy's, and an
-importance weight hides it.
+A weight sync can succeed and leave the engine with wrong weights: its completions are then
+off-policy, and an importance weight hides it.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ from rftmega.trainer.experience.samples import collect, complete
 from rftmega.trainer.logprob_mismatch.bundle import GapBundle, rows_under_other_prompts
 from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, matches, worst_rows
 
-# What a good engine stays below, by the dtype of the forward pass; measured in docs/push.md.
+# Upper bounds for a correct engine, by the dtype of the forward pass; measured in docs/push.md.
 LIMITS = {
     "float32": Limits(1e-3, 1e-4),
     "bfloat16": Limits(1.2, 0.15),
     "fp8": Limits(2.4, 0.4),  # the engine's, whatever the trainer's
 }
-WORST = 16  # rows that are looked at, and kept
-PROBES = 8  # prompts that are asked after another push
-# no answer to a task has this number, so that probes draw seeds of their own
+WORST = 16  # rows that are examined and saved
+PROBES = 8  # prompts that are sampled again after another weight sync
+# no regular completion has this sample number, so probes draw seeds of their own
 PROBE_SAMPLE = 1 << 20
 
 
 def chosen_by(samples: Samples[Ragged], step: int) -> Ragged:
-    """Returns True for the response tokens that the policy of `step` chose."""
+    """Returns True for the response tokens sampled by the policy of `step`."""
     mask = samples.rows.mask
     if samples.versions is None:
         return mask
@@ -43,18 +43,20 @@ def chosen_by(samples: Samples[Ragged], step: int) -> Ragged:
 
 
 def gap_of(samples: Samples[Ragged], old_logp: Ragged, mask: Ragged) -> Gap:
-    """Returns the gap of the samples' tokens in the mask; `old_logp` is the trainer's."""
+    """Returns the mismatch over the tokens in the mask; `old_logp` is the trainer's."""
     return log_prob_gap(samples.behaviour_logp.flat, old_logp.flat, mask.flat)
 
 
 def limits_of(dtype: str, *, percentile: float = 0.0, mean: float = 0.0) -> Limits:
-    """Returns the limits that were given; those of `dtype` where they are 0."""
+    """Returns the given limits; a limit of 0 defaults to that of `dtype`."""
     usual = LIMITS[dtype]
     return Limits(percentile or usual.percentile, mean or usual.mean)
 
 
 class GapGate:
-    """Call `check` with every rollout that was scored, on every process alike."""
+    """GapGate compares engine and trainer; call `check` with every scored rollout batch, on every
+    process.
+    """
 
     def __init__(
         self,
@@ -68,21 +70,21 @@ class GapGate:
         pushes: bool = True,
         keeps_caches: bool = False,
     ):
-        """`folder`: where a bundle goes if the gap is too large; `config` goes with it. `pushes`:
-        before it asks for new answers; False where every step asks, right after a push.
-        `keeps_caches`: tokens that the present policy chose may have read what earlier weights
-        computed, so that new answers alone are looked at.
+        """`folder`: where a bundle is saved if the mismatch is too large, together with `config`.
+        `pushes`: sync weights before requesting new completions; False if every step requests them
+        right after a weight sync. `keeps_caches`: cached keys and values may stem from earlier
+        weights, so only new completions are compared.
         """
         self.pushes, self.keeps_caches = pushes, keeps_caches
         self.machinery, self.limits, self.folder = machinery, limits, folder
         self.temperature, self.seed, self.config = temperature, seed, config
 
     def check(self, samples: Samples[Ragged], old_logp: Ragged, step: int) -> Gap:
-        """Returns the gap over the tokens that the policy of `step` chose, or of new answers where
-        it chose none, or none that tell.
+        """Returns the mismatch over the tokens sampled by the policy of `step`; over new
+        completions if there are none or `keeps_caches` is set.
 
-        `old_logp` is the trainer's. Raises GapExceeded on every process where one finds the
-        gap too large.
+        `old_logp` is the trainer's. Raises GapExceeded on every process if any process finds the
+        mismatch too large.
         """
         once = self.machinery.host.once
         if not self.keeps_caches:
@@ -102,8 +104,8 @@ class GapGate:
     def _ask_again(
         self, prompts: Sequence[Prompt], step: int, *, push: bool = True
     ) -> tuple[Samples[Ragged], Ragged]:
-        """Asks for new answers to a few of the prompts after another push, and for the trainer's
-        log-probabilities of them.
+        """Requests new completions of a few of the prompts after a weight sync (if `push`), and the
+        trainer's log-probabilities of them.
         """
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
         if push:
@@ -116,13 +118,13 @@ class GapGate:
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 
     def _explained(self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int) -> str:
-        """Looks for the cause, saves the bundle, and says both."""
+        """Diagnoses the cause, saves the bundle, and returns a message with both."""
         bundle = self._looked_at(samples, old_logp, gap, step)
         cause = cause_of(bundle.evidence, self.limits)
         folder = self.folder / f"step_{step:06d}"
         if self.machinery.numerics.is_main:
             bundle.save(folder)
-        self.machinery.numerics.agreed(False)  # no process ends the others before it is written
+        self.machinery.numerics.agreed(False)  # wait until the bundle is written
         return (
             f"Engine and trainer give other log-probabilities to the same tokens: in step {step + 1} the 99.9th percentile of "
             f"the gap is {gap.percentile:.2g} (rollout.max_logprob_gap={self.limits.percentile:g}), its mean {gap.mean:.2g} "
@@ -168,9 +170,9 @@ class GapGate:
         )
 
     def _other_prompt(self, worst: Samples) -> Tensor:
-        """Returns [B] int64: the row under whose prompt the trainer's numbers are the engine's.
+        """Returns [B] int64: the row under whose prompt the trainer's log-probs match the engine's.
 
-        -1 where there is none.
+        -1 if there is none.
         """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)
@@ -187,7 +189,7 @@ class GapGate:
     def _gap_after_push(self, prompts: Sequence[Prompt], step: int) -> Gap | None:
         try:
             samples, logp = self._ask_again(prompts, step)
-        except EngineError:  # it is broken in another way as well; what is known is told
+        except EngineError:  # the engine has another fault as well; report the evidence so far
             return None
         return gap_of(samples, logp, samples.rows.mask)
 

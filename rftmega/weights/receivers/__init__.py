@@ -1,1 +1,1 @@
-"""TODO rftmega/weights/receivers."""
+"""Receives pushed weights inside vLLM, one module per transport."""

@@ -1,4 +1,4 @@
-"""Puts adapters into vLLM from memory."""
+"""Loads LoRA adapters into vLLM from memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,18 +14,18 @@ from rftmega.weights.transports.adapter_message import POLICY, opened
 
 
 def asked_for(number: int) -> LoRARequest | None:
-    """Returns how vLLM is asked for the adapter of a number; None for the model by itself."""
+    """Returns the vLLM request for the adapter with this number, or None for the base model."""
     if not number:
         return None
-    # vLLM asks for a path, and does not read it while the number is known to it
+    # vLLM requires a path, but does not read it while it knows the number
     return LoRARequest(f"adapter-{number}", number, "in memory")
 
 
 def adapters_of(evaluated: Mapping[str, str]) -> dict[str, LoRARequest | None]:
-    """Returns how vLLM is asked for the policy's adapter, under "", and for frozen ones by their names.
+    """Returns vLLM requests for the policy's adapter, under "", and for frozen adapters by name.
 
-    `evaluated`: their PEFT folders. vLLM reads one when it is first asked for, and again after the
-    model was loaded, which drops all adapters.
+    `evaluated`: PEFT folders by name; an empty one means the base model. vLLM reads a folder at its
+    first request, and again after a model load, which drops all adapters.
     """
     found = {"": asked_for(POLICY)}
     for number, (name, folder) in enumerate(evaluated.items(), start=POLICY + 1):
@@ -36,13 +36,13 @@ def adapters_of(evaluated: Mapping[str, str]) -> dict[str, LoRARequest | None]:
 def set_adapter(
     worker: Any, pairs: dict[str, Tensor], said: dict[str, Any], number: int = POLICY
 ) -> None:
-    """Replaces an adapter in a worker of vLLM, as its own loader would from PEFT's files. `pairs` and
-    `said` are what PEFT's two files hold.
+    """Replaces an adapter in a vLLM worker, as vLLM's own loader would from PEFT files. `pairs` and
+    `said`: the contents of PEFT's two files.
 
-    vLLM multiplies the second matrices by their scaling in place: they must be nobody else's.
+    vLLM scales the second matrices in place, so `pairs` must not be shared.
 
-    Raises EngineError for an embedding or a head that vLLM's model has no place beside: it would leave
-    their pairs out without a word.
+    Raises EngineError for an embedding or LM-head adapter that vLLM's model has no module for: vLLM
+    would silently drop it.
     """
     lora = worker.model_runner.lora_manager
     manager = lora._adapter_manager
@@ -69,13 +69,13 @@ def set_adapter(
 
 
 class AdapterWorker:
-    """AdapterWorker is what a worker of a server can do beside vLLM's own (`--worker-extension-cls`)."""
+    """AdapterWorker extends a server's vLLM worker with adapter loading (`--worker-extension-cls`)."""
 
     def take_adapter(self, payload: bytes, version: int) -> str:
-        """Replaces an adapter; tensor-parallel workers get all of it, and vLLM cuts it.
+        """Replaces an adapter; each tensor-parallel worker gets all of it, and vLLM shards it.
 
-        Returns why it was not taken, or "". Where several workers raise, vLLM takes the second one's
-        error for its answer to the next call.
+        Returns the reason if the adapter was refused, or "". It does not raise: if several workers
+        raise, vLLM takes the second error for the reply to its next call.
         """
         try:
             number, pairs, said = opened(payload, version)

@@ -1,4 +1,4 @@
-"""CheckpointTransferEngine gives a vLLM server's worker whole checkpoints, however they travel."""
+"""Base of the weight transfer engines that load whole checkpoints in a vLLM server's worker."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -27,20 +27,20 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
-    """CheckpointTransferEngine loads tensors of Hugging Face's names between `start_weight_update`
-    and `finish_weight_update`, through the model's own loader.
+    """CheckpointTransferEngine loads HF-named tensors between `start_weight_update` and
+    `finish_weight_update`, through the model's own loader.
 
-    What is missing at the end is an error, and the trainer's side then takes the server for one
-    without weights.
+    A missing tensor at the end is an error; the trainer then treats the server as one without
+    weights.
     """
 
     def expect(self, names: Iterable[str]) -> None:
-        """Notes the names of all tensors that a push brings."""
+        """Stores the names of all tensors of a push."""
         self._expected = set(names)
         self._missing: set[str] = set()
 
     def start_weight_update(self) -> None:
-        # an update that broke off left layers half-loaded
+        # an interrupted update left layers half-loaded
         finalize_layerwise_reload(self.model, self.model_config)
         forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
@@ -51,7 +51,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         pack_output_heads(self.model)
 
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hands tensors to the model's loader; quantised, where the server was started so."""
+        """Passes tensors to the model's loader, quantised if the server runs quantised."""
         tensors = list(named_tensors)
         self._missing -= {name for name, _ in tensors}
         model: Any = self.model
@@ -61,9 +61,9 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         model.load_weights(tensors)
 
     def refuse_gaps(self) -> None:
-        """Raises EngineError where a tensor or a layer got nothing.
+        """Raises EngineError if a tensor is missing or a layer received nothing.
 
-        Before the update's end, since vLLM can't start another once that has failed.
+        Call it before the update ends: vLLM can't start another update after a failed one.
         """
         if self._missing:
             raise EngineError(
@@ -77,7 +77,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
                 and not info.load_numel
                 and any(True for _ in module.parameters(recurse=False))
             )
-            # scales of its cache, which an engine of 8 bits has places for, and no push brings
+            # a quantised engine has parameters for KV cache scales, which no push contains
             caches = isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
             if waits and not caches and not (tied and isinstance(module, ParallelLMHead)):
                 raise EngineError(

@@ -1,5 +1,5 @@
-"""Receives a push, inside a vLLM server's worker: a folder that the trainer's processes wrote
-(`transport.disk_weights`).
+"""Receives a push from disk inside a vLLM server's worker: a folder that the trainer's processes
+wrote (`transports.disk_weights`).
 """
 
 import json
@@ -25,7 +25,7 @@ from rftmega.weights.transports.disk_weights import MANIFEST
 
 @dataclass
 class DiskInit(WeightTransferInitInfo):
-    """`buckets`: name, dtype and shape of each tensor that a push brings, in groups that are loaded
+    """`buckets`: name, dtype and shape of each tensor of a push, in groups that are loaded
     together.
     """
 
@@ -41,7 +41,9 @@ class DiskUpdate(WeightTransferUpdateInfo):
 
 
 class DiskWeightTransferEngine(CheckpointTransferEngine[DiskInit, DiskUpdate]):
-    """DiskWeightTransferEngine reads what its loader asks for, and checks each slice."""
+    """DiskWeightTransferEngine loads weights from a pushed folder: it reads what the model's loader
+    asks for, and verifies each slice.
+    """
 
     init_info_cls = DiskInit
     update_info_cls = DiskUpdate
@@ -77,7 +79,9 @@ class DiskWeightTransferEngine(CheckpointTransferEngine[DiskInit, DiskUpdate]):
 def _piece(
     folder: Path, file: str, key: str, box: list[list[int]], written: int
 ) -> tuple[Box, Tensor]:
-    """Returns a slice of a tensor. Raises EngineError where it is not as it was written."""
+    """Returns a slice of a tensor. Raises EngineError if it can't be read or differs from what was
+    written.
+    """
     path = folder / file
     try:
         with safe_open(path, framework="pt") as opened:

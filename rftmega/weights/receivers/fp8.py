@@ -1,5 +1,5 @@
-"""Weights of 8 bits for engines that compute with them (`rollout.quantization`): what a push brings is
-quantised where it arrives. Trainer and push know nothing of it.
+"""Quantises pushed weights to fp8 on arrival, for engines that compute in fp8
+(`rollout.quantization`). Trainer and push are unaffected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ BLOCK = 128  # rows and columns that share a scale
 
 
 def described(kept: Sequence[str]) -> dict[str, Any]:
-    """Returns the quantization_config of a folder of such weights; `kept`: the modules that have others."""
+    """Returns the quantization_config of an fp8 model; `kept`: the modules that are not quantised."""
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -25,8 +25,8 @@ def described(kept: Sequence[str]) -> dict[str, Any]:
 
 
 def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields numbers and then scales of each linear layer's weight, and all else as it is. All of a
-    weight has to be here: a block's largest element may be anywhere.
+    """Yields the fp8 numbers and then the scales of each linear layer's weight, and all other
+    tensors unchanged. A weight must be complete: a block's largest element may be anywhere.
     """
     for name, tensor in tensors:
         if not is_linear(name):
@@ -38,7 +38,7 @@ def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 
 def rounded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what `quantised` tells of each weight, in float32 again."""
+    """Yields tensors with the weights of linear layers rounded to fp8 and converted back to fp32."""
     given = quantised(tensors)
     for name, tensor in given:
         if is_linear(name):

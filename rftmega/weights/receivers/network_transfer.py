@@ -1,8 +1,8 @@
-"""Receives a push, inside a vLLM server's worker: the slices that this worker reads, from the
-trainer's processes.
+"""Receives a push over the network inside a vLLM server's worker: the slices that this worker
+reads, from the trainer's processes.
 
-At the start the worker's loader is handed tensors that only record what is asked for. The trainer
-plans from that who sends which slice, and tells the worker.
+At the start, the worker's loader gets tensors that only record which elements it reads. From that,
+the trainer plans which process sends which slice, and sends the plan to the worker.
 """
 
 from collections import defaultdict
@@ -32,14 +32,14 @@ from rftmega.weights.transports.transfer_plan import (
 
 @dataclass
 class NetworkInit(WeightTransferInitInfo):
-    """NetworkInit says where the trainer's processes are met, and what a push brings.
+    """NetworkInit holds the address of the trainer's store and the tensors of a push.
 
-    `trainers`: how many there are. `host`: the address of this server that they reach. `tensors`:
-    name, dtype and shape of each. `seconds`: that one message may take.
+    `trainers`: number of trainer processes. `host`: the address at which they reach this server.
+    `tensors`: name, dtype and shape of each. `seconds`: time limit of one message.
     """
 
     meeting: list[Any]  # host and port of the store
-    name: str  # of the group
+    name: str  # of the process group
     trainers: int
     host: str
     tensors: list[Any]
@@ -48,13 +48,13 @@ class NetworkInit(WeightTransferInitInfo):
 
 @dataclass
 class NetworkUpdate(WeightTransferUpdateInfo):
-    """A push: all of its buckets come, one after the other."""
+    """A push: all of its buckets, one after the other."""
 
     version: int
 
 
 class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkUpdate]):
-    """NetworkWeightTransferEngine takes slices from a process group of trainer and workers."""
+    """NetworkWeightTransferEngine receives slices over a process group of trainer and workers."""
 
     init_info_cls = NetworkInit
     update_info_cls = NetworkUpdate
@@ -84,7 +84,7 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
         self._buckets = unpacked_plan(store.get(f"{init_info.name}/plan/{worker}"))
 
     def receive_weights(self, update_info: NetworkUpdate) -> None:
-        """Takes all buckets: each travels while the one before it is loaded.
+        """Receives and loads all buckets; each travels while the one before it is loaded.
 
         A worker that fails leaves the group, so that the trainer does not wait for it.
         """
@@ -111,7 +111,9 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
             self._group = None
 
     def _posted(self, number: int) -> tuple[dict[int, Tensor], list[InFlight]]:
-        """Returns the messages of a bucket, by source, which begin to come."""
+        """Posts the receives of a bucket. Returns its messages by source, and the transfers in
+        flight.
+        """
         layouts = self._buckets[number].layouts if number < len(self._buckets) else {}
         messages = {source: message_for(layout, self.device) for source, layout in layouts.items()}
         assert self._group is not None
@@ -120,7 +122,7 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
     def _on_demand(
         self, bucket: ReceivedBucket, messages: dict[int, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the bucket's tensors, which have the elements that came."""
+        """Yields the bucket's tensors, whose elements are the received slices."""
         arrived: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for source, message in messages.items():
             for part, elements in opened(message, bucket.layouts[source]):
@@ -130,7 +132,7 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
             yield name, LazyTensor.of(shape, dtype, fetch, self.device)
 
     def _needs(self, everything: ReceivedBucket) -> dict[str, list[Box]]:
-        """Returns the boxes that this worker's loader reads; its weights are lost."""
+        """Returns the boxes that this worker's loader reads; the worker's weights are lost."""
         asked: dict[str, list[Box]] = defaultdict(list)
 
         def recording(name: str) -> Fetch:

@@ -1,5 +1,5 @@
-"""Completes vLLM's own reload of its layers: does what it leaves undone, and puts our loaders in
-the place of theirs.
+"""Extends vLLM's layerwise reload: completes what it leaves undone, and substitutes our parameter
+loaders.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -20,9 +20,8 @@ from vllm.platforms import current_platform
 
 
 def pack_output_heads(model: Any) -> None:
-    """Packs output heads: tied to the embedding, one gets no weights of its own in a reload, and on
-    a CPU it multiplies with a packed copy that would stay the old one. So vLLM's hook for "after
-    loading" is called once more.
+    """Calls vLLM's after-loading hook again for LM heads. A head tied to the embedding gets no
+    weights of its own in a reload, and on CPU it would keep multiplying with the old packed copy.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -30,9 +29,9 @@ def pack_output_heads(model: Any) -> None:
 
 
 def forget_expert_kernels(model: Any) -> None:
-    """Forgets experts' kernels: on a CPU, vLLM packs experts' weights for its kernel only when it
-    makes the kernel, at the first load: a reload would leave them as they came, which the kernel
-    misreads without a word. Without a kernel, it makes one of the new weights.
+    """Drops the experts' CPU kernels, so that vLLM packs the new weights. vLLM packs experts'
+    weights only when it creates the kernel at the first load; after a reload, the old kernel would
+    silently misread unpacked ones.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -41,24 +40,26 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 class ParameterSource(Protocol):
-    """ParameterSource fills a parameter in the place of a loaded tensor."""
+    """ParameterSource fills a parameter in place of a loaded tensor."""
 
     def into(self, parameter: Tensor) -> None: ...
 
 
 def _fill(param: Tensor, filling: ParameterSource) -> None:
-    """Fills a parameter as vLLM's loaders do, which it knows by the names of their arguments."""
+    """Fills a parameter with the signature of vLLM's loaders, which vLLM recognises by argument
+    names.
+    """
     filling.into(param)
 
 
 class FreshParameters:
-    """The parameters that vLLM's reload has put on the meta device, each with the loader that the
-    reload counts with.
+    """FreshParameters gives access to the parameters that vLLM's reload has put on the meta device,
+    each with the loader that the reload counts with.
 
-    The reload calls a parameter's loader with it on the meta device, to count what it gets; once a
-    layer has got all, with the one that it has made for it; then it repacks that into the engine's
-    own. Loaders of ours take part in this; nothing is written past it. A loader is the parameter's
-    own again after `release`.
+    The reload calls a parameter's loader with the meta parameter, to count its elements; once a
+    layer is complete, with the parameter that it has allocated; then it repacks that into the
+    engine's own. Our loaders take part in this and write nothing past it. `release` restores the
+    original loaders.
     """
 
     def __init__(self, model: Module):
@@ -67,12 +68,12 @@ class FreshParameters:
         self._before: list[tuple[Any, Any]] = []
 
     def bare(self) -> dict[str, Tensor]:
-        """Returns parameters with their own loaders alone: what is loaded so is not counted, so
-        that the reload keeps the engine's weights.
+        """Returns parameters with their original loaders: loads through them are not counted, so
+        the reload keeps the engine's weights.
         """
         for layer in self._layers.values():
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-                # a bias too, which is never on the meta device
+                # including biases, which are never on the meta device
                 if tensor is not None and hasattr(tensor, "weight_loader"):
                     self._give(tensor, _get_original_loader(tensor))
         return {name: parameter for name, _, _, parameter in self._fresh()}
@@ -85,7 +86,7 @@ class FreshParameters:
                 parameter.weight_loader = make_online_process_loader(layer, attribute)
 
     def fill(self, name: str, filling: ParameterSource) -> None:
-        """Loads a filling in the place of tensors."""
+        """Loads a filling in place of tensors."""
         layer_name, _, attribute = name.rpartition(".")
         layer = self._layers[layer_name]
         parameter: Any = layer._parameters[attribute]
@@ -96,7 +97,7 @@ class FreshParameters:
         parameter.weight_loader(parameter, filling)
 
     def release(self) -> None:
-        """Ends the load, in whatever way."""
+        """Restores the original loaders at the end of a load, also after a failure."""
         while self._before:
             parameter, loader = self._before.pop()
             parameter.weight_loader = loader

@@ -1,8 +1,7 @@
-"""Receives a push, inside a vLLM server's worker: whole tensors in memory that the trainer's
-processes wrote.
+"""Receives a push through shared memory inside a vLLM server's worker: whole tensors that the
+trainer's processes wrote.
 
-A loader copies its slices straight from there. What is missing at the end, or is not what was
-written, is an error.
+The loader copies its slices straight from there. A missing or damaged tensor is an error.
 """
 
 from dataclasses import dataclass
@@ -24,14 +23,14 @@ from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngi
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """`names`: of all tensors that a push brings."""
+    """`names`: of all tensors of a push."""
 
     names: list[str]
 
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """A bucket: what is where in which memory.
+    """A bucket: the tensors in a shared memory segment.
 
     A tensor is [name, dtype, shape, first byte, checksum].
     """
@@ -46,7 +45,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 class SharedMemoryWeightTransferEngine(
     CheckpointTransferEngine[SharedMemoryInit, SharedMemoryUpdate]
 ):
-    """SharedMemoryWeightTransferEngine takes buckets from memory of this host."""
+    """SharedMemoryWeightTransferEngine loads buckets from shared memory of this host."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
@@ -75,7 +74,7 @@ class SharedMemoryWeightTransferEngine(
         self._mapped.clear()
 
     def _map(self, name: str, size: int) -> Tensor:
-        """Raises EngineError where it is not memory of the trainer's, which is opened as it is."""
+        """Maps a shared memory segment. Raises EngineError if it is not memory of the trainer's."""
         if name not in self._mapped:
             try:
                 memory = shared.attach(name, size)
@@ -85,8 +84,8 @@ class SharedMemoryWeightTransferEngine(
         return self._mapped[name]
 
     def _keep_what_waits(self, memory: Tensor) -> None:
-        """Clones what waits: a layer that has not got all of its tensors yet holds views of memory
-        that the next bucket but one overwrites.
+        """Clones tensors of incomplete layers, which hold views of memory that a later bucket
+        overwrites.
         """
         for module in self.model.modules():
             for _, loaded in get_layerwise_info(module).loaded_weights:

@@ -1,1 +1,3 @@
-"""Brings the policy's weights to servers: through memory of one host, a process group, or files."""
+"""Moves the policy's weights to inference servers: through shared memory, a process group, or
+files.
+"""

@@ -1,6 +1,4 @@
-"""AdapterPayload carries adapters to an engine in processes of its own: whole, by PEFT's names, in one
-message, since they are small.
-"""
+"""Adapter payload for servers: all matrices under their PEFT names in one message."""
 
 import math
 from collections.abc import Mapping
@@ -13,13 +11,13 @@ from torch import Tensor
 from rftmega.core.errors import EngineError
 from rftmega.weights.slice_sums import sum_of
 
-# numbers of adapters in an engine
-NONE = 0  # the model by itself
+# adapter numbers in an engine
+NONE = 0  # the base model
 POLICY = 1
 
 
 class PayloadTensor(msgspec.Struct, array_like=True):
-    """PayloadTensor is one matrix."""
+    """PayloadTensor is one adapter matrix."""
 
     name: str
     dtype: str
@@ -29,7 +27,7 @@ class PayloadTensor(msgspec.Struct, array_like=True):
 
 
 class AdapterPayload(msgspec.Struct, array_like=True):
-    """AdapterPayload is an adapter of one push: what PEFT's two files would hold."""
+    """AdapterPayload is the adapter of one push: the contents of PEFT's two files."""
 
     version: int
     number: int  # of the adapter in the engine
@@ -60,9 +58,10 @@ def packed(
 
 
 def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
-    """Returns an adapter's number, its matrices, which are nobody else's, and PEFT's config.
+    """Returns an adapter's number, its matrices in memory of their own, and PEFT's config.
 
-    Raises EngineError where it is another push's, or a matrix is not as it was sent.
+    Raises EngineError if the payload belongs to another push or a matrix differs from what was
+    sent.
     """
     try:
         payload = _decoder.decode(message)

@@ -1,5 +1,5 @@
-"""BroadcastWeights brings weights to engines that join a process group of torch by its address: the
-first process sends every tensor whole, as SGLang takes it.
+"""Weight sync to engines that join a torch process group by address: the first process broadcasts
+every tensor whole, as SGLang expects.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ WORKS = "The engines' group"
 
 
 class BroadcastWeights(WholeWeights):
-    """BroadcastWeights has a process group with each engine, so that one that dies breaks its own
-    alone.
+    """BroadcastWeights uses one process group per engine, so that an engine that dies breaks only
+    its own.
 
-    Its bytes are the model's, once an engine; they all pass through the first process. Every process
-    holds a bucket at a time, and engines get it one after the other.
+    It sends the whole model once per engine, through the first process. Every process holds one
+    bucket at a time, which the engines get one after the other.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class BroadcastWeights(WholeWeights):
         host: str,
         seconds: float,
     ):
-        """`host`: address of the first process that engines reach; `seconds`: that one tensor may
-        take.
+        """`host`: address at which engines reach the first process; `seconds`: time limit of one
+        tensor.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self._host, self._limit = host, timedelta(seconds=seconds)
@@ -55,7 +55,7 @@ class BroadcastWeights(WholeWeights):
         self._forget(set(self._groups))
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Makes a group with each engine that has none."""
+        """Creates a group with each engine that has none."""
         return self._first(lambda: self._met(waiting))
 
     def _keep(self, names: set[str]) -> None:
@@ -73,7 +73,7 @@ class BroadcastWeights(WholeWeights):
             )
             joining[each.name] = begun(self.engines.join, each.name, group.told(self.shards.device))
             made[each.name] = group
-        # an engine that does not come is told of by its answer
+        # the reply of an engine that does not join has the reason
         for group in made.values():
             mark()
             with suppress(EngineFault):
@@ -100,7 +100,7 @@ class BroadcastWeights(WholeWeights):
         return self._exporter.total_bytes * len(names), asked
 
     def _send(self, name: str, tensors: Sequence[Tensor], completion: "Future[None]") -> None:
-        """Sends a bucket to an engine, unless it has given up already."""
+        """Sends a bucket to an engine, unless it has already failed."""
         group = self._groups.get(name)
         if group is None:
             return
@@ -108,7 +108,7 @@ class BroadcastWeights(WholeWeights):
             if completion.done() and completion.exception() is not None:
                 raise EngineFault(f"{WORKS} {group.name} has nobody who takes weights.")
             group.broadcast(tensors)
-        except EngineFault:  # its answer says why
+        except EngineFault:  # its reply has the reason
             self._forget({name})
 
     def _least_bytes(self, landed: Sequence[str]) -> int:
@@ -120,12 +120,12 @@ class BroadcastWeights(WholeWeights):
 
 
 class EngineGroup:
-    """EngineGroup is the group of the trainer's first process, number 0, and the workers of one
-    engine. They find each other as torch's own `init_process_group` would have them.
+    """EngineGroup is a process group of the trainer's first process, as rank 0, and the workers of
+    one engine. They rendezvous as in torch's `init_process_group`.
     """
 
     def __init__(self, host: str, name: str, workers: int, limit: timedelta):
-        """Opens the address where they meet."""
+        """Opens the store at which they rendezvous."""
         self.name, self.size, self._limit = name, 1 + workers, limit
         self._meeting = Meeting(host, seconds=limit.total_seconds())
         self._group: Any = None
@@ -135,7 +135,7 @@ class EngineGroup:
         return self._group is not None
 
     def told(self, device: torch.device) -> dict[str, Any]:
-        """Returns what the engine is asked to join, in the fields of SGLang."""
+        """Returns the request to join the group, in SGLang's fields."""
         return {
             "master_address": self._meeting.host,
             "master_port": self._meeting.port,
@@ -146,10 +146,10 @@ class EngineGroup:
         }
 
     def open(self, device: torch.device) -> None:
-        """Waits for the workers. Raises EngineFault where they do not come."""
+        """Waits for the workers. Raises EngineFault if they do not join."""
         store = dist.PrefixStore(self.name, self._meeting.store)
         try:
-            # torch has no public way to a group beside the default one's processes
+            # torch has no public API for a group outside the default one
             self._group, _ = c10d._new_process_group_helper(
                 self.size,
                 0,
@@ -164,7 +164,7 @@ class EngineGroup:
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors to all workers, in this order. Raises EngineFault where one is gone."""
+        """Sends tensors to all workers, in this order. Raises EngineFault if a worker is gone."""
         try:
             sent = [
                 dist.broadcast(tensor, src=0, group=self._group, async_op=True)
@@ -187,7 +187,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _described(tensors: Sequence[PlannedTensor]) -> dict[str, list[Any]]:
-    """Returns names, dtypes and shapes of tensors, as JSON has them."""
+    """Returns names, dtypes and shapes of tensors for a JSON request."""
     return {
         "names": [each.name for each in tensors],
         "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors],

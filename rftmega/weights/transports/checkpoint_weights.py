@@ -1,5 +1,5 @@
-"""CheckpointWeights brings weights to servers that have nothing of this package: a Hugging Face folder
-a push, which they load again as they loaded their first.
+"""Weight sync to stock servers: each push writes a Hugging Face folder, which servers reload as
+they loaded their first model.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from rftmega.weights.transports.whole_weights import WholeWeights
 
 
 class CheckpointWeights(WholeWeights):
-    """CheckpointWeights writes a folder a push, whole, through the first process."""
+    """CheckpointWeights writes one complete folder per push, through the first process."""
 
     run = ""
 
@@ -30,8 +30,8 @@ class CheckpointWeights(WholeWeights):
         folder: str | Path,
         run: str = "",
     ):
-        """`model`: the Hugging Face folder of the base. `folder`: seen under the same path by the
-        first process and every engine. `run`: whose pushes these are.
+        """`model`: the Hugging Face folder of the base model. `folder`: visible under the same path
+        to the first process and every engine. `run`: name of the run that pushes.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.run = run
@@ -41,7 +41,7 @@ class CheckpointWeights(WholeWeights):
         return [each.name for each in waiting]
 
     def _keep(self, names: set[str]) -> None:
-        """A server needs no preparation."""
+        """Does nothing: servers need no preparation."""
 
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         target = self.folder / pushed_folders.folder_name(version, self.run)
@@ -58,12 +58,12 @@ class CheckpointWeights(WholeWeights):
         return self._exporter.total_bytes
 
     def _forget(self, names: set[str]) -> None:
-        """A server needs no preparation."""
+        """Does nothing: servers need no preparation."""
 
     def _remove_old(self, version: int, target: Path | None = None) -> None:
-        """Marks the folder of a push, and removes what no server reads any more."""
+        """Marks the folder of a push, and removes folders that no server reads any more."""
         if target is not None:
-            with suppress(OSError):  # it is only not removed then
+            with suppress(OSError):  # then it is just never removed
                 pushed_folders.mark(target, self.run)
         names = [pushed_folders.folder_name(version - before, self.run) for before in range(KEPT)]
         pushed_folders.remove_old(self.folder, self.run, names)

@@ -1,7 +1,7 @@
-"""DiskWeights brings weights to engines that share nothing with the trainer but a file system.
+"""Weight sync through a shared file system, for engines that share nothing else with the trainer.
 
-Each process writes the slices that fall to it, every element once, as safetensors. What has not
-changed since the push before is not written again: the manifest names the earlier file.
+Each process writes its share of the slices, every element once in all, as safetensors. Slices that
+have not changed since the last push are not written again: the manifest names the earlier file.
 """
 
 import json
@@ -31,12 +31,12 @@ from rftmega.weights.transports.remote_weights import (
 from rftmega.weights.transports.transfer_plan import told_tensors
 
 MANIFEST = "manifest.json"
-KEPT = 2  # versions: a slow reader may still read the one before
-READER = -1  # no process of the trainer
+KEPT = 2  # versions: a slow reader may still read the previous one
+READER = -1  # a rank that is no trainer process
 
 
 class DiskWeights(RemoteWeights):
-    """DiskWeights writes a folder a push, which engines read."""
+    """DiskWeights writes one folder per push, which engines read."""
 
     run = ""
 
@@ -49,8 +49,8 @@ class DiskWeights(RemoteWeights):
         folder: str | Path,
         run: str = "",
     ):
-        """`folder`: seen under the same path by every process and engine. `run`: whose pushes these
-        are.
+        """`folder`: visible under the same path to every process and engine. `run`: name of the run
+        that pushes.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.run = run
@@ -63,7 +63,7 @@ class DiskWeights(RemoteWeights):
 
     def checksums(self) -> list[SliceChecksums]:
         """Returns the checksums of every slice of the last push; a collective, with the policy's
-        weights on the device. An engine refuses a slice that has another.
+        weights on the device. An engine refuses a slice with another checksum.
         """
         self.shards.look_again()
         found = []
@@ -108,7 +108,7 @@ class DiskWeights(RemoteWeights):
         return moved, self._asked(names, self.engines.receive, told_folder)
 
     def _least_bytes(self, landed: Sequence[str]) -> int:
-        """Returns the bytes of a whole push; what did not change makes `push_ratio` less than 1."""
+        """Returns the bytes of a complete push; unchanged slices make `push_ratio` less than 1."""
         return sum(tensor.bytes for tensor in self.tensors)
 
     def _forget(self, names: set[str]) -> None:
@@ -117,7 +117,7 @@ class DiskWeights(RemoteWeights):
             self._entries = {}
 
     def _write(self, draft: Path) -> None:
-        """Writes this process's slices that changed, a file a bucket."""
+        """Writes this process's changed slices, one file per bucket."""
         draft.mkdir(parents=True, exist_ok=True)
         pushed_folders.mark(draft, self.run)
         entries: dict[str, list[Any]] = {}
@@ -142,9 +142,10 @@ class DiskWeights(RemoteWeights):
         self._entries = entries
 
     def _settle(self, draft: Path, version: int, entries: Sequence[dict[str, list[Any]]]) -> None:
-        """Writes the manifest, which makes the push whole, and removes what none refers to.
+        """Writes the manifest, which completes the push, and removes folders that no kept manifest
+        refers to.
 
-        Raises EngineFault where it can't.
+        Raises EngineFault if the manifest can't be written.
         """
         slices: dict[str, list[Any]] = defaultdict(list)
         for theirs in entries:
@@ -157,7 +158,7 @@ class DiskWeights(RemoteWeights):
         except OSError as error:
             raise EngineFault(f"{draft / MANIFEST} can't be written: {error}") from error
         named = {file.partition("/")[0] for own in slices.values() for file, *_ in own}
-        self._manifests.pop(draft.name, None)  # of a push that is repeated
+        self._manifests.pop(draft.name, None)  # of a repeated push
         self._manifests[draft.name] = named | {draft.name}
         while len(self._manifests) > KEPT:
             self._manifests.pop(next(iter(self._manifests)))
@@ -166,8 +167,8 @@ class DiskWeights(RemoteWeights):
 
 
 def own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:
-    """Returns what this process writes of each bucket: every element once in all, spread evenly
-    over those that hold it.
+    """Returns the slices of each bucket that this process writes: every element once in all,
+    distributed evenly over its holders.
     """
     balance = Balance()
     found = []

@@ -1,8 +1,8 @@
-"""NetworkWeights brings weights to engines on any host: each process sends the slices that a worker
-reads and that it holds, over a process group of the trainer and that engine's workers.
+"""Weight sync to engines on any host: each process sends the slices that it holds and a worker
+reads, over a process group of the trainer and that engine's workers.
 
-One group an engine: an engine that dies, hangs or is cut off breaks its own group alone, misses the
-push, and the others have it.
+There is one group per engine: an engine that dies, hangs or is cut off breaks only its own group
+and misses the push; the others get it.
 """
 
 import hashlib
@@ -48,22 +48,24 @@ from rftmega.weights.transports.transfer_plan import (
     unpacked_needs,
 )
 
-PATIENCE = 10  # times as long as the trainer a worker waits: others may hold the trainer up
+PATIENCE = 10  # a worker's time limit, in multiples of the trainer's, which others may delay
 IN_FLIGHT = 2  # buckets: one travels while the next is written
-FAILED = b"failed"  # in the place of needs
+FAILED = b"failed"  # sent in place of needs
 Result = TypeVar("Result")
 
 
 class EnginePlan(NamedTuple):
-    """EnginePlan says what an engine's workers receive; engines that read alike share one."""
+    """EnginePlan holds the messages that an engine's workers receive; engines with equal needs
+    share one.
+    """
 
-    sends: list[dict[int, Layout]]  # of this process, a bucket: rank in the group -> message
-    told: list[bytes]  # a worker
+    sends: list[dict[int, Layout]]  # of this process, per bucket: rank in the group -> message
+    told: list[bytes]  # packed plan of each worker
     bytes: int
 
 
 class Link(NamedTuple):
-    """Link is the connection with one engine."""
+    """Link is the connection to one engine."""
 
     group: TransferGroup
     plan: EnginePlan
@@ -81,8 +83,8 @@ class NetworkWeights(RemoteWeights):
         host: str,
         seconds: float,
     ):
-        """`host`: address of the first process that engines reach; `seconds`: that one message may
-        take.
+        """`host`: address at which engines reach the first process; `seconds`: time limit of one
+        message.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.seconds, self.trainers = seconds, dist.get_world_size()
@@ -105,7 +107,7 @@ class NetworkWeights(RemoteWeights):
         """Returns the checksums of every slice of the last push; a collective, with the policy's
         weights on the device.
 
-        A worker refuses a slice whose checksum is not that which it was sent with.
+        A worker refuses a slice whose checksum differs from the one sent with it.
         """
         self.shards.look_again()
         found = []
@@ -121,7 +123,7 @@ class NetworkWeights(RemoteWeights):
         self._forget(set(self._links))
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Makes a link with each engine that has none."""
+        """Creates a link to each engine that has none."""
         new = [each for each in waiting if each.name not in self._links]
         groups = {}
         for each in new:
@@ -167,7 +169,7 @@ class NetworkWeights(RemoteWeights):
             self._links.pop(name).group.close()
 
     def _join(self, engine: WaitingEngine, group: str) -> None:
-        """Has an engine's workers come to the group."""
+        """Asks an engine's workers to join the group."""
         told = {
             "meeting": self._place,
             "name": group,
@@ -179,12 +181,14 @@ class NetworkWeights(RemoteWeights):
         try:
             self.engines.join(engine.name, told)
         except EngineError:
-            for worker in range(engine.workers):  # nobody needs to wait for what will not come
+            for worker in range(engine.workers):  # the trainer need not wait for these
                 self.store.compare_set(f"{group}/needs/{worker}", "", FAILED.decode())
             raise
 
     def _made(self, engine: WaitingEngine, name: str) -> Link:
-        """Meets an engine's workers. Raises EngineFault where they do not come."""
+        """Creates the process group with an engine's workers. Raises EngineFault if they do not
+        join.
+        """
         needs = []
         for worker in range(engine.workers):
             needs.append(self._needs_of(name, worker))
@@ -218,7 +222,7 @@ class NetworkWeights(RemoteWeights):
             ) from error
 
     def _planned(self, needs: Sequence[Needs]) -> EnginePlan:
-        """Plans what the workers with these needs receive, the same on every process."""
+        """Plans the messages for workers with these needs, identically on every process."""
         key = hashlib.sha256(b"".join(map(packed_needs, needs))).digest()
         if key not in self._plans:
             self._plans[key] = self._new_plan(needs)
@@ -226,7 +230,7 @@ class NetworkWeights(RemoteWeights):
 
     def _new_plan(self, needs: Sequence[Needs]) -> EnginePlan:
         refuse_unread(self.tensors, needs)
-        kinds: list[Needs] = [{}, *needs]  # the trainer's processes need nothing
+        kinds: list[Needs] = [{}, *needs]  # trainer processes need nothing
         kind_of = [0] * self.trainers + [1 + worker for worker in range(len(needs))]
         sends: list[dict[int, Layout]] = []
         receives: list[list[dict[int, list[TensorSlice]]]] = [[] for _ in needs]
@@ -252,7 +256,7 @@ class NetworkWeights(RemoteWeights):
 
     @torch.no_grad()
     def _send(self, names: Sequence[str], version: int) -> int:
-        """Sends this process's part of every bucket to these engines; returns the bytes that all
+        """Sends this process's part of every bucket to these engines. Returns the bytes that all
         processes sent.
 
         A link that breaks is closed, so that its workers do not wait for more.
@@ -271,7 +275,7 @@ class NetworkWeights(RemoteWeights):
             while len(in_flight) >= IN_FLIGHT:
                 settle()
             mark()
-            alike: dict[int, Tensor] = {}  # engines that read alike get the same message
+            alike: dict[int, Tensor] = {}  # engines with equal needs get the same message
             sending: dict[str, list[InFlight]] = {}
             for name in names:
                 group, plan = self._links[name]
@@ -303,7 +307,7 @@ class NetworkWeights(RemoteWeights):
         return message
 
     def _over(self, name: str, broken: set[str], work: Callable[[], Result]) -> Result | None:
-        """Does what a link is used for. None where it breaks."""
+        """Runs `work` on a link. Returns None, and closes the link, if it breaks."""
         try:
             return work()
         except EngineFault:
@@ -313,7 +317,9 @@ class NetworkWeights(RemoteWeights):
 
 
 def _layouts(ordered: dict[tuple[int, int], list[TensorSlice]], source: int) -> dict[int, Layout]:
-    """Returns what one process sends to whom; workers that read the same share a message."""
+    """Returns the messages that one process sends, by target; workers with equal needs share a
+    message.
+    """
     alike: dict[Any, Layout] = {}
     found = {}
     for (sender, target), parts in ordered.items():
@@ -323,7 +329,7 @@ def _layouts(ordered: dict[tuple[int, int], list[TensorSlice]], source: int) -> 
 
 
 def _own_address(host: str, port: int) -> str:
-    """Returns the address of this host from which `host` is reached."""
+    """Returns the address of this host on the route to `host`."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as to:
         to.connect((host, port))  # sends nothing
         return str(to.getsockname()[0])

@@ -1,4 +1,4 @@
-"""RemoteWeights is what all ways share that bring weights to engines which may miss a push."""
+"""Base of the weight transports to remote engines, each of which may miss a push."""
 
 import time
 from abc import ABC, abstractmethod
@@ -21,23 +21,25 @@ Result = TypeVar("Result")
 class WaitingEngine(NamedTuple):
     """WaitingEngine is an engine that waits for weights."""
 
-    name: str  # another one after each start
+    name: str  # a new one after each start
     workers: int
     host: str  # address at which its workers are reached
-    holds: bool = False  # the weights, which are frozen: a push has something else for it
+    holds: bool = False  # the frozen weights already: a push has only adapters for it
 
 
 class RemoteReceivers(Protocol):
-    """The engines, as far as a push knows them.
+    """RemoteReceivers is the part of the engines' interface that a push uses.
 
-    Only the first process's are asked to do anything.
+    It is called only on the first process.
     """
 
     version: int | None
     newest: int
 
     def waiting(self) -> list[WaitingEngine]:
-        """Starts and finds engines; those that it returns generate nothing until they land."""
+        """Returns the engines that wait for weights, starting servers if needed; they generate
+        nothing until they land.
+        """
         ...
 
     def join(self, name: str, init_info: dict[str, Any]) -> None: ...
@@ -47,30 +49,30 @@ class RemoteReceivers(Protocol):
     def land(self, name: str, version: int) -> None: ...
 
     def late(self) -> list[WaitingEngine]:
-        """Returns, of those that waiting() would, the engines that have not got the last push."""
+        """Returns the waiting engines that do not have the last push."""
         ...
 
     def pushed(self) -> None:
-        """Notes that a push has ended, whatever came of it."""
+        """Records that a push has ended, successfully or not."""
         ...
 
     def miss(self, name: str, error: EngineError) -> None:
-        """Notes that an engine has no weights of the push."""
+        """Records that an engine missed the push."""
         ...
 
     def invalidate(self) -> None: ...
 
     def measures(self) -> Metrics:
-        """Returns how the engines are."""
+        """Returns metrics of the engines' state."""
         ...
 
 
-Asked = dict[str, "Future[None]"]  # engine -> its answer; empty but on the first process
+Asked = dict[str, "Future[None]"]  # engine -> its reply; empty except on the first process
 
 
 class RemoteWeights(ABC):
-    """RemoteWeights is a WeightSync whose engines take a push each for itself. Every process
-    constructs it, and calls it, alike.
+    """RemoteWeights is a WeightSync whose engines take a push independently of each other. All
+    processes must construct it and call it in step.
     """
 
     def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
@@ -79,21 +81,21 @@ class RemoteWeights(ABC):
         self.tensors = everybodys_tensors(shards)
         self.buckets = buckets_of(self.tensors, bucket_bytes, for_an_engine=True)
         self.rank = dist.get_rank()
-        self.reply_seconds = 600.0  # after the last byte was sent
-        self.buffer_bytes = 0  # of messages that this process held at once in the last push
+        self.reply_seconds = 600.0  # limit for replies after the last byte was sent
+        self.buffer_bytes = 0  # peak size of the messages that this process held in the last push
 
     def push(self, *, version: int) -> Metrics:
-        """Does what `_push` does; engines neither come nor go meanwhile."""
+        """Runs `_push`; engines neither join nor leave meanwhile."""
         try:
             return self._push(version)
         finally:
             self.engines.pushed()
 
     def _push(self, version: int) -> Metrics:
-        """Afterwards every engine that has the weights answers under `version`; those that missed
-        them are told to the engines' owner, and answer nothing.
+        """Makes every engine that receives the weights generate under `version`. Engines that
+        missed them are reported to their owner and generate nothing.
 
-        Raises EngineFault on every process where none has them.
+        Raises EngineFault on every process if no engine has the weights.
         """
         begin = time.perf_counter()
         self.engines.invalidate()
@@ -120,10 +122,10 @@ class RemoteWeights(ABC):
         } | self._first(self.engines.measures)
 
     def push_to_late(self) -> int:
-        """Brings the weights of the last push to engines that have come since, while the others
-        answer; returns how many have them now.
+        """Sends the last push's weights to engines that have joined since, while the others
+        generate. Returns how many have them now.
 
-        The trainer's weights must still be those: it is called before they change.
+        Call it before the trainer's weights change.
         """
         try:
             late = self._first(self.engines.late)
@@ -138,8 +140,8 @@ class RemoteWeights(ABC):
     def _given(
         self, waiting: Sequence[WaitingEngine], version: int
     ) -> tuple[list[str], list[str], int]:
-        """Gives engines a push. Returns those that could take it, those that have it, and the bytes
-        that were moved.
+        """Sends a push to engines. Returns the engines that could take it, those that have it, and
+        the bytes moved.
         """
         holders = _holders(waiting)
         names = self._linked([each for each in waiting if not each.holds])
@@ -154,22 +156,24 @@ class RemoteWeights(ABC):
 
     @abstractmethod
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Prepares these engines. Returns those of them that can take a push."""
+        """Prepares these engines. Returns those that can take a push."""
 
     @abstractmethod
     def _keep(self, names: set[str]) -> None:
-        """Forgets all engines but these."""
+        """Forgets all engines except these."""
 
     def _forget_sums(self) -> None:  # noqa: B027  files have one of each slice
-        """Forgets the checksums of the push before."""
+        """Forgets the checksums of the previous push."""
 
     @abstractmethod
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        """Sends a push. Returns the bytes that all processes sent, and what engines answer."""
+        """Sends a push. Returns the bytes that all processes sent, and the engines' pending
+        replies.
+        """
 
     @abstractmethod
     def _least_bytes(self, landed: Sequence[str]) -> int:
-        """Returns the bytes that had to be moved for these engines."""
+        """Returns the minimum of bytes to move for these engines."""
 
     @abstractmethod
     def _forget(self, names: set[str]) -> None:
@@ -181,13 +185,15 @@ class RemoteWeights(ABC):
         work: Callable[..., None],
         *arguments: Any,
     ) -> Asked:
-        """Begins to ask each engine, on the first process."""
+        """Starts `work` for each engine, on the first process."""
         if self.rank:
             return {}
         return {name: begun(work, name, *arguments) for name in names}
 
     def _those(self, asked: Asked) -> list[str]:
-        """Returns the engines that did what they were asked; the others are told of."""
+        """Returns the engines that completed the request; reports the others as having missed the
+        push.
+        """
         found = []
         end = time.monotonic() + self.reply_seconds
         for name, completion in asked.items():
@@ -206,7 +212,7 @@ class RemoteWeights(ABC):
         return found
 
     def _landed(self, receiving: Asked, holders: Sequence[str], version: int) -> list[str]:
-        """Returns the engines that have the weights and answer."""
+        """Returns the engines that have the weights and serve requests."""
 
         def landed() -> list[str]:
             whole = [*holders, *self._those(receiving)]
@@ -215,9 +221,9 @@ class RemoteWeights(ABC):
         return self._first(landed)
 
     def _first(self, work: Callable[[], Result]) -> Result:
-        """Returns on every process what `work` gives on the first one.
+        """Runs `work` on the first process and returns its result on every process.
 
-        Raises EngineError on all where it does there.
+        Raises EngineError on all processes if it raises one there.
         """
         told: list[Any] = [None, None]
         failure: EngineError | None = None
@@ -241,8 +247,8 @@ def _holders(waiting: Sequence[WaitingEngine]) -> list[str]:
 
 
 def begun(work: Callable[..., None], *arguments: Any) -> "Future[None]":
-    """Begins `work` in a thread that nobody waits for at the end of the program: the other side may
-    be cut off, and never answer.
+    """Starts `work` in a daemon thread, which the program does not wait for at exit: the other side
+    may be cut off and never reply.
     """
     completion: Future[None] = Future()
 

@@ -1,5 +1,5 @@
-"""ServedAdapters brings adapters to engines in processes of their own: the frozen model goes to each
-once, by whatever transport there is, and the pairs of matrices with each push, unrounded.
+"""Pushes LoRA adapters to servers: the frozen base model is sent to each once, by any transport,
+and the unrounded adapter matrices with each push.
 """
 
 import time
@@ -17,9 +17,10 @@ from rftmega.weights.transports.shared_weights import SharedWeights
 
 
 class AdapterReceivers(Protocol):
-    """The engines, which land with the payload that is there.
+    """AdapterReceivers is the engines' interface for adapters; they land with the current
+    `payload`.
 
-    Only the first process's are asked to do anything.
+    It is called only on the first process.
     """
 
     payload: bytes
@@ -28,10 +29,11 @@ class AdapterReceivers(Protocol):
 
 
 class ServedAdapters:
-    """ServedAdapters is a WeightSync of adapters. Every process constructs it, and calls it, alike.
+    """ServedAdapters is a WeightSync for adapters on servers. All processes must construct it and
+    call it in step.
 
-    A push is that of the frozen model: engines that have it are only told to land. Each lands with
-    the adapters, also one that comes between two pushes.
+    A push is a push of the base model: engines that have it are only told to land. Each lands with
+    the adapters, also one that joins between two pushes.
     """
 
     def __init__(
@@ -42,23 +44,22 @@ class ServedAdapters:
         *,
         bucket_bytes: int,
     ):
-        """`base`: what brings the frozen model."""
+        """`base`: the WeightSync of the frozen base model."""
         self.base, self.engines = base, engines
         self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns those of the frozen model, and one of each matrix of an adapter; a collective.
+        """Returns the checksums of the frozen model and one per adapter matrix; a collective.
 
-        A server takes a matrix only if it finds the checksum that it was sent with, so what was
-        received is what was sent.
+        A server takes a matrix only if its checksum is the one it was sent with, so received and
+        sent are equal.
         """
         return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
-        """Afterwards every engine that could be given them answers under `version`, with the
-        adapters of now.
+        """Makes every engine that receives the current adapters generate under `version`.
 
-        Raises as the frozen model's push, and EngineError where processes have different adapters.
+        Raises as the base model's push, and EngineError if processes have different adapters.
         """
         begin = time.perf_counter()
         self.engines.invalidate()
@@ -84,5 +85,7 @@ class ServedAdapters:
         }
 
     def push_to_late(self) -> int:
-        """Does what LateWeights does: engines that have come get model and adapters."""
+        """Sends base model and adapters to engines that have joined since the last push (see
+        LateWeights).
+        """
         return self.base.push_to_late() if isinstance(self.base, RemoteWeights) else 0

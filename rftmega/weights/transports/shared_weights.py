@@ -1,8 +1,8 @@
-"""Pushes weights to engines in processes of their own on this host: every process writes its slices
-into memory that all map.
+"""Weight sync to servers on this host: every process writes its slices into shared memory that all
+of them map.
 
-No process gathers anything: the first byte to leave a shard is written where the engines' loaders
-copy from, once, however many engines there are.
+Nothing is gathered: each byte is written once, from its shard to where the engines' loaders copy
+from, for any number of engines.
 """
 
 import time
@@ -30,13 +30,13 @@ from rftmega.weights.slices import (
     planned,
 )
 
-SEGMENTS = 2  # one is read while the other is written
+SEGMENTS = 2  # one is read while the other is being written
 
 
 class Receivers(Protocol):
-    """The engines, as far as a push knows them.
+    """Receivers is the part of the engines' interface that a push uses.
 
-    Only the first process's are asked to do anything.
+    It is called only on the first process.
     """
 
     version: int | None
@@ -46,7 +46,9 @@ class Receivers(Protocol):
     def begin(self) -> None: ...
 
     def lacks_weights(self) -> bool:
-        """Says whether there is an engine that `take` is for: of frozen weights, one without them."""
+        """Returns whether `take` is needed by any engine; with frozen weights, only by one without
+        them.
+        """
         ...
 
     def take(self, bucket: dict[str, Any]) -> None: ...
@@ -56,12 +58,12 @@ class Receivers(Protocol):
     def invalidate(self) -> None: ...
 
     def measures(self) -> Metrics:
-        """Returns how the engines are."""
+        """Returns metrics of the engines' state."""
         ...
 
 
 class SegmentEntry(NamedTuple):
-    """SegmentEntry tells where in a memory segment a tensor lies."""
+    """SegmentEntry is the location of a tensor in a memory segment."""
 
     name: str
     dtype: torch.dtype
@@ -78,16 +80,16 @@ class SegmentEntry(NamedTuple):
 
 class SharedBucket(NamedTuple):
     places: list[SegmentEntry]
-    targets: list[SegmentEntry]  # of what this process writes
-    writes: list[TensorSlice]  # what of each
-    # (first, number) of places that follow each other and are of one size
+    targets: list[SegmentEntry]  # entries of the tensors that this process writes to
+    writes: list[TensorSlice]  # the slice of each
+    # (first, number) of consecutive places of equal size
     alike: list[tuple[int, int]]
 
 
 class SharedWeights:
-    """Brings new weights into the engines of this host.
+    """SharedWeights pushes new weights to the engines of this host.
 
-    Every process constructs it, and calls it, alike.
+    All processes must construct it and call it in step.
     """
 
     def __init__(self, shards: Sequence[Shard], engines: Receivers, *, bucket_bytes: int):
@@ -107,10 +109,10 @@ class SharedWeights:
         self._agree("Telling the engines what a push brings")
 
     def push(self, *, version: int) -> Metrics:
-        """Afterwards every engine answers under `version`; if anything fails, none answers until a
-        push was whole.
+        """Makes every engine generate under `version`; after a failure, no engine generates until a
+        complete push.
 
-        Raises EngineError on every process.
+        Raises EngineError on every process if the push fails.
         """
         begin = time.perf_counter()
         self.engines.invalidate()
@@ -121,7 +123,7 @@ class SharedWeights:
         reading: list[Future[None]] = []
         try:
             moved = self._send(version, reading) if least else 0
-        finally:  # what is still being read must not be read into the next push
+        finally:  # reading must not extend into the next push
             wait(reading)
         self._ask(self.engines.finish, version)
         self._agree(f"Push {version}")
@@ -137,7 +139,7 @@ class SharedWeights:
         }
 
     def _are_wanted(self) -> bool:
-        """Says on every process whether an engine lacks the weights."""
+        """Returns on every process whether an engine lacks the weights."""
         told = [self._control is not None and self.engines.lacks_weights()]
         dist.broadcast_object_list(told)
         return told[0]
@@ -146,9 +148,9 @@ class SharedWeights:
         """Returns the checksums of every tensor of the last push; a collective, with the policy's
         weights on the device.
 
-        What the trainer holds is written once more, into memory that no engine reads now. A worker
-        takes a tensor only if it finds the checksum that it was sent with, so what was received is
-        what was sent.
+        The trainer's weights are written again, into memory that no engine reads now. A worker
+        takes a tensor only if its checksum is the one it was sent with, so received and sent are
+        equal.
         """
         found = []
         self.shards.look_again()
@@ -162,9 +164,9 @@ class SharedWeights:
         return found
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
-        """Sends bucket by bucket; `reading` has the engines' progress, on the first process.
+        """Sends bucket by bucket; on the first process, `reading` gets the engines' pending reads.
 
-        Bytes that all processes wrote.
+        Returns the bytes that all processes wrote.
         """
         moved = 0
         for number, bucket in enumerate(self.buckets):
@@ -189,9 +191,7 @@ class SharedWeights:
         return moved
 
     def _ask(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Asks the engines, on the first process; nothing more is asked of them once something
-        failed.
-        """
+        """Calls the engines on the first process; skipped once a call has failed."""
         if self._control and self._failure is None:
             try:
                 work(*arguments)
@@ -199,14 +199,14 @@ class SharedWeights:
                 self._failure = error
 
     def _settle(self, reading: Sequence["Future[None]"], number: int) -> None:
-        """Waits until the engines have read bucket `number`, so that its segment can be written
-        again.
+        """Waits until the engines have read bucket `number`, so that its segment can be
+        overwritten.
         """
         if 0 <= number < len(reading):
             self._ask(reading[number].result)
 
     def _agree(self, what: str) -> None:
-        """Meets all processes; all raise if the first one's engines failed."""
+        """Synchronises all processes; all raise if the first process's engines failed."""
         mark()
         failed = torch.tensor(int(self._failure is not None), device=self.shards.device)
         dist.all_reduce(failed)
@@ -217,8 +217,8 @@ class SharedWeights:
 
     @torch.no_grad()
     def _write(self, bucket: SharedBucket, memory: Tensor) -> list[int]:
-        """Writes this process's slices; returns the checksums of what all of them wrote, and how
-        many bytes that was.
+        """Writes this process's slices. Returns the checksums of all tensors of the bucket, and the
+        bytes that all processes wrote.
         """
         targets = self._targets(bucket, memory)
         if targets:
@@ -226,7 +226,7 @@ class SharedWeights:
         dist.barrier()
         sums = torch.zeros(len(bucket.places) + 1, dtype=torch.int64)
         sums[-1] = sum(target.nbytes for target in targets)
-        for first, number in bucket.alike:  # the reading is shared
+        for first, number in bucket.alike:  # processes share the checksum computation
             begin, end = (
                 first + number * rank // dist.get_world_size()
                 for rank in (dist.get_rank(), dist.get_rank() + 1)
@@ -255,8 +255,8 @@ class SharedWeights:
         return self._views[key]
 
     def _described(self, bucket: SharedBucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
-        """Describes a bucket as the worker that reads it is told
-        (`rollout.shared_memory.SharedMemoryUpdate`).
+        """Describes a bucket for the worker that reads it
+        (`receivers.shared_memory.SharedMemoryUpdate`).
         """
         return {
             "memory": self.name,
@@ -275,7 +275,9 @@ class SharedWeights:
 
 
 def _plan(buckets: Sequence[list[LogicalTensor]]) -> list[SharedBucket]:
-    """Plans which process writes what: every element once, spread evenly over those that hold it."""
+    """Plans the slices that each process writes: every element once in all, distributed evenly over
+    its holders.
+    """
     me, reader = dist.get_rank(), -1
     balance = Balance()
     made = []
@@ -302,7 +304,7 @@ def _plan(buckets: Sequence[list[LogicalTensor]]) -> list[SharedBucket]:
 
 
 def segment_bytes(tensors: Sequence[LogicalTensor], bucket_bytes: int) -> int:
-    """Returns the bytes of memory that hold any one bucket."""
+    """Returns the memory size in bytes that any bucket fits in."""
     most = 0
     for bucket in buckets_of(tensors, bucket_bytes, for_an_engine=True):
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in planned(bucket)]
@@ -311,8 +313,8 @@ def segment_bytes(tensors: Sequence[LogicalTensor], bucket_bytes: int) -> int:
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:
-    """Returns (name, bytes a segment, [bytes] of all segments), mapped by every process of this
-    host.
+    """Creates shared memory that every process of this host maps. Returns (name, bytes per segment,
+    [bytes] of all segments).
     """
     told = [shared.create(size * SEGMENTS) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)

@@ -1,4 +1,4 @@
-"""TransferGroup connects the trainer's processes with the workers of one engine elsewhere."""
+"""Process group of the trainer's processes and the workers of one remote engine."""
 
 import socket
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from rftmega.core.errors import EngineFault
 
 
 class Meeting:
-    """Meeting is the store in which processes of several programs find each other.
+    """Meeting is the rendezvous store at which processes of several programs find each other.
 
-    Whoever reaches its address may read and write it: it belongs on a network of the run's own.
+    Any host that reaches its address can read and write it: keep it on a private network.
     """
 
     def __init__(self, host: str, *, seconds: float):
-        """Opens it at a free port of the address `host`, and nowhere else, in this process."""
+        """Opens the store in this process, at a free port of the address `host` only."""
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
             listening.listen()
@@ -35,9 +35,9 @@ class Meeting:
 
 
 def visited(host: str, port: int, *, seconds: float) -> dist.Store:
-    """Returns the store of a Meeting in another process.
+    """Connects to the store of a Meeting in another process.
 
-    Raises EngineFault where nobody answers.
+    Raises EngineFault if the store does not respond.
     """
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
@@ -46,11 +46,10 @@ def visited(host: str, port: int, *, seconds: float) -> dist.Store:
 
 
 class TransferGroup:
-    """TransferGroup is a process group beside the default one: numbers below `trainers` are the
-    trainer's processes, those behind are workers.
+    """TransferGroup is a process group beside the default one: ranks below `trainers` are the
+    trainer's processes, the others are workers.
 
-    Connections are made when something is first sent, so that only pairs that exchange something
-    are connected.
+    Connections are opened at the first send, so only pairs that exchange messages are connected.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class TransferGroup:
         host: str,
         seconds: float,
     ):
-        """`host`: the address of this process that the others reach. `seconds`: that one message may
-        take, or the others may need to come.
+        """`host`: the address at which the others reach this process. `seconds`: time limit of one
+        message, and for the others to join.
 
-        Raises EngineFault where the others do not come.
+        Raises EngineFault if the others do not join.
         """
         self._limit = timedelta(seconds=seconds)
         own = dist.PrefixStore(name, store)
@@ -87,15 +86,15 @@ class TransferGroup:
             raise EngineFault(f"The processes of {name} do not find each other: {error}") from error
 
     def send(self, message: Tensor, target: int) -> "InFlight":
-        """Begins to send [bytes]; the message must stay as it is until that has ended."""
+        """Starts sending [bytes]; the message must not change until that has ended."""
         return InFlight(self._begun(self._group.send, message, target), self._limit)
 
     def receive(self, message: Tensor, source: int) -> "InFlight":
-        """Begins to receive into [bytes]."""
+        """Starts receiving into [bytes]."""
         return InFlight(self._begun(self._group.recv, message, source), self._limit)
 
     def close(self) -> None:
-        """Ends the connections; what is in flight fails on the other side."""
+        """Closes the connections; messages in flight fail on the other side."""
         self._group.abort()
 
     def _begun(self, begin: Any, message: Tensor, other: int) -> Any:
@@ -106,13 +105,15 @@ class TransferGroup:
 
 
 class InFlight:
-    """InFlight is a message on its way."""
+    """InFlight is a message in transit."""
 
     def __init__(self, work: Any, limit: timedelta):
         self._work, self._limit = work, limit
 
     def wait(self) -> None:
-        """Raises EngineFault where the other side is gone, or took longer than the limit."""
+        """Waits for the message. Raises EngineFault if the other side is gone or the limit has
+        passed.
+        """
         try:
             self._work.wait(self._limit)
         except (dist.DistError, RuntimeError) as error:

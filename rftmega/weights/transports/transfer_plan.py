@@ -1,6 +1,6 @@
-"""A transfer plan says what comes to one worker of an engine from which of the trainer's processes.
+"""Serialised transfer plan: the slices that one engine worker receives from each trainer process.
 
-The trainer's processes and the workers tell each other needs and plans as MessagePack.
+Trainer processes and workers exchange needs and plans as MessagePack.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from rftmega.weights.message import Layout
 from rftmega.weights.needs import Needs
 from rftmega.weights.slices import TensorSlice
 
-PlacedBox = tuple[int, Box]  # place of a tensor among a bucket's, and what of it
+PlacedBox = tuple[int, Box]  # index of a tensor in a bucket, and a box of it
 ToldTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
 class ToldBucket(msgspec.Struct, array_like=True):
-    """ToldBucket is a bucket as a worker is told of it."""
+    """ToldBucket is the serialised form of a bucket."""
 
     tensors: list[ToldTensor]
     slices: dict[int, list[PlacedBox]]  # by source, in the order of its message
@@ -35,7 +35,9 @@ def packed_needs(needs: Needs) -> bytes:
 
 
 def unpacked_needs(told: bytes, shapes: Mapping[str, Sequence[int]] | None = None) -> Needs:
-    """Raises ValueError for what are no needs; with `shapes` for those that no tensor of these has."""
+    """Decodes needs. Raises ValueError if they are invalid or, with `shapes`, don't fit these
+    tensors.
+    """
     needs = _needs.decode(told)
     for name, boxes in needs.items() if shapes is not None else ():
         assert shapes is not None
@@ -61,7 +63,7 @@ def packed_plan(
     buckets: Sequence[Sequence[PlannedTensor]],
     receives: Sequence[Mapping[int, Sequence[TensorSlice]]],
 ) -> bytes:
-    """Packs what one worker receives.
+    """Packs the slices that one worker receives.
 
     `buckets`: the tensors of each; `receives`: by source, slices in the order of the message.
     """
@@ -77,7 +79,7 @@ def packed_plan(
 
 
 class ReceivedBucket:
-    """ReceivedBucket is a bucket as a worker takes it."""
+    """ReceivedBucket is a bucket on the worker's side: its tensors and the layout of each message."""
 
     def __init__(self, told: ToldBucket):
         dtypes = [(name, _dtype(dtype), shape) for name, dtype, shape in told.tensors]
@@ -93,7 +95,7 @@ class ReceivedBucket:
 
 
 def unpacked_plan(told: bytes) -> list[ReceivedBucket]:
-    """Raises ValueError for what is no plan."""
+    """Decodes a plan. Raises ValueError if it is invalid."""
     return [ReceivedBucket(bucket) for bucket in _buckets.decode(told)]
 
 

@@ -1,4 +1,4 @@
-"""WholeWeights is what the ways share that bring whole tensors of Hugging Face's names to engines."""
+"""Base of the transports that send whole HF-named tensors to engines."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rftmega.weights.transports.remote_weights import Asked, RemoteReceivers, Re
 
 
 class WholeWeights(RemoteWeights):
-    """WholeWeights gives engines that have nothing of this package all of the model."""
+    """WholeWeights sends the complete model to engines that do not have this package."""
 
     def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
@@ -23,7 +23,7 @@ class WholeWeights(RemoteWeights):
 
     def checksums(self) -> list[SliceChecksums]:
         """Returns the checksums of every slice of the last push; a collective, with the policy's
-        weights on the device. What engines took is checked by nobody: they have no checksums.
+        weights on the device. The engines' copies are not verified: they have no checksums.
         """
         self.shards.look_again()
         found = []
@@ -39,4 +39,4 @@ class WholeWeights(RemoteWeights):
 
     @abstractmethod
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        """Gives these engines the tensors; see `_brought`."""
+        """Sends the tensors to these engines; see `_brought`."""

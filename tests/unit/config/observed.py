@@ -22,13 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rftmega import data
 from rftmega.backends.megatron import actor, manager, model_runner
 from rftmega.backends.optimizers import build
 from rftmega.config import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
+from rftmega.data import tokenizer as tokenizers
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.monitoring import callbacks
@@ -295,7 +295,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         return Strategy(config, seen, data_parallel)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "Tokenizer", partial(Letters, seen))
+        patch.setattr(tokenizers, "Tokenizer", partial(Letters, seen))
         patch.setattr(process_group, "start", start)
         patch.setattr(nodes, "check_nodes", lambda *_: None)
         patch.setattr(callbacks, "measures_of", lambda _: [])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rftmega import environments
 from rftmega.algorithms import advantages, losses
 from rftmega.config import RunConfig, load
 from rftmega.config.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
@@ -15,6 +14,7 @@ from rftmega.config.renamed import RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
+from rftmega.environments import create as environments
 from rftmega.run.option_reference import option_reference
 
 

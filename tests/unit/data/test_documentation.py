@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from rftmega.config import DataConfig, load, shares
-from rftmega.data import load_preferences, load_prompts, load_supervised
+from rftmega.data.preference import load_preferences
+from rftmega.data.prompts import load_prompts
+from rftmega.data.supervised import load_supervised
 from tests.unit.data.test_supervised import Letters
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,11 @@ import pytest
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data import Tokenizer, fetched_files, load_prompts
+from rftmega.data import fetched_files
 from rftmega.data.fetched_files import Fetched
 from rftmega.data.media.image_processor import processor_of
+from rftmega.data.prompts import load_prompts
+from rftmega.data.tokenizer import Tokenizer
 from tests.tiny_vision import IMAGE, save_tiny_vision
 from tests.unit.data.media.test_videos import image
 

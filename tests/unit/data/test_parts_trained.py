@@ -10,7 +10,7 @@ import pytest
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data import Example, load_supervised, rows_of
+from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
 from tests.chat_formats import FORMATS, IM, PLAIN, TOOL, Format, template, tokenizer
 

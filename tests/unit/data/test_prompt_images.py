@@ -16,15 +16,13 @@ from pyarrow import parquet
 from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.data import (
-    Tokenizer,
-    load_preferences,
-    load_prompts,
-    load_supervised,
-    prompts_of,
-)
 from rftmega.data.media.image_processor import processor_of
+from rftmega.data.preference import load_preferences
 from rftmega.data.prompt_images import ImageReader, Most, check_images
+from rftmega.data.prompts import load_prompts
+from rftmega.data.splits import prompts_of
+from rftmega.data.supervised import load_supervised
+from rftmega.data.tokenizer import Tokenizer
 from tests.tiny_vision import IMAGE, IMAGE_TEXT, VISION_END, VISION_START, save_tiny_vision
 
 SIZES = {"a.png": (64, 96), "b.png": (100, 50)}  # height, width: 6 and 6 tokens

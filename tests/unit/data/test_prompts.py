@@ -5,7 +5,8 @@ import pytest
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.data import PromptOrder, load_prompts
+from rftmega.data.prompts import load_prompts
+from rftmega.data.sampler import PromptOrder
 
 
 class Letters:

@@ -10,8 +10,10 @@ from pyarrow import parquet
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data import Pair, load_preferences, load_prompts, load_supervised
+from rftmega.data.preference import Pair, load_preferences
+from rftmega.data.prompts import load_prompts
 from rftmega.data.records import value_at, with_value
+from rftmega.data.supervised import load_supervised
 from rftmega.data.tokenizer import Tokenizer
 from tests.chat_formats import PLAIN, tokenizer
 

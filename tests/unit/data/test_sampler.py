@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from rftmega.checkpoints.states import joined, put_together, taken_apart
 from rftmega.config import DataConfig
-from rftmega.data import MixedOrder, PromptOrder, order_of
 from rftmega.data.examples import load_examples
-from rftmega.data.sampler import cycle
+from rftmega.data.sampler import MixedOrder, PromptOrder, cycle, order_of
 
 SHARES = st.lists(st.integers(1, 25), min_size=1, max_size=6)
 FEW = settings(max_examples=40)

@@ -10,7 +10,7 @@ import pytest
 from rftmega.config import AlgorithmConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.data import given_of, prompts_of, ptx_of
+from rftmega.data.splits import given_of, prompts_of, ptx_of
 
 
 class Letters:

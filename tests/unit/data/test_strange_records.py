@@ -13,9 +13,10 @@ from pyarrow import parquet
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data import load_preferences, load_supervised
+from rftmega.data.preference import load_preferences
 from rftmega.data.prompts import load_prompts
 from rftmega.data.records import readers, records
+from rftmega.data.supervised import load_supervised
 from rftmega.data.tokenizer import Tokenizer
 from tests.chat_formats import FORMATS, tokenizer
 

@@ -7,7 +7,9 @@ import torch
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data import Example, PromptOrder, load_preferences, load_supervised, pair_rows, rows_of
+from rftmega.data.preference import load_preferences, pair_rows
+from rftmega.data.sampler import PromptOrder
+from rftmega.data.supervised import Example, load_supervised, rows_of
 
 END = 9
 

@@ -10,10 +10,11 @@ import pytest
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.data import Tokenizer, load_prompts
 from rftmega.data.media.image_processor import processor_of
 from rftmega.data.media.videos import read_video
 from rftmega.data.prompt_images import check_images
+from rftmega.data.prompts import load_prompts
+from rftmega.data.tokenizer import Tokenizer
 from tests.tiny_vision import (
     FILM,
     IMAGE,

@@ -15,10 +15,13 @@ from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.core.waveform_positions import PlacedWaveform
-from rftmega.data import Tokenizer, load_prompts, load_supervised, prompts_of
 from rftmega.data.media.audio_processor import audio_processor_of
 from rftmega.data.media.files import digest_of
 from rftmega.data.prompt_images import check_images
+from rftmega.data.prompts import load_prompts
+from rftmega.data.splits import prompts_of
+from rftmega.data.supervised import load_supervised
+from rftmega.data.tokenizer import Tokenizer
 from tests.tiny_audio import AUDIO, AUDIO_END, AUDIO_START, RATE, WAVEFORM, save_tiny_audio
 
 SAMPLES = {"a.wav": 8000, "b.flac": 4321}

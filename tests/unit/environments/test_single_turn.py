@@ -8,7 +8,8 @@ import pytest
 
 from rftmega.config import RunConfig
 from rftmega.core.types import Completion, Prompt, Rollout, Trajectory
-from rftmega.environments import SingleTurnEnvironment, create
+from rftmega.environments.create import create
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.trainer.experience import collect
 
 FIRST = Completion((4, 5), (-0.1, -0.2), "stop", 3)

@@ -12,7 +12,7 @@ from rftmega.config.options.environments import SingleTurn, Tools
 from rftmega.config.options.tools import ToolLimits
 from rftmega.core.errors import ConfigError, ContextTooLong, DataError, InfrastructureFault
 from rftmega.core.types import Completion, Prompt, Rollout
-from rftmega.environments import check, create, specs_of
+from rftmega.environments.create import check, create, specs_of
 from rftmega.environments.tool_environment import ToolsEnvironment
 from tests.chat_formats import FORMATS, Format, tokenizer
 

@@ -11,8 +11,7 @@ import pytest
 
 from rftmega.checkpoints.inputs import changed_inputs
 from rftmega.config import RunConfig, load
-from rftmega.data import PromptOrder
-from rftmega.data.sampler import order_of
+from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.run.input_files import inputs_of
 
 CONFIG = """

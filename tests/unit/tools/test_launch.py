@@ -187,7 +187,7 @@ def test_servers_have_nodes_of_their_own_and_the_trainer_finds_them(folder: Path
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     servers = [each for each in told if "serve" in each["arguments"]]
     trainer = [each for each in told if "serve" not in each["arguments"]]
-    server_list = f"{folder}/out/slurm/7-server list"
+    server_list = f"{folder}/out/slurm/7-servers.txt"
     for each, address in zip(servers, ("10.0.0.3", "10.0.0.4"), strict=True):
         assert each["arguments"] == [
             *("-u", "-m", "rftmega", "serve", "run.yaml"), *SERVERS[:3], "--servers=4",

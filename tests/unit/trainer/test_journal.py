@@ -23,7 +23,7 @@ from rftmega.core.types import (
     Trajectory,
     Turn,
 )
-from rftmega.data import PromptOrder
+from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.observers.checkpointing import Checkpointing, restore
 from rftmega.monitoring.observers.evaluate import Evaluate
 from rftmega.monitoring.observers.metric_writers import JSONLines

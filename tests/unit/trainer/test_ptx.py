@@ -6,7 +6,8 @@ import torch
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.core.types import Auxiliary
-from rftmega.data import Example, PromptOrder, rows_of
+from rftmega.data.sampler import PromptOrder
+from rftmega.data.supervised import Example, rows_of
 from rftmega.trainer import Learner
 from rftmega.trainer.experience import given
 from rftmega.trainer.ptx import PTX

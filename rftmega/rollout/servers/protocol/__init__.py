@@ -1,1 +1,1 @@
-"""Says what a trainer and one server say to each other, and what of the server's words is believed."""
+"""Protocol between the trainer and one server, and validation of the server's replies."""

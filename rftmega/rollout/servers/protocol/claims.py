@@ -1,4 +1,4 @@
-"""Reads what a server answers to a run that claims it."""
+"""Reads a server's reply to a run that claims it."""
 
 from contextlib import suppress
 from typing import Any
@@ -9,10 +9,10 @@ from rftmega.rollout.servers.vllm import ownership
 
 
 class ServerTaken(EngineError):
-    """ServerTaken is raised for a server that belongs to another run."""
+    """ServerTaken is raised for a server that another run holds."""
 
     def __init__(self, address: str, owner: str, heard: float):
-        """`heard`: seconds since the owner was heard of."""
+        """`heard`: seconds since the owner's last sign of life."""
         self.heard = heard
         super().__init__(
             f"The server at {address} belongs to another run, {owner}, which was heard of {heard:.0f} s ago. Give this run "
@@ -22,7 +22,7 @@ class ServerTaken(EngineError):
 
 
 def refuse_taken(address: str, reply: HTTPReply) -> None:
-    """Raises ServerTaken where a server answered a claim so."""
+    """Raises ServerTaken if the reply says that another run holds the server."""
     if reply.status != ownership.TAKEN:
         return
     taken = dict[str, Any]()

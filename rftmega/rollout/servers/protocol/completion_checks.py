@@ -1,4 +1,4 @@
-"""Checks a completion that a server gave, before anything learns from it."""
+"""Validates a server's completion before it is trained on."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from rftmega.core.errors import EngineFault
 from rftmega.rollout.servers.vllm import protocol
 
 REASONS = ("stop", "length", "abort")
-# that a log-prob may be above 0: it is a logit less a sum of float32 whose last bit is of this size
+# tolerance above 0 for log-probs: rounding error of a logit minus an fp32 sum
 ROUNDING = 1e-4
 LARGEST_ID = 2**31
 
 
 class WrongReply(EngineFault):
-    """WrongReply is a completion that no engine in order gives."""
+    """WrongReply is raised for a completion that no working engine generates."""
 
 
 @dataclass(frozen=True)
 class CompletionLimits:
-    """CompletionLimits says what an answer to one request can be."""
+    """CompletionLimits restricts what a valid completion of one request can be."""
 
     most: int = LARGEST_ID  # tokens
     vocabulary: int = LARGEST_ID
     stop_ids: frozenset[int] = frozenset()
-    other_stops: bool = True  # than those tokens, such as strings
+    other_stops: bool = True  # whether it may also stop otherwise, such as at strings
 
 
 ANY_COMPLETION = CompletionLimits()
@@ -38,7 +38,7 @@ def checked(
 ) -> tuple["array[Any]", "array[Any]"]:
     """Returns the tokens and log-probs of a completion.
 
-    Raises WrongReply for one that is no answer to the request.
+    Raises WrongReply if it is no valid completion of the request.
     """
     for what, content in (("token ids", reply.token_ids), ("log-probs", reply.logprobs)):
         if len(content) % 4:
@@ -63,9 +63,9 @@ def checked(
 def versions_of(
     spans: Sequence[tuple[str, int, int]], numbers: Sequence[int], tokens: int
 ) -> "array[Any]":
-    """Returns the version of each of so many tokens. `numbers`: of the push of each span.
+    """Returns the weight version of each of `tokens` tokens. `numbers`: the push of each span.
 
-    Raises WrongReply where the spans are not one behind the other, from the first token to the last.
+    Raises WrongReply if the spans do not cover all tokens contiguously.
     """
     versions = array("i")
     for (_, start, end), number in zip(spans, numbers, strict=True):
@@ -96,7 +96,9 @@ def _check_tokens(ids: "array[Any]", logprobs: "array[Any]", limits: CompletionL
 
 
 def _check_end(ids: "array[Any]", reason: str, limits: CompletionLimits) -> None:
-    """Refuses an answer that ended without what it says that it ended by, or went on behind it."""
+    """Raises WrongReply if the completion contradicts its finish reason or continues after a stop
+    token.
+    """
     if not ids and reason != "abort":
         raise WrongReply(
             f"A server says that an answer ended by {reason}, and gave no token of it."

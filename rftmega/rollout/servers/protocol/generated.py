@@ -1,4 +1,4 @@
-"""Reads completions that servers without this package give, as JSON."""
+"""Parses the JSON completions of stock vLLM and SGLang servers."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Kind = TypeVar("Kind")
 
 
 class WeightSpan(msgspec.Struct):
-    """WeightSpan says of which weights some tokens are."""
+    """WeightSpan is a range of tokens generated with one weight version."""
 
     version: str
     start: int
@@ -22,13 +22,13 @@ class WeightSpan(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """TokenLogprob is a token's, in vLLM's reply."""
+    """TokenLogprob is the log-prob of one token in vLLM's reply."""
 
     logprob: float
 
 
 class Logprobs(msgspec.Struct):
-    """Logprobs is of all tokens, in vLLM's reply."""
+    """Logprobs holds the log-probs of all tokens in vLLM's reply."""
 
     content: list[TokenLogprob] | None = None
 
@@ -49,7 +49,7 @@ class Choice(msgspec.Struct):
 
 
 class GenerateReply(msgspec.Struct):
-    """GenerateReply is vLLM's, to a request for one completion."""
+    """GenerateReply is vLLM's reply to a request for one completion."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
     prompt_token_ids: list[TokenId] | None = None
@@ -67,13 +67,13 @@ class SGLangToken(msgspec.Struct, array_like=True):
 
 
 class SGLangEnd(msgspec.Struct):
-    """SGLangEnd says how a completion of SGLang ended."""
+    """SGLangEnd is the finish reason of an SGLang completion."""
 
     type: str
 
 
 class SGLangMeta(msgspec.Struct):
-    """SGLangMeta is all that is read of SGLang's reply."""
+    """SGLangMeta is the part of SGLang's reply that is read."""
 
     finish_reason: SGLangEnd
     output_token_logprobs: list[SGLangToken] | None = None
@@ -82,25 +82,25 @@ class SGLangMeta(msgspec.Struct):
 
 
 class SGLangReply(msgspec.Struct):
-    """SGLangReply is SGLang's, to a request for one completion."""
+    """SGLangReply is SGLang's reply to a request for one completion."""
 
     meta_info: SGLangMeta
 
 
 def reply_of(reply: Any) -> GenerateReply:
-    """Reads vLLM's reply. Raises EngineFault for anything else."""
+    """Parses vLLM's reply. Raises EngineFault for anything else."""
     return _converted(reply, GenerateReply)
 
 
 def of_vllm(choice: Any) -> protocol.ServerReply:
-    """Reads a completion of vLLM's reply. Raises EngineFault for anything else."""
+    """Parses one choice of vLLM's reply. Raises EngineFault for anything else."""
     return _converted(choice, Choice).reply
 
 
 def of_sglang(reply: Any) -> protocol.ServerReply:
-    """Reads SGLang's reply.
+    """Parses SGLang's reply.
 
-    Raises EngineFault for anything else, as for one that does not say of which version each token is.
+    Raises EngineFault for anything else, and for tokens without weight versions.
     """
     told = _converted(reply, SGLangReply).meta_info
     tokens = told.output_token_logprobs or []
@@ -125,5 +125,5 @@ def _reply(
 def _converted(found: Any, kind: type[Kind]) -> Kind:
     try:
         return msgspec.convert(found, kind)
-    except (msgspec.ValidationError, ValueError) as error:  # text that is none, too
+    except (msgspec.ValidationError, ValueError) as error:  # including invalid text
         raise EngineFault(f"A server's reply is no completion: {error}.") from error

@@ -1,4 +1,4 @@
-"""Asks a server over HTTP and reads its reply, which may be of a proxy, a login page or half a file."""
+"""Sends HTTP requests to a server and reads its reply, which may come from a proxy or be truncated."""
 
 import time
 from typing import Any, NamedTuple
@@ -7,20 +7,20 @@ import httpx
 
 from rftmega.core.json_files import kind_of, parse_json
 
-# that an exchange may raise: it broke off, or what came is not HTTP, or not of its own encoding
+# exceptions of an exchange that broke off or returned invalid HTTP or a wrong encoding
 BROKEN = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
 MOST_BYTES = 2**28
 SHOWN = 500  # bytes of a body, in a message
 
 
 class HTTPReply(NamedTuple):
-    """HTTPReply is what a server replied."""
+    """HTTPReply is a server's status and body."""
 
     status: int
     body: bytes
 
     def read(self) -> dict[str, Any]:
-        """Returns the object that the body holds. Raises ValueError for anything else."""
+        """Parses the body as a JSON object. Raises ValueError for anything else."""
         found = parse_json(self.body)
         if not isinstance(found, dict):
             raise ValueError(f"it is {kind_of(found)}")
@@ -32,10 +32,12 @@ class HTTPReply(NamedTuple):
 
 
 def asked(method: str, url: str, seconds: float, **given: Any) -> HTTPReply:
-    """Returns the reply, whose last byte comes within `seconds` or so. Raises what is in BROKEN."""
+    """Returns the reply, which must be complete within about `seconds`. Raises the exceptions in
+    BROKEN.
+    """
     end = time.monotonic() + seconds
     body = bytearray()
-    # no proxy has the key
+    # no proxy may see the key
     with httpx.stream(method, url, timeout=seconds, trust_env=False, **given) as response:
         for part in response.iter_bytes():
             body += part

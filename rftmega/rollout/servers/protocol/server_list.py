@@ -1,4 +1,4 @@
-"""Reads the server list, a file of servers' addresses that people and programs edit while it is read."""
+"""Reads the server list, a file of server addresses that may be edited at any time."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,16 +7,16 @@ from rftmega.config.addresses import address_of
 
 
 class ServerListLook(NamedTuple):
-    """ServerListLook is what a server list said: addresses, each once, and what could not be read."""
+    """ServerListLook is the content of a server list: unique addresses, and problems with
+    unreadable lines.
+    """
 
     addresses: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def read_server_list(file: Path) -> ServerListLook:
-    """Reads addresses, one a line; what is behind a # is a comment. There are none where there is no
-    file yet.
-    """
+    """Reads the addresses, one per line; # starts a comment. A missing file has none."""
     try:
         text = file.read_bytes().decode("utf-8-sig", errors="replace")
     except FileNotFoundError:

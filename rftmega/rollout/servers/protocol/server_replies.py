@@ -1,4 +1,4 @@
-"""Reads what servers answer."""
+"""Converts server replies to validated completions."""
 
 import math
 
@@ -21,7 +21,7 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StaleReply(EngineFault):
-    """StaleReply is a server's that says that it has other weights than it was given."""
+    """StaleReply is raised for a completion generated with other weights than the server was given."""
 
 
 def answered(
@@ -32,11 +32,11 @@ def answered(
     limits: CompletionLimits = ANY_COMPLETION,
     run: str = "",
 ) -> PartialCompletion:
-    """Returns what a server has answered; with `routed` its routes, behind a context of so many
-    tokens. `run`: whose pushes its weights are of.
+    """Returns a server's completion, with its expert routes if `routed` is given, after a context
+    of `context` tokens. `run`: the run whose pushes its weights must come from.
 
-    Raises StaleReply for tokens of no push of the run, WrongReply for what is no answer to such a
-    request, and for routes that are not those of the tokens.
+    Raises StaleReply for tokens of no push of the run; WrongReply for an invalid completion, or for
+    routes that do not match the tokens.
     """
     ids, logprobs = checked(reply, limits)
     numbers = []
@@ -55,7 +55,7 @@ def answered(
 
 
 def _routes_of(reply: protocol.ServerReply, routed: RoutedModel, fed: int) -> Tensor:
-    """Returns the routes of so many tokens. Raises WrongReply where there are none, or others."""
+    """Returns the routes of `fed` tokens. Raises WrongReply if they are missing or do not match."""
     size = math.prod(reply.shape)
     kind = np.dtype(np.uint8 if len(reply.routes) == size else np.int16)
     if min(reply.shape, default=0) < 0 or len(reply.routes) != size * kind.itemsize:

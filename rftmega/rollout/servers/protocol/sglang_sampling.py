@@ -1,13 +1,13 @@
-"""Says in SGLang's words how tokens are to be drawn."""
+"""Translates sampling parameters from vLLM to SGLang."""
 
 from collections.abc import Mapping
 from typing import Any
 
-ALL = -1  # tokens that top_k keeps
+ALL = -1  # value of top_k that keeps all tokens
 
 
 def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what vLLM's SamplingParams takes in the names of SGLang's."""
+    """Returns SGLang's sampling parameters for those of vLLM's SamplingParams."""
     found = {
         "max_new_tokens": sampling["max_tokens"],
         "temperature": sampling["temperature"],
@@ -16,8 +16,8 @@ def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
         "min_p": sampling["min_p"],
         "sampling_seed": sampling["seed"],
         "stop_token_ids": list(sampling["stop_token_ids"]),
-        "ignore_eos": True,  # the stop tokens are ours alone
-        "no_stop_trim": True,  # tokens and log-probs belong together
+        "ignore_eos": True,  # only our stop tokens count
+        "no_stop_trim": True,  # keeps tokens and log-probs aligned
     }
     if sampling.get("stop"):
         found["stop"] = list(sampling["stop"])
@@ -25,8 +25,8 @@ def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filters(sampling: Mapping[str, Any]) -> bool:
-    """Says whether tokens are drawn from a part of the distribution. SGLang's log-probs are of all of
-    it, at its temperature; those of the part come with its mask.
+    """Returns whether sampling is truncated (top-p, top-k, min-p). SGLang's log-probs are of the
+    full distribution at its temperature; those of the truncated one come with its mask.
     """
     part = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
     return bool(sampling["temperature"] > 0 and part)

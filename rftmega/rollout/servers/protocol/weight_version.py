@@ -1,5 +1,5 @@
-"""Names a push to servers: its number, and the run that it is of, so that the weights of two runs are
-never taken for each other's.
+"""Version strings of pushes: the push number with the run's id, so that the weights of two runs are
+never confused.
 """
 
 import re
@@ -8,11 +8,11 @@ NAMED = re.compile(r"([0-9]{1,9})(?:@([0-9a-z]+))?")
 
 
 def named(version: int, run: str) -> str:
-    """Returns what a server is told that it answers under. `run` "": of no run by name."""
+    """Returns the version string that a server reports. `run`: "" for an unnamed run."""
     return f"{version}@{run}" if run else str(version)
 
 
 def number_of(told: str, run: str) -> int | None:
-    """Returns the number of a push; None where `told` names none of this run's."""
+    """Returns the number of the push, or None if `told` is no push of this run."""
     found = NAMED.fullmatch(told)
     return int(found[1]) if found and (found[2] or "") == run else None

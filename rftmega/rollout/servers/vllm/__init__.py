@@ -1,1 +1,3 @@
-"""This code runs inside a vLLM server of the run: its door, its socket, and what is said over that."""
+"""Code that runs inside a run's vLLM server: authentication, ownership, the completions socket and
+its protocol.
+"""

@@ -1,8 +1,8 @@
-"""Guards the only way into a vLLM server of a run: its key on every request, and the paths that the
-trainer asks for.
+"""Authentication middleware of a run's vLLM server: requires the key on every request, and allows
+only the paths that the trainer uses.
 
-vLLM's own key guards some paths only, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come
-with others that run what they are told. A server loads this by `--middleware`, outside all of
+vLLM's own key protects only some paths, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come
+with others that execute arbitrary requests. A server loads this by `--middleware`, outside all of
 vLLM's own.
 """
 
@@ -19,11 +19,13 @@ from rftmega.rollout.servers.vllm.ownership import OWNER, Ownership
 from rftmega.rollout.servers.vllm.protocol import SOCKET
 from rftmega.runtime.parallel.orphans import end_with_all
 
-PARENT = "RFTMEGA_SERVER_PARENT"  # the process without which a server has nobody to serve
-SAMPLES = "/samples"  # answered here: what vLLM makes of sample images
-ADAPTER = "/adapter"  # answered here: POST, with a payload (`weights.transports.adapter_message`)
-IDENTITY = "/identity"  # answered here: another one after each start, and under each owner
-KEY = "RFTMEGA_SERVER_KEY"  # in the environment; a command line is seen by everybody on the host
+PARENT = "RFTMEGA_SERVER_PARENT"  # pid of the process that the server ends with
+SAMPLES = "/samples"  # handled here: checksums of vLLM's patches of sample images
+ADAPTER = "/adapter"  # handled here: POST, with a payload (`weights.transports.adapter_message`)
+IDENTITY = "/identity"  # handled here: an id that changes with each start and owner
+KEY = (
+    "RFTMEGA_SERVER_KEY"  # in the environment; command lines are visible to every user of the host
+)
 ADVICE = f'Set it to the same for servers and trainer: export {KEY}="$(openssl rand -hex 32)"'
 PATHS = {
     *("/health", "/version", "/get_world_size", "/is_paused"),
@@ -36,7 +38,14 @@ PATHS = {
         "/update_weight_version",
     ),
 }
-FOR_ANYBODY = {"/health", "/version", "/is_paused", SAMPLES, IDENTITY, OWNER}  # who has the key
+FOR_ANYBODY = {
+    "/health",
+    "/version",
+    "/is_paused",
+    SAMPLES,
+    IDENTITY,
+    OWNER,
+}  # who has the key, whichever run owns the server
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -44,9 +53,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def headers(key: str, run: str = "") -> dict[str, str]:
-    """Returns the headers of a request of this run.
+    """Returns the authentication headers of this run's requests.
 
-    Raises ValueError for what can't be a key.
+    Raises ValueError if the key is empty or can't be in a header.
     """
     if not key:
         raise ValueError(f"{KEY} is empty: whoever reaches a server could use it. {ADVICE}")
@@ -63,7 +72,7 @@ def headers(key: str, run: str = "") -> dict[str, str]:
 
 
 def given_key() -> str:
-    """Returns the key of the environment. Raises ValueError where it is none."""
+    """Returns the key from the environment. Raises ValueError if it is missing or invalid."""
     if KEY not in os.environ:
         raise ValueError(f"{KEY} is not set. {ADVICE}")
     headers(os.environ[KEY])
@@ -71,10 +80,12 @@ def given_key() -> str:
 
 
 class Authentication:
-    """Authentication is an ASGI middleware that hands on nothing else."""
+    """Authentication is an ASGI middleware that passes on only authenticated requests to allowed
+    paths.
+    """
 
     def __init__(self, app: App):
-        """Raises ValueError without a key, so that a server without one does not come up."""
+        """Raises ValueError without a valid key, so that the server does not start."""
         self.app = app
         if parent := os.environ.get(PARENT):
             end_with_all(int(parent))
@@ -123,7 +134,7 @@ def _run_of(scope: Message) -> str:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Returns the body of a request; None where its sender left before its end."""
+    """Returns the body of a request; None if the sender disconnected before its end."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -135,7 +146,7 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 async def _tell_samples(scope: Message, send: Send) -> None:
-    """Answers with checksums of samples of the kinds that are asked for: ?image=TOKEN&video=TOKEN."""
+    """Returns checksums of samples of the requested media kinds: ?image=TOKEN&video=TOKEN."""
     from rftmega.rollout.engines.image_prompts import samples_of_vllm
 
     try:
@@ -148,8 +159,8 @@ async def _tell_samples(scope: Message, send: Send) -> None:
 
 
 async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
-    """Hands a payload to all workers: ?version=, of the push that it must be of. Status 400 without that,
-    500 where one does not take it.
+    """Passes an adapter payload to all workers; ?version= is the push that it must belong to.
+    Replies with status 400 without a version, 500 if a worker refuses it.
     """
     payload = await _body(receive)
     if payload is None:
@@ -180,7 +191,7 @@ async def _tell(found: Any, send: Send, *, status: int = 200) -> None:
 
 
 async def _serve(scope: Message, receive: Receive, send: Send) -> None:
-    """Answers the requests of one connection here: vLLM has nothing as cheap."""
+    """Serves the requests of one WebSocket here: vLLM's own endpoints cost more."""
     from rftmega.rollout.servers.vllm.completions_socket import CompletionsSocket
 
     await CompletionsSocket(scope["app"].state.engine_client, receive, send).serve()

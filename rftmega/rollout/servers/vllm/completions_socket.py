@@ -1,6 +1,6 @@
-"""CompletionsSocket answers, within a vLLM server, the requests that come over one WebSocket.
+"""Serves completion requests over one WebSocket, inside a vLLM server.
 
-vLLM's own endpoint takes one HTTP request a completion, and writes and reads it as JSON: 18 ms of two
+vLLM's own endpoint takes one HTTP request per completion, as JSON in both directions: 18 ms of two
 cores for four tokens, of which the engine needs one.
 """
 
@@ -20,11 +20,11 @@ from rftmega.weights.receivers.adapter import asked_for
 
 Message = MutableMapping[str, Any]
 MESSAGE = 1 << 26  # bytes
-_connections = itertools.count()  # of this server
+_connections = itertools.count()  # numbers of this server's connections
 
 
 class CompletionsSocket:
-    """CompletionsSocket serves one connection, until it is closed: what is not answered then is
+    """CompletionsSocket serves one connection until it is closed; unfinished requests are then
     aborted.
     """
 
@@ -62,7 +62,7 @@ class CompletionsSocket:
             task.cancel()
 
     async def _reply(self, ask: protocol.Ask) -> None:
-        output = None  # of the engine: what raises behind it is no fault of the request's
+        output = None  # of the engine: errors after it are not the request's fault
         try:
             output = await self._generated(ask)
             reply: protocol.ServerReply | protocol.Failure = _told(ask, output)
@@ -75,7 +75,7 @@ class CompletionsSocket:
         self._news.set()
 
     async def _generated(self, ask: protocol.Ask) -> Any:
-        """Returns what the engine gave last."""
+        """Returns the engine's final output."""
         parameters = SamplingParams(
             **ask.sampling, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -93,7 +93,7 @@ class CompletionsSocket:
         return output
 
     async def _hand_out(self) -> None:
-        """Sends answers; those that come while others are sent go together."""
+        """Sends replies; those that arrive during a send go together in the next."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -102,7 +102,9 @@ class CompletionsSocket:
                 await self._send({"type": "websocket.send", "bytes": protocol.packed(replies)})
 
     def _some(self) -> list[protocol.ServerReply | protocol.Failure]:
-        """Takes answers of about MESSAGE bytes in all, one at least: routes are large."""
+        """Removes and returns replies of about MESSAGE bytes in all, at least one: routes are
+        large.
+        """
         taken: list[protocol.ServerReply | protocol.Failure] = []
         size = 0
         while self._replies and size < MESSAGE:
@@ -113,7 +115,7 @@ class CompletionsSocket:
 
 
 def _told(ask: protocol.Ask, output: Any) -> protocol.ServerReply:
-    """Returns what a trainer is told of vLLM's output."""
+    """Converts vLLM's output to a reply."""
     choice = output.outputs[0]
     ids = choice.token_ids
     pairs = zip(ids, choice.logprobs or (), strict=True)

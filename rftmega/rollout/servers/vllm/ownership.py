@@ -1,29 +1,29 @@
-"""Ownership keeps a server for one run at a time: whoever has the key may claim it, and the run that
-did keeps it as long as it is heard of.
+"""Lease of a server by one run at a time: any run with the key may claim a free server, and keeps
+it while it renews the lease.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-OWNER = "/owner"  # answered by the door: POST {"run": ..., "name": ...} claims; with no name, it releases
-HEADER = "x-rftmega-run"  # of every request of an owner
-LEASE_SECONDS = 60.0  # after which a run that is not heard of has lost the server to the next one
+OWNER = "/owner"  # handled in `auth`: POST {"run": ..., "name": ...} claims; without a name, it releases
+HEADER = "x-rftmega-run"  # header of every request of an owner
+LEASE_SECONDS = 60.0  # without renewal, after which another run may claim the server
 TAKEN = 409  # status
 BAD = 400
 
 
 class Ownership:
-    """Ownership is that of one server."""
+    """Ownership is the lease of one server."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.changes = 0  # of the owner: weights of another one's are not the run's
+        self.changes = 0  # of the owner: a new owner must not use the last one's weights
         self._clock = clock
         self._run = self._name = ""
         self._heard = 0.0
 
     def told(self, said: Any) -> tuple[int, dict[str, Any]]:
-        """Claims or releases the server. Returns a status, and what is answered."""
+        """Claims or releases the server. Returns the status and body of the reply."""
         if not isinstance(said, dict):
             return BAD, {"error": "no object"}
         run, name = said.get("run"), said.get("name", "")
@@ -41,5 +41,5 @@ class Ownership:
         return 200, {"status": "claimed"}
 
     def allows(self, run: str) -> bool:
-        """Says whether a request of this run is taken; a server that nobody claimed takes all."""
+        """Returns whether requests of this run are allowed; an unclaimed server allows all."""
         return self._run in ("", run)

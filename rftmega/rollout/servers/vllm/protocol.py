@@ -1,5 +1,5 @@
-"""Wire says what a trainer and a server of its own say to each other: MessagePack over one WebSocket,
-many requests at a time, each message a list of them.
+"""WebSocket protocol between the trainer and a server with this package: MessagePack, many
+concurrent requests, each message a list of them.
 """
 
 import zlib
@@ -14,41 +14,41 @@ ProtocolError = msgspec.MsgspecError
 
 
 class Ask(msgspec.Struct, array_like=True, tag=0):
-    """Ask asks for one completion."""
+    """Ask is a request for one completion."""
 
-    number: int  # of the request in its connection, and its prompt (`numbered`)
-    token_ids: bytes  # int32, of the machine's byte order: both are on machines of one kind
-    sampling: dict[str, Any]  # what vLLM's SamplingParams takes
-    salt: str = ""  # contexts with different ones share no cache
-    adapter: int = 0  # whose answer it is; 0: the model's by itself
+    number: int  # the request's sequence number and the checksum of its prompt (`numbered`)
+    token_ids: bytes  # int32 in native byte order, equal on both sides
+    sampling: dict[str, Any]  # arguments of vLLM's SamplingParams
+    salt: str = ""  # requests with different salts share no prefix cache
+    adapter: int = 0  # number of the adapter; 0: the base model
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1):
-    """Cancel takes a request back."""
+    """Cancel aborts a request."""
 
     number: int
 
 
 class ServerReply(msgspec.Struct, array_like=True, tag=0):
-    """ServerReply is the completion that was asked for, or what of it there was when it was aborted."""
+    """ServerReply is the requested completion, or its part if it was aborted."""
 
     number: int
     token_ids: bytes  # int32
     logprobs: bytes  # float32, of each token
     reason: str  # stop, length or abort
-    spans: list[tuple[str, int, int]]  # version of the weights, first token, token behind the last
+    spans: list[tuple[str, int, int]]  # weight version, first token, end
     routes: bytes = (
-        b""  # uint8 or int16 [tokens fed, layers, experts a token], where the server tells
+        b""  # uint8 or int16 [tokens fed, layers, experts a token], if the server returns them
     )
     shape: list[int] = []  # of the routes
 
 
 class Failure(msgspec.Struct, array_like=True, tag=1):
-    """Failure says why there is no completion."""
+    """Failure is the reason why there is no completion."""
 
     number: int
     error: str
-    refused: bool  # the request is at fault, and would be refused everywhere
+    refused: bool  # the request is invalid, and every server would refuse it
 
 
 _asked = msgspec.msgpack.Decoder(list[Ask | Cancel])
@@ -61,12 +61,12 @@ def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerReply | Failure]) -
 
 
 def asked(message: bytes | str) -> list[Ask | Cancel]:
-    """Raises ProtocolError for anything else."""
+    """Decodes requests. Raises ProtocolError for anything else."""
     return _decoded(_asked, message)
 
 
 def answered(message: bytes | str) -> list[ServerReply | Failure]:
-    """Raises ProtocolError for anything else."""
+    """Decodes replies. Raises ProtocolError for anything else."""
     return _decoded(_answered, message)
 
 
@@ -75,20 +75,20 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", message: bytes | str) -> A
         raise ProtocolError("it is text, and no MessagePack")
     try:
         return decoder.decode(message)
-    except (ValueError, RecursionError) as error:  # bytes that are no text, lists without an end
+    except (ValueError, RecursionError) as error:  # invalid text, or too deep nesting
         raise ProtocolError(str(error)) from error
 
 
 def numbered(sequence: int, token_ids: bytes) -> int:
-    """Returns the number of a request, in which its prompt is: an answer to another one does not have
-    it.
+    """Returns the number of a request, which includes a checksum of its prompt, so that a
+    completion of another prompt never matches.
     """
     return sequence << 32 | zlib.crc32(token_ids)
 
 
 def renumbered(number: int, answered_ids: Sequence[int]) -> int:
-    """Returns the number under which the answer to this prompt goes: the request's own where it is
-    the request's.
+    """Returns the number for the completion of the prompt `answered_ids`: that of the request if
+    the prompt is the request's.
     """
     return numbered(number >> 32, integers(answered_ids))
 
@@ -98,7 +98,7 @@ def integers(token_ids: Sequence[int]) -> bytes:
 
 
 def numbers(kind: str, content: bytes) -> "array[Any]":
-    """Reads an array of this type code."""
+    """Decodes an array with this type code."""
     found: array[Any] = array(kind)
     found.frombytes(content)
     return found

@@ -15,9 +15,12 @@ from pyarrow import parquet
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.data import Tokenizer, load_preferences, load_prompts, load_supervised
 from rftmega.data.chat.media_parts import media_moved, with_media_moved
 from rftmega.data.media.image_processor import processor_of
+from rftmega.data.preference import load_preferences
+from rftmega.data.prompts import load_prompts
+from rftmega.data.supervised import load_supervised
+from rftmega.data.tokenizer import Tokenizer
 from tests.chat_formats import PLAIN, tokenizer
 from tests.tiny_vision import save_tiny_vision
 

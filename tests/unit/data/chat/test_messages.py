@@ -8,8 +8,10 @@ import pytest
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data import load_preferences, load_prompts, load_supervised
 from rftmega.data.chat.messages import chat_messages
+from rftmega.data.preference import load_preferences
+from rftmega.data.prompts import load_prompts
+from rftmega.data.supervised import load_supervised
 from rftmega.data.tokenizer import Chat, Tokenizer
 from tests.chat_formats import FORMATS, IM, PLAIN, Format, template, tokenizer
 

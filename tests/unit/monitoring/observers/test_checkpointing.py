@@ -14,7 +14,7 @@ from rftmega.checkpoints.states import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.core.errors import OutputError
 from rftmega.core.types import Prompt
-from rftmega.data import PromptOrder
+from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.observers.checkpointing import Checkpointing, restore
 from rftmega.monitoring.observers.metric_writers import JSONLines, TensorBoard
 from rftmega.monitoring.observers.observer import AtEnd, Observer

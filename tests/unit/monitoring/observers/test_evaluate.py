@@ -13,7 +13,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.config import RolloutConfig
 from rftmega.core.sampling_seeds import evaluation_seed
 from rftmega.core.types import Prompt, Rollout, Sampling, TokenStats
-from rftmega.data import PromptOrder
+from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.observers.evaluate import Answering, Evaluate
 from rftmega.monitoring.observers.metric_writers import Progress
 from rftmega.monitoring.observers.observer import Observer

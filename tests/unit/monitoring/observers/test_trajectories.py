@@ -29,7 +29,7 @@ from rftmega.core.types import (
     Trajectory,
     Turn,
 )
-from rftmega.data import Chat
+from rftmega.data.tokenizer import Chat
 from rftmega.monitoring.observers.run_chat import RunChat
 from rftmega.monitoring.observers.trajectories import Trajectories, described, records, write
 from rftmega.trainer.experience import ExperienceMaker, collect

@@ -11,7 +11,7 @@ from rftmega.config import RolloutConfig
 from rftmega.core.interfaces import Model
 from rftmega.core.sampling_seeds import continued_seed, turn_seed
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
-from rftmega.environments import SingleTurnEnvironment
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.partial_rollouts import (
     Answered,

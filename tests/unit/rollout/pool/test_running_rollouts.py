@@ -16,7 +16,7 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import ContextTooLong, EnvironmentFailed, InfrastructureFault
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
-from rftmega.environments import SingleTurnEnvironment
+from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.engines import Engine, ScriptedEngine
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.rollout.pool.pending_requests import PendingRequests, Tasks
