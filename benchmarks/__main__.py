@@ -3,10 +3,7 @@
 Quiet machines give better figures.
 """
 
-import datetime
 import json
-import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +11,6 @@ from pathlib import Path
 import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
-import torch
 from tqdm import tqdm
 
 from benchmarks import (
@@ -25,6 +21,7 @@ from benchmarks import (
     conversion,
     data_plane,
     log_probs,
+    machine,
     moe,
     offload,
     push,
@@ -118,13 +115,7 @@ def main() -> None:
     wanted = sys.argv[1:] or list(BENCHMARKS)
     if unknown := [name for name in wanted if name not in BENCHMARKS]:
         sys.exit(f"error: there is no benchmark {unknown[0]!r}; these are: {', '.join(BENCHMARKS)}")
-    machine = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "load_before": os.getloadavg()[0],
-    }
+    measured_on = machine.here()
     found = {}
     target = Path("runs")
     target.mkdir(exist_ok=True)
@@ -137,7 +128,7 @@ def main() -> None:
             sys.stdout.write(f"| {name} | {figure} | {value:.4g} | {bound} |\n")
         sys.stdout.flush()  # one that fails takes nothing with it
         (target / "bench.json").write_text(
-            json.dumps({"machine": machine, "results": found}, indent=1)
+            json.dumps({"machine": measured_on, "rows": found}, indent=1)
         )
 
 

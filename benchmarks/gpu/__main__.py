@@ -3,7 +3,7 @@
 Several parts, or none named for all, run in processes of their own, each within its time limit;
 what a part can't do here it skips and says why. Each writes runs/gpu/PART.json after every row. On
 a CPU, and with --small, sizes are small and the files lie in runs/gpu-small. `python -m
-benchmarks.gpu.table` writes them into docs/results.md.
+website.results --from runs` takes them into docs/results.md.
 """
 
 import argparse

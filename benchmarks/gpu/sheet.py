@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import commit
 from rftmega.runtime import device
 
 Figures = Mapping[str, float | str | bool | None]
@@ -35,6 +36,7 @@ class Sheet:
                 "described": backend.described(),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
+                "commit": commit(),
                 "beside": told,
             },
             "settings": dict(settings),
