@@ -1,3 +1,3 @@
-"""Ratios, each measured within one run on one machine; `make bench` prints them and writes
-runs/bench.json.
+"""Benchmarks of ratios, each measured within one run on one machine; `make bench` prints them and
+writes runs/bench.json.
 """

@@ -1,12 +1,9 @@
 """Runs every benchmark, prints one table and writes runs/bench.json.
 
-Quiet machines give better figures.
+Results are more precise on an idle machine.
 """
 
-import datetime
 import json
-import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +11,6 @@ from pathlib import Path
 import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
-import torch
 from tqdm import tqdm
 
 from benchmarks import (
@@ -25,6 +21,7 @@ from benchmarks import (
     conversion,
     data_plane,
     log_probs,
+    machine,
     moe,
     offload,
     push,
@@ -37,7 +34,7 @@ from benchmarks import (
     turns,
 )
 
-# name -> (what runs, the figure that is asked for, its bound)
+# name -> (benchmark, figure with a target, the target)
 BENCHMARKS = {
     "packed against padded step": (steps.packed_against_padded, "share_of_ideal", "at least 0.85"),
     "step against transformers": (steps.against_transformers, "times_theirs", "at most 1.10"),
@@ -118,13 +115,7 @@ def main() -> None:
     wanted = sys.argv[1:] or list(BENCHMARKS)
     if unknown := [name for name in wanted if name not in BENCHMARKS]:
         sys.exit(f"error: there is no benchmark {unknown[0]!r}; these are: {', '.join(BENCHMARKS)}")
-    machine = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "load_before": os.getloadavg()[0],
-    }
+    measured_on = machine.here()
     found = {}
     target = Path("runs")
     target.mkdir(exist_ok=True)
@@ -135,9 +126,9 @@ def main() -> None:
         for figure, value in found[name].items():
             bound = BENCHMARKS[name][2] if figure == BENCHMARKS[name][1] else ""
             sys.stdout.write(f"| {name} | {figure} | {value:.4g} | {bound} |\n")
-        sys.stdout.flush()  # one that fails takes nothing with it
+        sys.stdout.flush()  # keeps the results if a later benchmark fails
         (target / "bench.json").write_text(
-            json.dumps({"machine": machine, "results": found}, indent=1)
+            json.dumps({"machine": measured_on, "rows": found}, indent=1)
         )
 
 

@@ -1,4 +1,6 @@
-"""Whole steps of the demo, from prompts to pushed weights, in one process: ours and TRL's by turns."""
+"""Compares whole steps of the demo, from prompts to pushed weights, with TRL's, alternating in one
+process.
+"""
 
 import json
 import os
@@ -9,15 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PYTHON = "RFTMEGA_TRL_PYTHON"  # an environment made from requirements/trl.txt
+PYTHON = "RFTMEGA_TRL_PYTHON"  # Python of an environment with requirements/trl.txt
 ROOT = Path(__file__).parents[1]
 STEPS, WARM_UP, ROUNDS = 14, 4, 3
 
 
 def step(folder: Path) -> dict[str, float]:
-    """Seconds a step: 64 prompts x 8 answers, two optimizer steps, KL to the reference.
+    """Measures the seconds per step: 64 prompts x 8 completions, two optimizer steps, KL to the
+    reference.
 
-    Nothing without TRL.
+    Returns an empty dict without TRL.
     """
     python = os.environ.get(PYTHON, "")
     if not python:
@@ -53,7 +56,7 @@ def _ours(config: Path, output: Path) -> list[float]:
     ends = [
         json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text().splitlines()
     ]
-    return _differences(ends[1:])  # the first line is of the start
+    return _differences(ends[1:])  # the first line is the evaluation before training
 
 
 def _theirs(python: str, demo: Path) -> list[float]:
@@ -74,7 +77,9 @@ def _theirs(python: str, demo: Path) -> list[float]:
 
 
 def trl_steps(python: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Returns what `trl_step.py` prints; `given` is what it is told. Raises CalledProcessError."""
+    """Runs `trl_step.py` with the options `given` and returns its output. Raises
+    CalledProcessError.
+    """
     said = subprocess.run(
         [python, str(Path(__file__).with_name("trl_step.py")), json.dumps(given)],
         cwd=ROOT,

@@ -1,5 +1,5 @@
-"""Measures, on a clock of its own, what asynchronous rollouts gain: the trainer's schedules over an
-engine whose answers have lognormal lengths.
+"""Measures the gain of asynchronous training on a simulated clock: the trainer's schedules over an
+engine whose completions have lognormal lengths.
 """
 
 import heapq
@@ -15,25 +15,27 @@ from tests.rollouts import rollout_of
 from tests.unit.trainer.test_rollout_schedules import BATCH, SAMPLES, Streams, made
 
 STEPS = 60
-SIGMA, LONGEST = 1.0, 16.0  # of lognormal lengths in medians; they are cut off at the second
-SLOTS = BATCH * SAMPLES  # answers that the engine generates side by side: a step's all at once
+SIGMA, LONGEST = 1.0, 16.0  # sigma and maximum of lognormal lengths, in medians
+SLOTS = BATCH * SAMPLES  # completions that the engine generates concurrently: all of a step
 
 
 def length(seed: int) -> float:
-    """Returns an answer's length, which takes as long."""
+    """Returns the length of a completion, which is also its duration."""
     drawn = random.Random(seed).gauss(0.0, SIGMA)
     return min(math.exp(drawn), LONGEST)
 
 
 class Clocked(Streams):
-    """Clocked answers on a clock: each of SLOTS places works at one answer after another."""
+    """Clocked generates completions on a simulated clock, in SLOTS slots that each process one at a
+    time.
+    """
 
     def __init__(self, update: float):
-        """`update`: what an update takes, in median lengths."""
+        """`update`: duration of an update, in median lengths."""
         super().__init__()
         self.now, self.update = 0.0, update
         self.free = [0.0] * SLOTS
-        self.worked = self.waited = 0.0  # of all places; of the trainer
+        self.worked = self.waited = 0.0  # time of all slots at work; of the trainer
         self.ends: dict[int, float] = {}
 
     def step(self, experience: Any, loss_fn: Any) -> dict[str, float]:
@@ -46,7 +48,7 @@ class Clocked(Streams):
             self.ends[group.number] = max(self.completion(seed) for seed in group.seeds)
 
     def generate(self, prompts: Any, *, seeds: Any, sampling: Sampling, **asked: Any) -> Any:
-        """Generates a synchronous step's answers, and waits for the last."""
+        """Generates a synchronous step's completions, and waits for the last."""
         self.wait(max(self.completion(seed) for seed in seeds))
         pairs = zip(prompts, seeds, strict=True)
         return [
@@ -54,7 +56,7 @@ class Clocked(Streams):
         ]
 
     def completion(self, seed: int) -> float:
-        """Returns when the place that is free first has generated it."""
+        """Assigns a completion to the next free slot and returns when it is finished."""
         end = max(heapq.heappop(self.free), self.now) + length(seed)
         heapq.heappush(self.free, end)
         self.worked += length(seed)
@@ -85,8 +87,8 @@ class Clocked(Streams):
 
 
 def against_synchronous(folder: Path) -> dict[str, float]:
-    """Time a step over that of the synchronous step, and what is idle; an update takes half of a
-    synchronous rollout.
+    """Returns the speedup of each schedule over synchronous steps, and idle times; an update takes
+    half as long as a synchronous rollout.
     """
     probe = Clocked(update=0.0)
     made(probe, _synchronous).fit(STEPS)

@@ -1,9 +1,9 @@
-"""The pipeline's bubble, by counting: the order in which Megatron really runs micro-batches, laid
-out in slots.
+"""Measures the pipeline bubble by counting: Megatron's actual order of micro-batches is scheduled
+into slots.
 
-Every stage's own order is recorded while it trains; then each forward and backward is given the
-first slot at which what it needs from its neighbours is there. A forward takes one slot and a
-backward two (per chunk). No clock is involved.
+Every stage's order is recorded while it trains; then each forward and backward is placed in the
+first slot at which its inputs are available. A forward takes one slot and a backward two (per
+chunk). No clock is involved.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ Event = tuple[str, int, int]  # kind, micro-batch, chunk
 
 
 def order_body(world: Any, folder: Path, parallel: ParallelConfig) -> list[Event]:
-    """Returns what this stage did, in its order."""
+    """Returns the events of this stage, in order."""
     manager = build_actor(folder, parallel, OptimizerConfig()).manager
     ids, mask = torch.ones(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
     events: list[Event] = []
@@ -41,7 +41,7 @@ def order_body(world: Any, folder: Path, parallel: ParallelConfig) -> list[Event
 
 
 def makespan(orders: list[list[Event]], chunks: int) -> int:
-    """Slots from the first forward to the last backward."""
+    """Returns the number of slots from the first forward to the last backward."""
     stages = len(orders)
     done: dict[tuple[int, Event], int] = {}
     free, place = [0] * stages, [0] * stages

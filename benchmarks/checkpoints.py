@@ -1,5 +1,5 @@
-"""Saving and loading the training state of 200 million parameters: beside the training, and against
-`dd` on the same disk.
+"""Measures saving and loading the training state of 200 million parameters: concurrently with
+training, and against `dd` on the same disk.
 """
 
 import os
@@ -44,7 +44,7 @@ def beside_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
         folder, {"policy": actor}, actor.manager.cfg, keep=1, asynchronous=True
     )
     step()
-    kept.save({}, step=0)  # the memory of snapshots is there from now on
+    kept.save({}, step=0)  # allocates the memory of snapshots
     kept.wait()
     beside, pauses, counts = [], [], []
     for number in range(1, ROUNDS + 1):
@@ -68,13 +68,13 @@ def beside_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
 
 
 def speed_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
-    """Saves that are waited for and loads from the disk, by turns with `dd`, which reads and writes
-    past the page cache; what it copies it finds in memory, as a save does.
+    """Compares blocking saves and loads from disk, alternating, with `dd`, which bypasses the page
+    cache; its source is in memory, like that of a save.
     """
     actor = build_actor(model, ParallelConfig(), OptimizerConfig(learning_rate=1e-5))
     set_adam_steps(actor.manager, 1)
     kept = TrainingCheckpoints(folder, {"policy": actor}, actor.manager.cfg, keep=1)
-    kept.save({}, step=0)  # the memory of snapshots is there from now on
+    kept.save({}, step=0)  # allocates the memory of snapshots
     found: dict[str, list[float]] = {"save": [], "load": []}
     for number in range(10, 10 + ROUNDS):
         name = f"step_{number:06d}"
@@ -102,20 +102,20 @@ def speed_body(world: Any, model: Path, folder: Path) -> dict[str, float]:
 
 
 def remember(path: Path) -> None:
-    """The next read is from memory."""
+    """Reads the file into the page cache."""
     with path.open("rb") as stream:
         while stream.read(2**24):
             pass
 
 
 def forget(path: Path) -> None:
-    """The next read is from the disk."""
+    """Drops the file from the page cache."""
     with path.open("rb") as stream:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def dd(*arguments: str) -> float:
-    """Bytes a second."""
+    """Runs `dd` and returns its bytes per second."""
     said = subprocess.run(
         ["dd", "bs=16M", *arguments],
         capture_output=True,

@@ -1,5 +1,5 @@
-"""Converting a Llama of 2 billion parameters both ways, in peak memory and against `cp` of the same
-files.
+"""Measures the conversion of a Llama with 2 billion parameters in both directions: peak memory, and
+time against `cp` of the same files.
 """
 
 import json
@@ -36,7 +36,7 @@ SHAPE = {
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> int:
-    """Random bf16 weights, shard by shard; their bytes."""
+    """Writes random bf16 weights, shard by shard; returns their bytes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape))
     planned = [
@@ -68,8 +68,8 @@ def body(world: Any, direction: str, source: Path, target: Path) -> dict[str, fl
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds of `cp` of the weights, until they are on the disk, as a conversion waits for it,
-    too.
+    """Returns the seconds to copy the weights and flush them to disk, which a conversion also waits
+    for.
     """
     target.mkdir()
 
@@ -83,13 +83,13 @@ def copy(source: Path, target: Path) -> float:
 
 
 def both_ways(folder: Path, shape: dict[str, Any] = SHAPE, rounds: int = 3) -> dict[str, float]:
-    """By turns, each into memory that the one before has just given back: a virtual machine takes
-    several times as long for pages that it has not used lately.
+    """Measures copies and conversions alternately, each in memory that the previous one has just
+    freed: a virtual machine takes several times as long for pages that it has not used recently.
     """
     found: dict[str, float] = {"gigabytes": write_model(folder / "hf", shape) / 1e9}
     for direction, begin, end in (("there", "hf", "megatron"), ("back", "megatron", "again")):
         copied, converted, peaks = [], [], []
-        for _ in range(1 + rounds):  # the first warms up
+        for _ in range(1 + rounds):  # the first is a warm-up
             shutil.rmtree(folder / end, ignore_errors=True)
             copied.append(copy(folder / "hf", folder / "copy"))
             shutil.rmtree(folder / "copy")

@@ -1,5 +1,5 @@
-"""Measures what the processes of a host hold of a rollout, and how long its way takes from the
-engines to the micro-batches: everything of a step but models and engines.
+"""Measures the host memory of a rollout, and the time to move it from the engines to the
+micro-batches: everything of a step but models and engines.
 """
 
 import gc
@@ -27,13 +27,15 @@ from rftmega.trainer.logprob_mismatch.gate import gap_of
 from tests.ranks import run_ranks
 
 PROCESSES, ROLLOUTS, SIBLINGS, PROMPT, LONGEST = 8, 512, 8, 512, 8192
-SHORTEST = 1024  # tokens, where lengths differ
+SHORTEST = 1024  # tokens, if lengths differ
 TIMES = 5
-LOOK = 0.02  # seconds between two looks at memory
+LOOK = 0.02  # seconds between memory measurements
 
 
 class RandomScores:
-    """A policy that scores at no cost: every process has random numbers for its share of rows."""
+    """RandomScores is a policy that scores at no cost: every process returns random numbers for its
+    rows.
+    """
 
     def __init__(self, world: World, host: HostMemory):
         self.world, self.host = world, host
@@ -49,7 +51,7 @@ class RandomScores:
 
 
 def lengths_of(ragged: bool) -> list[int]:
-    """Tokens of each rollout: all alike, or anything between."""
+    """Returns the tokens of each rollout: all equal, or random if `ragged`."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(SHORTEST, LONGEST + 1, (ROLLOUTS,), generator=generator)
     return drawn.tolist() if ragged else [LONGEST] * ROLLOUTS
@@ -63,7 +65,7 @@ def rollout_of(prompt: Prompt, length: int) -> Rollout:
 
 
 def step(world: World, host: HostMemory, own: dict[int, Rollout], prompts: list[Prompt]) -> Any:
-    """Returns what a step holds at its end."""
+    """Runs the data part of a step and returns the objects that it holds at its end."""
     where, rollouts, _ = gathered(own, host)
     found = in_order(where, rollouts, len(prompts))
     samples = GroupCollector(prompts, None, SIBLINGS).collected(found)  # type: ignore[arg-type]
@@ -82,7 +84,7 @@ def step(world: World, host: HostMemory, own: dict[int, Rollout], prompts: list[
 
 
 def held(pids: list[int]) -> float:
-    """Bytes of all processes: what several map counts once."""
+    """Returns the bytes of all processes; shared pages count once."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -91,10 +93,10 @@ def held(pids: list[int]) -> float:
 
 
 def measure(world: World, copies: str, ragged: bool) -> tuple[float, float, float]:
-    """Returns (seconds a step, bytes at its end, the most within), over what was there before.
+    """Returns (seconds per step, bytes at its end, maximum within), relative to the memory before.
 
-    A step goes before: what Python takes for itself once, such as pages that processes share until
-    one writes to them, is no rollout's.
+    A warm-up step excludes one-time allocations of Python, such as pages that processes share until
+    one writes to them.
     """
     torch.manual_seed(world.rank)
     host = HostMemory(f"host {world.rank}" if copies == "a process" else "host")
@@ -138,8 +140,8 @@ def measure(world: World, copies: str, ragged: bool) -> tuple[float, float, floa
 
 
 def one_copy_a_host(folder: Path) -> dict[str, float]:
-    """One copy a host against one a process, of 512 rollouts of 8192 tokens, and of as many of 1024
-    to 8192.
+    """Compares one copy per host with one per process, for 512 rollouts of 8192 tokens, and for as
+    many of 1024 to 8192.
     """
     found: dict[str, float] = {}
     for name, ragged in (("8k", False), ("1k to 8k", True)):

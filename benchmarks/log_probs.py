@@ -1,5 +1,5 @@
-"""Log-prob and entropy from hidden states, in chunks, against the dense way: time and peak memory,
-forward and backward.
+"""Compares chunked with dense computation of log-prob and entropy from hidden states: time and peak
+memory, forward and backward.
 """
 
 import resource
@@ -26,7 +26,7 @@ def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def measured_body(world: Any, way: str) -> dict[str, float]:
-    """In a process of its own, since a peak can't be taken back."""
+    """Measures one way, in its own process, since peak memory can't be reset."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weight = (0.05 * torch.randn(VOCABULARY, HIDDEN)).requires_grad_()

@@ -1,4 +1,6 @@
-"""Answers of given, lognormal lengths, whatever the model says: a plugin of a benchmark."""
+"""Environment plugin of a benchmark: completions of lognormal lengths, whatever the model
+generates.
+"""
 
 import math
 import os
@@ -12,23 +14,23 @@ from rftmega.config.options.parts import EnvironmentPart, implements
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout, Trajectory
 
-ASKED = "RFTMEGA_BENCHMARK_ASKED"  # the file that is told how many answers are asked for, and when
-SIGMA, LONGEST = 1.0, 16.0  # of lengths in medians; they are cut off at the second
+ASKED = "RFTMEGA_BENCHMARK_ASKED"  # file that logs the number of pending completions
+SIGMA, LONGEST = 1.0, 16.0  # sigma and maximum of lengths, in medians
 
 
 @dataclass(frozen=True)
 class LongTail(EnvironmentPart):
-    """One answer a prompt, as long as a lognormal number says."""
+    """One completion per prompt, of a lognormal length."""
 
     type: Literal["long_tail"] = "long_tail"
 
     median: int = 12
-    """Tokens of the median answer."""
+    """Median length of a completion in tokens."""
 
 
 @implements(LongTail)
 class LongTailEnvironment:
-    """LongTailEnvironment asks for one answer of so many tokens."""
+    """LongTailEnvironment requests one completion of a random length per prompt."""
 
     def __init__(self, options: LongTail, tokenizer: Any):
         self.options = options
@@ -41,7 +43,7 @@ class LongTailEnvironment:
         self._tell(1)
         try:
             completion = await model.generate(task.token_ids, max_tokens=tokens)
-        finally:  # an answer that is taken back is not asked for either
+        finally:  # also for a cancelled request
             self._tell(-1)
         return Rollout((Trajectory.of(task.token_ids, completion),))
 

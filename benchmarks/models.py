@@ -1,4 +1,4 @@
-"""The models that are measured: random, of a shape where matrices dominate."""
+"""Saves the random models that are measured, of a shape where matrices dominate."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 
 def save_model(folder: Path, **shape: Any) -> Path:
-    """A Qwen3 of 8 layers and 4096 words, unless told otherwise."""
+    """Saves a Qwen3 with 8 layers and a vocabulary of 4096, unless `shape` changes them."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **{

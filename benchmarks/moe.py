@@ -1,5 +1,5 @@
-"""The push of a mixture with as many tensors as Qwen3-30B-A3B has, and next to nothing in them:
-what is left is Python.
+"""Measures the push of a MoE with as many tensors as Qwen3-30B-A3B, but tiny ones: the remaining
+time is Python's.
 """
 
 import time
@@ -30,8 +30,10 @@ ROUNDS = 5
 
 
 def save_config(folder: Path, *, layers: int = 48, experts: int = 128) -> Path:
-    """Qwen3-30B-A3B's layers and experts, of the least width that vLLM's kernels take on a CPU."""
-    fields: dict[str, Any] = {"head_dim": 32}  # which the class does not name
+    """Writes a config with Qwen3-30B-A3B's layers and experts, of the least width that vLLM's CPU
+    kernels support.
+    """
+    fields: dict[str, Any] = {"head_dim": 32}  # not a parameter of the class
     Qwen3MoeConfig(
         **fields,
         architectures=["Qwen3MoeForCausalLM"],
@@ -53,8 +55,8 @@ def save_config(folder: Path, *, layers: int = 48, experts: int = 128) -> Path:
 
 
 def parameters_of(folder: Path, rank: int, ranks: int) -> list[Bound]:
-    """Returns a trainer's share of the mixture, without a trainer: experts spread over the
-    processes, everything else whole.
+    """Returns a trainer's share of the MoE, without a trainer: experts distributed over the
+    processes, everything else replicated.
     """
     config = read_hf_config(folder)
     model = describe(config)
@@ -82,7 +84,9 @@ def processor_seconds(work: Any) -> float:
 
 @contextmanager
 def copying_nothing() -> Iterator[None]:
-    """Within, vLLM's reload makes and repacks its layers as ever, and nobody copies to them."""
+    """Disables the copies of vLLM's reload within a `with` block; its layers are still built and
+    repacked.
+    """
     plain = ReceivedFill.into
 
     def counted(self: ReceivedFill, parameter: torch.Tensor) -> None:
@@ -96,8 +100,8 @@ def copying_nothing() -> Iterator[None]:
 
 
 def measured(world: Any, held: Sequence[Bound], engine: Any) -> dict[str, float]:
-    """Processor time a tensor of a push by the engine's own loader, and of one that copies what was
-    recorded.
+    """Measures the CPU time per tensor of a push by the engine's own loader, and of one that
+    replays the recorded copies.
     """
     made: list[EngineWeights] = []
     shards = [item.shard() for item in held]
@@ -148,7 +152,7 @@ def in_vllm(world: Any, folder: Path) -> dict[str, float]:
 
 
 def in_plain_parameters(world: Any, folder: Path) -> dict[str, float]:
-    """An engine whose parameters are vLLM's and whose loader does nothing else: no counting, no
+    """Measures an engine with vLLM's parameters whose loader does nothing else: no counting, no
     repacking.
     """
     held = parameters_of(folder, world.rank, world.size)

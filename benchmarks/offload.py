@@ -1,8 +1,8 @@
-"""Moving the trainer's parts off the device and back, in GB/s, against plain copies of as many
-bytes.
+"""Measures moving the trainer's state off the device and back, in GB/s, against plain copies of as
+many bytes.
 
-Off is a copy into memory that is there already. On takes memory anew, since others had it in
-between: it is compared with a copy that does, too.
+Moving off copies into existing memory. Moving on allocates memory, since others used it in between:
+it is compared with a copy that also allocates.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def offload_body(world: Any, folder: Path) -> dict[str, float]:
 
 
 def trained_once(manager: Any) -> Any:
-    """Its residency, once Adam has its states."""
+    """Takes an optimizer step, so that Adam has its states, and returns the residency."""
     for buffer in manager.model[0].buffers:
         buffer.grad_data.normal_()
     manager.optimizer_step()
@@ -37,7 +37,9 @@ def trained_once(manager: Any) -> Any:
 
 
 def rates(residency: Any, *, rounds: int) -> dict[str, float]:
-    """The plain copies go between the device and memory of the same kind as ours: pinned on CUDA."""
+    """Measures both directions and plain copies between the device and host memory of the same
+    kind: pinned on CUDA.
+    """
     total = sum(residency.bytes().values())
     sizes = [
         storage.nbytes()
@@ -48,7 +50,7 @@ def rates(residency: Any, *, rounds: int) -> dict[str, float]:
     target = list(device.current().host_buffer(total, torch.uint8).split(sizes))
 
     def off() -> None:
-        residency.changed()  # else nothing would be copied that is on the host already
+        residency.changed()  # otherwise data already on the host would not be copied
         residency.off(*PARTS)
 
     def copy_into() -> None:
@@ -71,7 +73,7 @@ def rates(residency: Any, *, rounds: int) -> dict[str, float]:
             "anew": seconds(copy_anew),
         }
         for name, value in measured.items():
-            if turn:  # the first warms up
+            if turn:  # the first is a warm-up
                 times[name].append(value)
     rate = {name: total / sorted(values)[len(values) // 2] / 1e9 for name, values in times.items()}
     return {
@@ -95,16 +97,17 @@ PARAMETERS = 50_000_000
 
 
 def adam_on_the_host(folder: Path) -> dict[str, float]:
-    """A step of Adam by the host's cores, as Megatron's optimizer_cpu_offload takes it, against
-    copies of main parameters and moments there and back, which let the device take it.
+    """Compares an Adam step on the host's cores, as with Megatron's optimizer_cpu_offload, with
+    copies of main parameters and moments to the device and back, which let the device take the
+    step.
 
-    Both work in the host's memory here. On a machine with a device the copies take the bus's time,
-    and the host's step needs gradients there and weights back besides: 6 bytes a parameter.
+    Both use host memory here. On a machine with a device the copies take the bus's time, and the
+    host's step also needs gradients there and weights back: 6 bytes per parameter.
     """
     weight = torch.nn.Parameter(torch.ones(PARAMETERS))
     weight.grad = torch.full_like(weight, 1e-3)
     adam = torch.optim.AdamW([weight], lr=1e-5, fused=True)
-    adam.step()  # it makes its moments
+    adam.step()  # creates the moments
     states = [torch.ones(PARAMETERS) for _ in range(3)]
     there = [torch.ones(PARAMETERS) for _ in range(3)]
 

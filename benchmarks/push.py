@@ -1,4 +1,4 @@
-"""A push as planned against one that gathers every tensor on every process, as most trainers do:
+"""Compares a planned push with one that gathers every tensor on every process, as most trainers do:
 bytes and time in one run.
 """
 

@@ -1,5 +1,5 @@
-"""Asynchronous against synchronous steps with a real vLLM server: the trainer on one core, the server
-on another, answers of lognormal lengths.
+"""Compares asynchronous with synchronous training on a real vLLM server: the trainer on one core,
+the server on another, completions of lognormal lengths.
 """
 
 import json
@@ -16,7 +16,7 @@ import psutil
 from benchmarks.long_tail_environment import ASKED
 from tests.e2e.conftest import ROOT, write_arithmetic
 
-STEPS, FIRST = 40, 5  # of which the first ones are not counted
+STEPS, FIRST = 40, 5  # the first ones are not counted
 PLUGIN = Path(__file__).parent / "long_tail_environment.py"
 OPTIONS = (
     *("strategy=separate", "rollout.engine=vllm", "rollout.cpu_cache_gib=0.1", "data.eval="),
@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 def against_synchronous(folder: Path) -> dict[str, float]:
-    """Returns times a step over those of synchronous steps, and what waits."""
+    """Returns the speedup over synchronous steps, and idle times."""
     write_arithmetic(folder)
     found: dict[str, float] = {}
     plain = 0.0
@@ -47,8 +47,8 @@ def against_synchronous(folder: Path) -> dict[str, float]:
 
 
 def measured(folder: Path, name: str, options: list[str]) -> dict[str, float]:
-    """Runs the program once. Returns what a step takes, in the mean, and which share of it the
-    trainer and the engine wait.
+    """Runs the program once. Returns the mean step time, and the shares of it in which the trainer
+    and the engine are idle.
     """
     output = folder / name.replace(" ", "-")
     command = [sys.executable, str(ROOT / "train_rl.py"), str(folder / "run.yaml"), *OPTIONS]
@@ -79,7 +79,7 @@ def measured(folder: Path, name: str, options: list[str]) -> dict[str, float]:
 
 
 def keep_on(core: int, processes: list[psutil.Process]) -> None:
-    """Gives all threads of these processes one core."""
+    """Pins all threads of these processes to one core."""
     for process in processes:
         with suppress(psutil.Error, OSError):
             for thread in process.threads():
@@ -91,7 +91,7 @@ def seconds_of_step(line: dict[str, float]) -> float:
 
 
 def lines(output: Path) -> list[dict[str, float]]:
-    """Returns the steps' metrics so far."""
+    """Returns the metrics of the steps so far."""
     metrics = output / "metrics.jsonl"
     if not metrics.exists():
         return []
@@ -109,7 +109,9 @@ def server_processes(trainer: int) -> list[psutil.Process]:
 
 
 def idle_share(asked: Path, begin: float, end: float) -> float:
-    """Returns the share of the time from `begin` to `end` in which nobody asked the server for an answer."""
+    """Returns the share of the time from `begin` to `end` without a pending request to
+    the server.
+    """
     idle, since, now = 0.0, begin, 0
     for line in asked.read_text().splitlines():
         moment, number = line.split()

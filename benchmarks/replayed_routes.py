@@ -1,5 +1,5 @@
-"""The gap between vLLM and the trainer in bfloat16, with the trainer's own experts and with the
-engine's.
+"""Measures the log-prob mismatch between vLLM and the trainer in bfloat16, with the trainer's own
+expert routes and with the engine's.
 """
 
 from dataclasses import replace
@@ -73,7 +73,7 @@ def _measured(actor: MegatronActor, engine: Any) -> dict[str, float]:
 
 
 def gap(ours: Tensor, theirs: Tensor) -> dict[str, float]:
-    """Mean and largest |difference|, and the k3 estimate of the KL (Schulman)."""
+    """Returns mean and largest |difference|, and the k3 estimate of the KL (Schulman)."""
     difference = (ours - theirs).double()
     k3 = difference.exp() - 1 - difference
     return {

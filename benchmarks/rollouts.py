@@ -1,5 +1,5 @@
-"""Measures how long engines have nothing to do at the end of a rollout, by the clock of the scripted engine:
-all of them step together; and what it costs that rollouts run in an environment.
+"""Measures how long engines are idle at the end of a rollout, by the steps of the scripted engine:
+all of them step together; and the overhead of rollouts in an environment.
 """
 
 import math
@@ -28,14 +28,14 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 PROMPTS, SIBLINGS, LIMIT, SLOTS = 128, 8, 1024, 8
-# standard deviation of the logarithm of what is expected, around what a prompt's answers have in
-# the mean
+# standard deviation of the logarithm of the expected length, around the mean length of a prompt's
+# completions
 GUESS = 1.0
 DRAWS = 4
 
 
 class AsLongAsItsSeed(ScriptedEngine):
-    """The request with seed n has n tokens."""
+    """AsLongAsItsSeed generates n tokens for a request with seed n."""
 
     def _completion(self, seed: int) -> Completion:
         assert self.version is not None
@@ -43,8 +43,8 @@ class AsLongAsItsSeed(ScriptedEngine):
 
 
 class Clock:
-    """Threads of which one runs at a time: the one that has taken the fewest steps, of equals the
-    first.
+    """Clock runs threads one at a time: the one with the fewest steps, among equal ones
+    the first.
     """
 
     def __init__(self, threads: int):
@@ -55,7 +55,7 @@ class Clock:
     def run(self, work: Callable[[int, Stop], Any]) -> list[Any]:
         """Returns the result of `work` in each thread, by its number.
 
-        `work` calls its stop, which is never true, once a step.
+        `work` calls its stop function, which always returns False, once per step.
         """
         found: list[Any] = [None] * len(self.steps)
 
@@ -99,9 +99,9 @@ def steps_of(
     *,
     dealt_once: bool,
 ) -> list[int]:
-    """Steps until each engine has nothing to do.
+    """Returns the steps until each engine is idle.
 
-    With `dealt_once` all requests are some engine's from the beginning.
+    With `dealt_once` all requests are assigned to engines from the beginning.
     """
     order, board = (
         ordered(prompts, expected, engines, len(prompts) if dealt_once else slots),
@@ -129,7 +129,7 @@ def steps_of(
 
 
 def drawn(tail: str, seed: int) -> tuple[list[Prompt], list[int], list[float]]:
-    """Requests, tokens of their answers, and what is expected of them."""
+    """Returns requests, the tokens of their completions, and the expected ones."""
     rng = random.Random(f"{tail}/{seed}")
     prompts, lengths, expected = list[Prompt](), list[int](), list[float]()
     for number in range(PROMPTS):
@@ -148,8 +148,8 @@ def drawn(tail: str, seed: int) -> tuple[list[Prompt], list[int], list[float]]:
 
 
 def running_dry(folder: Path) -> dict[str, float]:
-    """Share of the engines' steps, until the last has ended, in which one has nothing to do; and of
-    their slots'.
+    """Measures the share of the engines' steps, until the last has ended, in which one is idle; and
+    of their slots'.
     """
     found: dict[str, float] = {}
     for tail in ("lognormal", "Pareto"):
@@ -170,8 +170,9 @@ def running_dry(folder: Path) -> dict[str, float]:
 
 
 def through_an_environment(folder: Path) -> dict[str, float]:
-    """A rollout of the demo's size, 64 prompts with 8 answers of at most 4 tokens, and one of 200
-    tokens: each through the single-turn environment, over the same engine asked for all at once.
+    """Measures a rollout of the demo's size, 64 prompts with 8 completions of at most 4 tokens, and
+    one of 200 tokens: each through the single-turn environment, against direct calls of the same
+    engine.
     """
     found: dict[str, float] = {}
     for longest in (4, 200):

@@ -1,5 +1,5 @@
-"""Measures what a vLLM server costs beside the same engine in the trainer's process: answers of four
-tokens, of which nearly all is what surrounds the model.
+"""Measures the overhead of a vLLM server over the same engine in the trainer's process: completions
+of four tokens, whose time is nearly all outside the model.
 """
 
 import os
@@ -18,8 +18,8 @@ PROMPTS, SIBLINGS, TOKENS = 64, 8, 4
 
 
 def against_in_process(folder: Path) -> dict[str, float]:
-    """Returns requests a second of one server, and its seconds over those of an engine in the
-    process that asks.
+    """Returns requests per second of one server, and its time relative to an engine in the calling
+    process.
     """
     (found,) = run_ranks(1, both_body, folder, timeout=600)
     return dict(found)

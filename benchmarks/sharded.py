@@ -1,4 +1,6 @@
-"""Training steps on FSDP2: against plain transformers in one process, and against torch's own loop."""
+"""Compares training steps on FSDP2 with plain transformers in one process, and with torch's own
+loop.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +20,14 @@ from tests.layouts import build_policy
 from tests.ranks import run_ranks
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-5, weight_decay=0.01)
-ROWS, LENGTH = 4, 256  # of a micro-batch; all are of one length, so that nobody gains from packing
-MICRO_BATCHES = 2  # of a step and process
+ROWS, LENGTH = 4, 256  # of a micro-batch; equal, so that neither side gains from packing
+MICRO_BATCHES = 2  # per step and process
 
 
 def our_step(manager: FSDPModelManager, micro_batches: list[Tensor]) -> None:
-    """Takes log-probs of every token up, in one optimizer step. Entropies are made as well."""
+    """Takes one optimizer step that raises the log-prob of every token. Entropies are computed as
+    well.
+    """
     manager.zero_grad()
     lengths = torch.full((ROWS,), LENGTH + 1)
     for number, ids in enumerate(micro_batches, start=1):
@@ -36,7 +40,7 @@ def our_step(manager: FSDPModelManager, micro_batches: list[Tensor]) -> None:
 
 
 def plain_step(model: nn.Module, micro_batches: list[Tensor]) -> Callable[[], None]:
-    """Returns the same step in the words of transformers and torch."""
+    """Returns the same step in plain transformers and torch."""
     adam = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.01)
 
     def step() -> None:

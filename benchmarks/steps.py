@@ -1,4 +1,4 @@
-"""Whole training steps: packed against padded, and against plain transformers and torch."""
+"""Compares whole training steps: packed with padded, and with plain transformers and torch."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-5, weight_decay=0.01)
 
 
 def long_tail(rows: int) -> torch.Tensor:
-    """Row lengths, log-normal: most short, a few of the full length."""
+    """Returns lognormal row lengths: most short, a few of the full length."""
     torch.manual_seed(1)
     return (60 * torch.randn(rows).exp()).long().clamp(8, LONGEST)
 
@@ -35,8 +35,8 @@ def long_tail(rows: int) -> torch.Tensor:
 def step(
     manager: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], *, packed: bool
 ) -> None:
-    """Log-probs of every token up, one optimizer step; a micro-batch is (ids [B, S + 1], mask [B,
-    S]).
+    """Takes one optimizer step that raises the log-prob of every token; a micro-batch is (ids [B, S
+    + 1], mask [B, S]).
     """
     manager.zero_grad()
     processor = LogProbs(manager.description.vocabulary)
@@ -61,7 +61,7 @@ def packed_body(world: Any, folder: Path) -> dict[str, float]:
         return ids[rows, : longest + 1], torch.arange(longest) < lengths[rows, None]
 
     packed = [batch(torch.tensor(rows)) for rows in plan]
-    # four rows at a time, as they come
+    # four rows at a time, in order
     padded = [batch(rows) for rows in torch.arange(len(lengths)).split(4)]
     found = compare(
         lambda: step(manager, packed, packed=True),
@@ -79,9 +79,9 @@ def packed_body(world: Any, folder: Path) -> dict[str, float]:
 
 
 def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
-    """Rows of one length, so that nobody gains from packing.
+    """Compares rows of one length, so that neither side gains from packing.
 
-    Ours gives the entropy as well, theirs does not.
+    Ours computes the entropy as well, theirs does not.
     """
     manager = build_actor(folder, ParallelConfig(), OPTIMIZER).manager
     ids = torch.randint(4096, (8, 257))
@@ -110,7 +110,7 @@ def against_transformers_body(world: Any, folder: Path) -> dict[str, float]:
 
 
 class RandomCompletions:
-    """An engine that answers anything at once, and the push into it."""
+    """RandomCompletions is an engine that returns random tokens at once, and its weight sync."""
 
     version = 0
 
@@ -141,7 +141,9 @@ class RandomCompletions:
 
 
 def scoring_body(world: Any, folder: Path) -> dict[str, float]:
-    """A whole step of one optimizer step, the reference in its loss: 32 answers to 8 prompts."""
+    """Measures a whole step of one optimizer step, with the reference in its loss: 32 completions
+    of 8 prompts.
+    """
     actor, engine = (
         build_actor(folder, ParallelConfig(), OPTIMIZER, token_cap=2048, keep_reference=True),
         RandomCompletions(),

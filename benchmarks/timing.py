@@ -1,4 +1,4 @@
-"""Comparing two pieces of work on a machine whose speed wanders: by turns, and the median of the
+"""Compares two functions on a machine with varying speed: alternating runs, and the median of the
 ratios.
 """
 
@@ -11,7 +11,7 @@ from rftmega.runtime import device
 
 
 class Comparison(NamedTuple):
-    """Seconds of each, and theirs over ours: how many times faster the first is."""
+    """Comparison holds the seconds of each, and theirs over ours: how many times faster ours is."""
 
     ours: float
     theirs: float
@@ -19,7 +19,7 @@ class Comparison(NamedTuple):
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns the seconds until the device has done the work, too."""
+    """Returns the seconds until the function and the device have finished."""
     device.current().synchronize()
     begin = time.perf_counter()
     work()
@@ -28,13 +28,13 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def median_seconds(work: Callable[[], object], *, rounds: int) -> float:
-    """Returns the median of so many runs, after one to warm up."""
+    """Returns the median of so many runs, after a warm-up."""
     work()
     return statistics.median(seconds(work) for _ in range(rounds))
 
 
 def compare(ours: Callable[[], object], theirs: Callable[[], object], *, rounds: int) -> Comparison:
-    """Each once to warm up, then `rounds` times by turns."""
+    """Runs each once to warm up, then `rounds` times alternately."""
     ours(), theirs()
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]
     first, second = (statistics.median(column) for column in zip(*pairs, strict=True))

@@ -1,11 +1,12 @@
-"""Steps of TRL's GRPO; run by TRL's own Python (requirements/trl.txt), knows nothing of this project.
+"""Measures steps of TRL's GRPO; runs in TRL's own Python (requirements/trl.txt), without this
+project.
 
-python trl_step.py JSON prints the seconds and mean rewards of the steps, and the device's peak memory.
-JSON has: model, a folder; data, JSONL with `prompt`, a text, or `messages`, a chat; label, the key of
-the answer; pattern, a regular expression whose last match in a completion is compared with it, ""
-for all of it; steps; prompts and samples, of a step and of a prompt; tokens, of a completion at most;
-kl, its weight; learning_rate; engine, "transformers" or "vllm"; memory_fraction of vLLM. Each step
-has two optimizer steps.
+python trl_step.py JSON prints the seconds and mean rewards of the steps, and the device's peak
+memory. JSON has: model, a folder; data, JSONL with `prompt`, a text, or `messages`, a chat; label,
+the key of the answer; pattern, a regular expression whose last match in a completion is compared
+with it, "" for all of it; steps; prompts per step; samples per prompt; tokens, the maximum per
+completion; kl, its weight; learning_rate; engine, "transformers" or "vllm"; memory_fraction of
+vLLM. Each step has two optimizer steps.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Measures how long engines have nothing to do while rollouts wait for tools, and what the environment of
-tools costs beside a plain loop over the same engine.
+"""Measures how long engines are idle while rollouts wait for tools, and the overhead of the tools
+environment over a plain loop with the same engine.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from tests.layouts import build_manager
 from tests.ranks import run_ranks
 from tests.rollouts import Wrapped
 
-# seconds of a step of the scripted engine: about those of a model of 8 billion on a GPU; and so many
-# that what a turn costs this process is little beside them
+# seconds per step of the scripted engine: about those of an 8B model on a GPU; and so many
+# that the cost of a turn in this process is small in comparison
 STEPS = (0.02, 0.2)
 UNDER_WAY, TASKS, TURNS = 1000, 2000, 4
-COMPLETION = 20  # tokens of an answer in the mean; a tool takes half as many steps
+COMPLETION = 20  # mean tokens of a completion; a tool takes half as many steps
 SIZE = 64  # rollouts
-ROUNDS = {1: 11, 94: 11, 394: 3}  # of a comparison, by words of an answer
+ROUNDS = {1: 11, 94: 11, 394: 3}  # of a comparison, by words per completion
 CALL = re.compile("<tool_call>(.*?)</tool_call>", re.DOTALL)
-PLACES = (1, 2, 4)  # rollouts under way for each answer that the engine generates at once
+PLACES = (1, 2, 4)  # concurrent rollouts per slot of the engine
 FUNCTION = '''
 import asyncio
 
@@ -60,7 +60,7 @@ async def add(a: int) -> int:
 
 
 def tokenizer_and_tools(folder: Path, model: Path, seconds: float) -> tuple[Tokenizer, Tools]:
-    """Returns the tokenizer of a folder, and options of a tool that takes so many seconds."""
+    """Returns the tokenizer of a folder, and the options of a tool that takes so many seconds."""
     file = folder / "my_tools.py"
     file.write_text(FUNCTION.format(seconds=seconds))
     options = Tools(tools=[f"{file}:add"], max_turns=TURNS)
@@ -68,12 +68,12 @@ def tokenizer_and_tools(folder: Path, model: Path, seconds: float) -> tuple[Toke
 
 
 class Calls(ScriptedEngine):
-    """Calls the tool in every answer, of about ANSWER tokens."""
+    """Calls is an engine that calls the tool in every completion, of about COMPLETION tokens."""
 
     def __init__(self, call: Sequence[int], end: int, config: RolloutConfig):
         super().__init__(config, vocabulary=50, stop_ids=[end])
         self.call, self.end = tuple(call), end
-        self.asked, self.given = 0, 0  # requests, and those that have their answers
+        self.asked, self.given = 0, 0  # requests, and finished ones
 
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
         def finished(numbers: Sequence[int], completions: Sequence[Completion]) -> None:
@@ -90,11 +90,11 @@ class Calls(ScriptedEngine):
 
 
 def waiting_for_tools(folder: Path) -> dict[str, float]:
-    """Shares of the time in which a place of the engine was empty, and in which all were: 1,000
-    rollouts under way, of tools that take ten steps, and as many places, half and a quarter of
-    that. What the environment takes between two steps counts as well.
+    """Measures the shares of time in which a slot of the engine was empty, and in which all were:
+    1,000 concurrent rollouts, tools that take ten steps, and as many slots, half and a quarter of
+    that. The environment's time between two steps counts as well.
 
-    The end of a phase, in which fewer and fewer are under way, is told apart.
+    The end of a phase, with fewer and fewer rollouts, is reported separately.
     """
     found: dict[str, float] = {}
     model = save_calling(folder / "model", num_hidden_layers=1)
@@ -134,16 +134,16 @@ def _slow_tools(folder: Path, model: Path, places: int, step: float) -> dict[str
 
 
 class Clock:
-    """Clock lets each step of a scripted engine take so many seconds, and tells what of the time it
-    had nothing to do.
+    """Clock makes each step of a scripted engine take so many seconds, and measures its
+    idle time.
     """
 
     def __init__(self, engine: Calls, seconds: float, ending: Callable[[], bool]):
-        """`ending` says that every task was begun."""
+        """`ending` returns whether every task was started."""
         self._engine, self._seconds, self._ending = engine, seconds, ending
         self._began = time.perf_counter()
-        self._given, self._tokens = 0, 0  # by the step before, and until now
-        self.before: dict[str, float] = {}  # the shares until all tasks were begun
+        self._given, self._tokens = 0, 0  # at the previous step, and so far
+        self.before: dict[str, float] = {}  # the shares until all tasks were started
 
     def step(self) -> bool:
         time.sleep(self._seconds)
@@ -154,7 +154,7 @@ class Clock:
         return False
 
     def shares(self) -> dict[str, float]:
-        """Returns the shares of the time since the beginning."""
+        """Returns the idle shares since the start."""
         steps = (time.perf_counter() - self._began) / self._seconds
         return {
             "idle engine": 1 - self._engine.steps / steps,
@@ -163,9 +163,9 @@ class Clock:
 
 
 def tools_against_a_plain_loop(folder: Path) -> dict[str, float]:
-    """Turns a second of the environment of tools on vLLM, and of two loops of asyncio: one that reads
-    calls, awaits the tool and applies the chat template as a user's own would, and a bare one that
-    knows every reply beforehand. Answers have 7 tokens, 100 and 400.
+    """Measures turns per second of the tools environment on vLLM, and of two asyncio loops: one
+    that reads calls, awaits the tool and applies the chat template as a user's own would, and a
+    bare one that knows every reply in advance. Completions have 7 tokens, 100 and 400.
     """
     found: dict[str, float] = {}
     for words in ROUNDS:
@@ -227,7 +227,7 @@ Known = tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 def _parts(rollout: Rollout) -> Known:
-    """Returns the prompt, the answers, and what was said to all but the last."""
+    """Returns the prompt, the completions, and the replies to all but the last."""
     (one,) = rollout.trajectories
     ids = tuple(one.token_ids.tolist())
     completions = [turn for turn in one.turns if turn.role == "assistant"]
@@ -243,11 +243,11 @@ def _parts(rollout: Rollout) -> Known:
 
 
 class PlainLoop:
-    """PlainLoop runs a coroutine a rollout over an engine of vLLM, with nothing beside: it knows what
-    tools reply.
+    """PlainLoop runs one coroutine per rollout over a vLLM engine, and nothing else: it knows the
+    tools' replies.
 
-    The engine is asked as any of vLLM's users would: it stops by itself, and queues what it has no
-    place for. It is the `requests` of the engine, which it gives everything at once.
+    It uses the engine as any vLLM user would: the engine detects stops by itself, and queues
+    requests beyond its slots. It is the engine's `requests`, and passes on everything at once.
     """
 
     wants_parts = False
@@ -260,7 +260,7 @@ class PlainLoop:
         self._asked = 0
 
     def run(self) -> list[list[tuple[int, ...]]]:
-        """Returns the answers of each rollout."""
+        """Returns the completions of each rollout."""
         tasks = [self._loop.create_task(self._rollout(place)) for place in range(len(self._known))]
         self._advance()
         self._engine.serve(self, sampling=Sampling(1.0))
@@ -269,12 +269,12 @@ class PlainLoop:
         return found
 
     def take(self, room: int) -> list[Request]:
-        """Gives all that is asked."""
+        """Returns all new requests."""
         new, self._new = self._new, []
         return new
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Lets the rollouts go on."""
+        """Resumes the rollouts that waited for these completions."""
         for number, completion in zip(numbers, completions, strict=True):
             self._waiting.pop(number).set_result(completion)
         self._advance()
@@ -309,12 +309,12 @@ class PlainLoop:
 
 
 class OwnLoop(PlainLoop):
-    """OwnLoop reads the calls, awaits the tool, and makes tokens of the whole conversation by the
-    chat template in every turn.
+    """OwnLoop reads the calls, awaits the tool, and tokenizes the whole conversation with the chat
+    template in every turn.
     """
 
     def __init__(self, engine: Any, known: Sequence[Known], tokenizer: Any, specs: list[Any]):
-        """`tokenizer`: transformers' own. `specs`: the tools as OpenAI's API has them."""
+        """`tokenizer`: transformers' own. `specs`: the tools in the format of OpenAI's API."""
         super().__init__(engine, known)
         self._tokenizer, self._specs = tokenizer, specs
 

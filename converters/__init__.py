@@ -1,9 +1,9 @@
-"""One two-way table of rules a model family: Hugging Face names and shapes on one side, Megatron's
-on the other.
+"""Conversion between Hugging Face and Megatron weights: one table of two-way rules per
+architecture.
 
-Knows names and shapes, not Megatron: the same table serves loading at start, HF export, live weight
-sync and offline conversion, so they cannot drift. A new family is one file in `families/` (and one
-in `model_providers/families/`).
+The tables contain names and shapes and are independent of Megatron: the same table is used for
+loading, HF export, live weight sync and offline conversion, so these cannot diverge. A new
+architecture is one file in `families/` (and one in `model_providers/families/`).
 """
 
 import importlib
@@ -37,25 +37,24 @@ from rftmega.converters.stacks import Stack
 from rftmega.core.errors import CheckpointError
 
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
-# old Llama folders have them; they follow from config.json
+# present in old Llama folders; derived from config.json
 NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
 
-# of config.json: layers that predict a second token and further ones, which nobody trains
+# fields of config.json: multi-token prediction (MTP) layers, which are not trained
 OF_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def has_table(hf_config: Mapping[str, Any]) -> bool:
-    """Returns whether the family that config.json names has a table here."""
+    """Returns whether there is a table for the architecture (model_type) of config.json."""
     return hf_config.get("model_type") in FAMILIES
 
 
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
-    """Returns the rules of the family that config.json names.
+    """Returns the rules for the architecture of config.json; with `value_head`, those of its value
+    model.
 
-    With `value_head`, of its value model instead.
-
-    Raises CheckpointError for a family without a table.
+    Raises CheckpointError for an architecture without a table.
     """
     hf_config = completed(hf_config)
     rules: list[Rule] = _family(hf_config).table(hf_config)
@@ -66,24 +65,24 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json with the family's defaults of what is absent.
+    """Returns config.json with the architecture's defaults for absent fields.
 
-    Raises CheckpointError for a family without a table, and for fields that are missing, null or of
-    another kind.
+    Raises CheckpointError for an architecture without a table, and for fields that are missing,
+    null or of the wrong type.
     """
     fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
     return fields.completed(hf_config)
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """Returns the base of the rotary embedding where config.json names none."""
+    """Returns the base of the rotary embedding if config.json has none."""
     fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
     return fields.rope_theta
 
 
 def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns those of `names`, all of a folder's, that a folder of this family may hold and that
-    no rule speaks of.
+    """Returns those of `names`, all tensors of a folder, that such a folder may contain but no rule
+    covers.
     """
     names = set(names)
     found = {name for name in names if re.fullmatch(NOT_WEIGHTS, name)}
@@ -93,11 +92,11 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json that are another in a folder that we write, None for one
-    that it does not have: it holds nothing of what is left out, and no quantised weights.
+    """Returns the fields of config.json to change in an exported folder, None for one to remove:
+    the folder contains none of the tensors that are left out, and no quantised weights.
 
-    Of a family without a table, a backend that needs none writes what transformers reads: no layers
-    that predict further tokens.
+    For an architecture without a table, a backend that needs none writes the tensors that
+    transformers reads: no multi-token prediction layers.
     """
     if has_table(hf_config):
         of_family = getattr(_family(hf_config), "written", None)
@@ -108,8 +107,9 @@ def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:
-    """Returns the tensors of a folder that hold a matrix of every expert, which the rules know one
-    by one; none of a family without a table, whose tensors a backend knows as the folder has them.
+    """Returns the tensors of a folder that stack a matrix of every expert, which the rules list one
+    by one; none for an architecture without a table, whose tensors a backend takes as they are in
+    the folder.
     """
     if not has_table(hf_config):
         return []

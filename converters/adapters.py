@@ -1,11 +1,11 @@
-"""Derives the names and shapes of adapters from the rules of the layers that they are on: a low-rank
-product b a beside a weight (LoRA, arXiv:2106.09685).
+"""Derives the names and shapes of LoRA adapters from the rules of the layers that they are on: a
+low-rank product b a beside a weight (LoRA, arXiv:2106.09685).
 
-Each HF tensor has a pair of its own, as in PEFT: q, k and v, which Megatron keeps in one tensor, have
-three. Megatron's `a` is theirs, one below the other; its `b` has the rows of the weight.
+Each HF tensor has a pair of its own, as in PEFT: q, k and v, one tensor in Megatron, have three.
+Megatron's `a` is theirs, concatenated along the rows; its `b` has the rows of the weight.
 
-An embedding has a pair of the transposed weight: `a` [rank, words] is looked up, and has the columns of
-the words that a process holds; `b` [hidden, rank] is whole everywhere.
+An embedding has a pair for the transposed weight: `a` [rank, vocabulary] is looked up, and split by
+columns over the vocabulary shards; `b` [hidden, rank] is whole on every process.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,10 +28,10 @@ from rftmega.core.shards import EMBEDDING, HEAD
 
 HEADS = (HEAD, "output_layer")  # Hugging Face's and Megatron's name
 WEIGHT = ".weight"
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # behind the name of a module of Hugging Face's
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # suffixes of a Hugging Face module's name
 EMBEDDING_DOWN, EMBEDDING_UP = ".lora_embedding_A", ".lora_embedding_B"
 DOWNS, UPS = (DOWN, EMBEDDING_DOWN), (UP, EMBEDDING_UP)
-LOCAL_DOWN, LOCAL_UP = ".lora.a", ".lora.b"  # behind that of a module of Megatron's
+LOCAL_DOWN, LOCAL_UP = ".lora.a", ".lora.b"  # suffixes of a Megatron module's name
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class AdaptedLayer:
     """AdaptedLayer is the rule of a linear layer's weight, and those of the adapter on it."""
 
     base: Rule
-    parts: tuple[int, ...]  # which of the base's HF tensors have a pair
+    parts: tuple[int, ...]  # indices of the base's HF tensors that have a pair
     down: Rule  # of `a`
-    up: Rule  # of `b`, whose rows of other HF tensors are zeros
+    up: Rule  # of `b`, whose rows for other HF tensors are zeros
 
     @property
     def of_embedding(self) -> bool:
@@ -53,7 +53,7 @@ class AdaptedLayer:
 
     @property
     def row_parallel(self) -> bool:
-        """Returns whether a process has its own columns of `a`, and all of `b`."""
+        """Returns whether a process has its own columns of `a`, and the whole of `b`."""
         return isinstance(self.base, Row) or self.of_embedding
 
     @property
@@ -65,12 +65,12 @@ class AdaptedLayer:
 def adapted_layers(
     rules: Sequence[Rule], *, rank: int, targets: Sequence[str]
 ) -> list[AdaptedLayer]:
-    """Returns the layers of a decoder that `targets` name; where it is empty all linear ones of
-    attention, MLP and experts. A value model has no output head: where targets name one as well as
-    other layers, it is left out.
+    """Returns the layers of a decoder that `targets` name; if empty, all linear layers of
+    attention, MLP and experts. A value model has no LM head: if targets name it beside other
+    layers, it is left out.
 
-    Raises ConfigError for a target that the model does not have, for the embedding or the head of a
-    model where both are one matrix, and for a model that can have no adapters.
+    Raises ConfigError for a target that the model does not have, for the embedding or the LM head
+    of a model that ties them, and for a model that cannot have adapters.
     """
     if any(rule.megatron[0].startswith((MODULE, AUDIO_MODELS)) for rule in rules):
         raise ConfigError(
@@ -97,15 +97,15 @@ def adapted_layers(
 
 
 def _refuse_tied(of_vocabulary: Sequence[Rule], targets: Sequence[str]) -> None:
-    """Raises ConfigError where `targets` name a matrix that is embedding and head at once."""
+    """Raises ConfigError if `targets` name a matrix that is both embedding and LM head."""
     known = {*HEADS, *(name for rule in of_vocabulary for name in _names(rule))}
     if _are_tied(of_vocabulary):
         refuse_named(targets, known)
 
 
 def refuse_named(targets: Sequence[str], words: Collection[str]) -> None:
-    """Raises ConfigError where `targets` name one of the `words`: names of a matrix that is embedding
-    and head at once.
+    """Raises ConfigError if `targets` name one of the `words`, the names of a matrix that is both
+    embedding and LM head.
     """
     if named := [target for target in targets if target in words]:
         raise ConfigError(
@@ -120,9 +120,9 @@ def _are_tied(of_vocabulary: Sequence[Rule]) -> bool:
 
 
 def without_head(targets: Sequence[str]) -> list[str]:
-    """Returns the targets of a value model beside a policy with those.
+    """Returns the targets of a value model trained beside a policy with these targets.
 
-    Raises ConfigError where it would have none.
+    Raises ConfigError if none would remain.
     """
     kept = [target for target in targets if target not in HEADS]
     if targets and not kept:
@@ -148,7 +148,7 @@ def hf_target(rule: Rule, number: int) -> str:
 
 
 def module_of(name: str) -> str:
-    """Returns the name of the module whose adapter has a tensor of this name."""
+    """Returns the module whose adapter has a tensor of this name."""
     for ending in (*DOWNS, *UPS):
         name = name.removesuffix(ending)
     return name
@@ -160,7 +160,7 @@ def target_of(name: str) -> str:
 
 
 def pair_names(module: str) -> tuple[str, str]:
-    """Returns the names of A and B of a module, as PEFT has them."""
+    """Returns PEFT's names of A and B of a module's adapter."""
     if _leaf(module) == EMBEDDING:
         return module + EMBEDDING_DOWN, module + EMBEDDING_UP
     return module + DOWN, module + UP
@@ -180,8 +180,8 @@ def _names(rule: Rule) -> set[str]:
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Says whether this is the weight of a linear layer of a decoder's attention or MLP, or of an
-    expert.
+    """Returns whether a rule is for the weight of a linear layer of a decoder's attention or MLP,
+    or of an expert.
     """
     of_a_layer = rule.megatron[0].startswith((ATTENTION, MLP))
     named = rule.megatron[0].endswith(WEIGHT) and len(rule.hf[0].shape) == 2
@@ -196,7 +196,7 @@ def _is_chosen(rule: Rule, number: int, targets: Sequence[str]) -> bool:
 def _adapted(rule: Rule, parts: tuple[int, ...], rank: int) -> AdaptedLayer:
     down = [_beside(rule.hf[part], DOWN, (rank, rule.hf[part].shape[1])) for part in parts]
     up = [_beside(tensor, UP, (tensor.shape[0], rank)) for tensor in rule.hf]
-    # of Megatron's own modules; nothing looks adapters up by these names
+    # names within Megatron's modules; adapters are never looked up by them
     of_a, of_b = (
         (rule.megatron[0].removesuffix(WEIGHT) + name,) for name in (LOCAL_DOWN, LOCAL_UP)
     )
@@ -209,7 +209,9 @@ def _adapted(rule: Rule, parts: tuple[int, ...], rank: int) -> AdaptedLayer:
             VocabularyColumns(of_a, (_beside(table, EMBEDDING_DOWN, (rank, words)),)),
             Replicated(of_b, (_beside(table, EMBEDDING_UP, (hidden, rank)),)),
         )
-    if isinstance(rule, Row):  # columns of a row-parallel weight are split, and with them a's
+    if isinstance(
+        rule, Row
+    ):  # the columns of a row-parallel weight are split, and so are those of a
         return AdaptedLayer(
             rule,
             parts,

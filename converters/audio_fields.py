@@ -1,4 +1,4 @@
-"""Fields of a config.json with one part for the decoder and one for a tower that hears."""
+"""Fields of a config.json of audio-language models, with sections for decoder and audio encoder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rftmega.converters.dropout_fields import drops
 from rftmega.converters.nested_fields import NEUTRAL, flattened
 from rftmega.core.errors import CheckpointError
 
-# of audio_config, beside those that a vision tower has: each changes no number
+# fields of audio_config without effect on results, beside those of vision towers
 ALSO_NEUTRAL = frozenset({"init_std", "use_cache", "is_decoder", "tie_word_embeddings"})
 REQUIRED = (
     *("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
@@ -19,7 +19,7 @@ ONLY: Mapping[str, Any] = {
     "activation_function": "gelu",
     "scale_embedding": False,
 }
-# names that transformers reads as others
+# names that transformers treats as synonyms
 ALIASES = {
     "num_hidden_layers": "encoder_layers",
     "hidden_size": "d_model",
@@ -30,10 +30,12 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class AudioFields:
-    """AudioFields tells what a family with a tower that hears makes of fields that config.json lacks."""
+    """AudioFields holds an audio-language architecture's defaults for fields that config.json
+    lacks.
+    """
 
     text: Fields
-    # what transformers takes where text_config has no such field: the makers' own folder has none
+    # transformers' defaults for fields of text_config, which the original folder lacks
     text_sizes: Mapping[str, int]
 
     @property
@@ -41,9 +43,10 @@ class AudioFields:
         return self.text.rope_theta
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's fields, completed, and "audio_config", completed.
+        """Returns the decoder's fields and "audio_config", both completed with defaults.
 
-        Raises CheckpointError that lists what is missing, of another kind or not honoured.
+        Raises CheckpointError with a list of fields that are missing, of the wrong type or
+        unsupported.
         """
         flat = self.text.completed({**self.text_sizes, **flattened(given)})
         token = flat.get("audio_token_index", flat.get("audio_token_id"))
@@ -86,7 +89,7 @@ def _tower(given: Any) -> dict[str, Any]:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Returns what the value should be, or nothing."""
+    """Returns the requirement that a value violates, or ""."""
     if name in REQUIRED:
         most = MOST_LAYERS if name == "encoder_layers" else LARGEST
         return "" if is_whole(value, 1, most) else "a positive whole number"

@@ -1,6 +1,5 @@
-"""Says how the weights of a folder are quantised, where they are read all the same: 8-bit
-floating-point numbers with one scale a block, as DeepSeek-V3, Kimi-K2 and Qwen3's FP8 folders are
-published.
+"""Quantised weights that can be loaded: FP8 with one scale per block, the format of DeepSeek-V3,
+Kimi-K2 and Qwen3's FP8 folders.
 """
 
 from collections.abc import Mapping
@@ -11,13 +10,13 @@ from rftmega.core.errors import CheckpointError
 
 FIELD = "quantization_config"
 METHOD, NUMBERS = "fp8", "e4m3"
-# of activations, which are not quantised here, and of weights, whose dtype tells
+# fields about activations, which are not quantised here, and weights, identified by their dtype
 UNREAD = ("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 class BlockScales(NamedTuple):
-    """BlockScales says how many rows and columns share a scale, and what dtype the model has."""
+    """BlockScales holds the rows and columns that share a scale, and the model's dtype."""
 
     rows: int
     columns: int
@@ -25,9 +24,9 @@ class BlockScales(NamedTuple):
 
 
 def block_scales(hf_config: Mapping[str, Any]) -> BlockScales | None:
-    """Returns None where weights are not quantised.
+    """Returns the block sizes of config.json; None if weights are not quantised.
 
-    Raises CheckpointError, naming the field, for another way of quantising.
+    Raises CheckpointError, naming the field, for another quantisation method.
     """
     said = hf_config.get(FIELD)
     if said is None:

@@ -1,7 +1,7 @@
-"""Fields of config.json: of what kind each is, and what a family makes of one that is absent or
+"""Fields of config.json: their types, and an architecture's defaults for fields that are absent or
 null.
 
-Both follow transformers 5.19, which the engines read the same file with; a generated test compares
+Both follow transformers 5.19, with which the engines read the same file; a generated test compares
 every field.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from rftmega.core.errors import CheckpointError
 
-LARGEST = 2**32  # of a size
-MOST_LAYERS = 2**16  # and experts: each is a line of a table
+LARGEST = 2**32  # maximum of a size
+MOST_LAYERS = 2**16  # also of experts: each is a line of a table
 REQUIRED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("vocab_size", "rms_norm_eps", "max_position_embeddings"),
@@ -28,23 +28,23 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields tells what a family makes of fields that config.json lacks.
+    """Fields holds an architecture's defaults for fields that config.json lacks.
 
-    transformers has a default for sizes too, those of one published model. Nobody means them, so
-    `required` are refused instead.
+    transformers also has defaults for sizes, those of one published model, which are never
+    intended; a config.json without `required` fields is rejected instead.
     """
 
     required: tuple[str, ...] = ()  # beside REQUIRED
     defaults: Mapping[str, Any] | None = None  # beside DEFAULTS, or instead of them
-    # those of the above that may be null, which is not the same as absent
+    # fields of the above that may be null, which differs from absent
     nullable: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()  # without a default, but null is refused
     rope_theta: float = 10000.0
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `given` with the defaults of what is absent.
+        """Returns `given` with defaults for absent fields.
 
-        Raises CheckpointError that lists what is missing, null or of another kind.
+        Raises CheckpointError with a list of fields that are missing, null or of the wrong type.
         """
         required = (*REQUIRED, *self.required)
         defaults = {**DEFAULTS, **(self.defaults or {})}
@@ -64,19 +64,19 @@ class Fields:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind tells which values a field may have."""
+    """Kind describes the values that a field may have."""
 
     said: str
     fits: Callable[[Any], bool]
 
 
 def is_whole(value: Any, least: int, most: int = LARGEST) -> bool:
-    """Returns whether a value of JSON is an integer of this range; true and false are none."""
+    """Returns whether a JSON value is an integer in this range; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: Any, least: float = -math.inf) -> bool:
-    """Returns whether a value of JSON is a finite number."""
+    """Returns whether a JSON value is a finite number of at least `least`."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

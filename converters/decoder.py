@@ -1,4 +1,4 @@
-"""Builds the parts of the families' tables: attention, dense layers, experts, and the rest of a
+"""Rules shared by the architectures' tables: attention, dense layers, experts, and the rest of a
 decoder.
 """
 
@@ -22,14 +22,14 @@ MLP = MEGATRON_LAYER + "mlp."
 def decoder(
     config: Config, attention: list[Rule], mlp: list[Rule], *, post_norm: bool = False
 ) -> list[Rule]:
-    """Returns the rules of a whole model, in its order: the layers' attention and MLP are the
-    caller's. With `post_norm` the norms are behind them.
+    """Returns the rules of a whole model in order; the caller supplies those of attention and MLP.
+    With `post_norm` the norms follow attention and MLP.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
     embedding = HFTensor("model.embed_tokens.weight", (vocabulary, hidden))
     head = HFTensor("lm_head.weight", (vocabulary, hidden))
-    # Transformer Engine keeps a norm in the linear layer behind it, but not where several layers
+    # Transformer Engine stores a norm in the linear layer after it, unless several layers
     # follow.
     before = [
         Replicated(
@@ -57,13 +57,13 @@ def decoder(
         Replicated(
             ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", (hidden,)),)
         ),
-        # Tied: the last stage holds a copy of the embedding, which HF has no tensor of its own for.
+        # Tied: the last stage holds a copy of the embedding, for which HF has no separate tensor.
         Vocabulary(("output_layer.weight",), (embedding if tied else head,), exported=not tied),
     ]
 
 
 def in_layer(name: str, *shape: int) -> HFTensor:
-    """Returns the rule of a tensor of every layer."""
+    """Returns the HF tensor of this name in every layer."""
     return HFTensor(HF_LAYER + name, shape)
 
 
@@ -75,8 +75,8 @@ def grouped_attention(
     full_width_qk_norm: bool = False,
     fused: bool = False,
 ) -> list[Rule]:
-    """Returns the rules of grouped-query attention; `fused`: a folder holds q, k and v in one
-    tensor. `full_width_qk_norm`: a norm is over all heads at once.
+    """Returns the rules of grouped-query attention; `fused`: a folder stores q, k and v in one
+    tensor. `full_width_qk_norm`: one norm over all heads.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -126,8 +126,8 @@ def gated_mlp(
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     **where: Any,
 ) -> list[Rule]:
-    """Returns the rules of `hf` with each of `projections` (gate, up, down; or gate and up as one
-    tensor, down) in its braces, in Megatron's fc1 (gate above up) and fc2.
+    """Returns the rules of a gated MLP: `hf` with each of `projections` (gate, up, down; or gate
+    and up as one tensor, down) in its braces, in Megatron's fc1 (gate above up) and fc2.
     """
     *above, down = (hf.replace("{projection}", name) for name in projections)
     fused = (ffn, ffn) if len(above) == 1 else ()
@@ -161,9 +161,9 @@ def router(config: Config, experts: int, hf: str = "mlp.gate.weight", **where: A
 def routed_experts(
     config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
 ) -> list[Rule]:
-    """Returns the rules of one module an expert.
+    """Returns the rules of routed experts, one module per expert.
 
-    Transformer Engine's grouped one numbers its weights.
+    Transformer Engine's grouped module numbers its weights instead.
     """
     fc1, fc2 = (
         (
@@ -176,15 +176,15 @@ def routed_experts(
 
 
 def shared_expert(config: Config, ffn: int, hf: str, **where: Any) -> list[Rule]:
-    """Returns the rules of the expert that every token goes to: sharded like a dense layer, not
-    like the others.
+    """Returns the rules of a shared expert, which is sharded like a dense layer, unlike routed
+    experts.
     """
     fc1, fc2 = ((f"{MLP}shared_experts.linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(config["hidden_size"], ffn, hf + ".{projection}.weight", fc1, fc2, **where)
 
 
 def qwen_sparse_layers(config: Config) -> frozenset[int]:
-    """Returns the layers with experts in Qwen's mixtures; the others are dense."""
+    """Returns the MoE layers of Qwen's MoE models; the others are dense."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     return frozenset(
         n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0
@@ -192,9 +192,9 @@ def qwen_sparse_layers(config: Config) -> frozenset[int]:
 
 
 def number_of_experts(config: Config) -> int:
-    """Reads num_local_experts, as transformers 5 calls it, or num_experts, as 4 called it.
+    """Returns num_local_experts (transformers 5) or num_experts (transformers 4).
 
-    Raises CheckpointError where neither is there, or both are and differ.
+    Raises CheckpointError if neither is present, or both are and differ.
     """
     one, other = config.get("num_experts"), config.get("num_local_experts")
     if one and other and one != other:
@@ -207,8 +207,8 @@ def number_of_experts(config: Config) -> int:
 
 
 def value_head(config: Config) -> list[Rule]:
-    """Returns the rule of one number a token, named as in transformers' sequence (no bias) and
-    token classifiers; a policy's folder has none.
+    """Returns the rules of a value head, named as in transformers' sequence (no bias) and token
+    classifiers; a policy's folder has none.
     """
     hidden = config["hidden_size"]
     return [

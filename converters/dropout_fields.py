@@ -1,7 +1,7 @@
-"""Finds the fields of a config.json that say what a model drops, or adds as noise, while it learns.
+"""Finds the fields of a config.json that set dropout or noise in training.
 
-They are of the run that made the folder. Here `model.dropout` alone says what an update drops, and
-scoring and generation drop nothing.
+They belong to the run that made the folder. Here only `model.dropout` sets the dropout of an
+update, and scoring and generation use none.
 """
 
 import re
@@ -10,20 +10,20 @@ from typing import Any
 
 # attention_dropout, attn_pdrop, layerdrop, drop_path_rate, router_jitter_noise, moe_jitter_eps, ...
 NAMES = re.compile("drop|jitter")
-# by model_type: PhiMoE chooses experts by it in every pass, whether it learns or not
+# by model_type: PhiMoE uses it to choose experts in every forward pass, not only in training
 COMPUTED = {"phimoe": ("router_jitter_noise",)}
 
 
 def drops(name: str, *, family: str = "") -> bool:
-    """Returns whether a field of this name is about what a model of the `family` (model_type) drops
-    while it learns.
+    """Returns whether a field of this name sets dropout or noise in training for the `family`
+    (model_type).
     """
     return NAMES.search(name) is not None and name not in COMPUTED.get(family, ())
 
 
 def dropped_by(hf_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the fields of a config.json that say that something is dropped, with those of its
-    parts, as {"attention_dropout": 0.1, "vision_config.drop_path_rate": 0.2}.
+    """Returns the fields of a config.json, including nested sections, with nonzero dropout or
+    noise, as {"attention_dropout": 0.1, "vision_config.drop_path_rate": 0.2}.
     """
     found: dict[str, float] = {}
     family = str(hf_config.get("model_type", ""))

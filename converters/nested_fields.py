@@ -1,7 +1,7 @@
-"""Fields of a config.json with one part for the decoder and one for a vision tower.
+"""Fields of a config.json of vision-language models, with sections for decoder and vision tower.
 
 transformers 5 writes `text_config` and `vision_config`; transformers 4 wrote the decoder's fields
-of Qwen2-VL and Qwen2.5-VL beside `vision_config`. Both are read as the latter.
+of Qwen2-VL and Qwen2.5-VL beside `vision_config`. Both are converted to the latter.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_nu
 from rftmega.converters.dropout_fields import drops
 from rftmega.core.errors import CheckpointError
 
-# of vision_config, which change no number, or follow from others
+# fields of vision_config without effect on results, or derived from others
 NEUTRAL = frozenset(
     {
         *("architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
@@ -21,7 +21,7 @@ NEUTRAL = frozenset(
         *("_attn_implementation", "_attn_implementation_autoset", "spatial_patch_size"),
     }
 )
-# of text_config, which config.json says once more for the whole model
+# fields of text_config that config.json repeats for the whole model
 REPEATED = ("model_type", "dtype", "torch_dtype", "architectures", "transformers_version")
 OLDER = {"in_chans": "in_channels"}  # names of transformers 4
 SIZES = (
@@ -33,10 +33,10 @@ LISTS = ("fullatt_block_indexes", "deepstack_visual_indexes")
 
 
 def flattened(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns config.json with the decoder's fields beside `vision_config`; as it is where it has
-    no `text_config`.
+    """Returns config.json with the decoder's fields beside `vision_config`; unchanged if it has no
+    `text_config`.
 
-    Raises CheckpointError for a field that both name, and not alike.
+    Raises CheckpointError for a field with different values in both.
     """
     text = hf_config.get("text_config")
     if text is None:
@@ -55,21 +55,24 @@ def flattened(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class VisionFields:
-    """VisionFields tells what a family with a tower makes of fields that config.json lacks."""
+    """VisionFields holds a vision-language architecture's defaults for fields that config.json
+    lacks.
+    """
 
     text: Fields
     required: tuple[str, ...]  # of vision_config
     defaults: Mapping[str, Any]  # of vision_config
-    only: Mapping[str, Any] = field(default_factory=dict)  # values that the tower is built with
+    only: Mapping[str, Any] = field(default_factory=dict)  # the only supported values
 
     @property
     def rope_theta(self) -> float:
         return self.text.rope_theta
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's fields, completed, and "vision_config", completed.
+        """Returns the decoder's fields and "vision_config", both completed with defaults.
 
-        Raises CheckpointError that lists what is missing, of another kind or not honoured.
+        Raises CheckpointError with a list of fields that are missing, of the wrong type or
+        unsupported.
         """
         flat = self.text.completed(flattened(given))
         if not is_whole(flat.get("image_token_id"), 0):
@@ -100,7 +103,7 @@ class VisionFields:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Returns what the value should be, or nothing."""
+    """Returns the requirement that a value violates, or ""."""
     if name in SIZES:
         most = MOST_LAYERS if name == "depth" else LARGEST
         return "" if is_whole(value, 1, most) else "a positive whole number"

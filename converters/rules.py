@@ -1,10 +1,10 @@
-"""A rule says where every slice of one Megatron tensor lies in Hugging Face's tensors; both
-directions follow from that.
+"""A rule maps every slice of one Megatron tensor to Hugging Face tensors; both directions of
+conversion follow from it.
 
 A fused or sharded tensor is a list of segments along one axis: "rows 0 to 8 of the first HF tensor,
-then rows 0 to 4 of the second, ...". A shard of rank r of n has its own list. Reading is
-concatenating the segments; writing back is copying them to where they came from. Weights are [out,
-in] on both sides and rotary halves agree, so nothing is ever transposed.
+then rows 0 to 4 of the second, ...". A shard of rank r of n has its own list. Loading concatenates
+the segments; exporting copies them back. Weights are [out, in] on both sides and rotary halves
+agree, so nothing is ever transposed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from rftmega.core.errors import WeightMismatch
 
 
 class Segment(NamedTuple):
-    """Rows (or columns) start to stop of part `part`, an HF tensor or, of a fused one, what would be
-    a tensor elsewhere; part -1 is padding: zeros that HF does not have.
+    """Rows (or columns) start to stop of part `part`: an HF tensor or, of a fused one, one of its
+    components; part -1 is padding: zeros that HF does not have.
     """
 
     part: int
@@ -28,21 +28,21 @@ class Segment(NamedTuple):
 
 
 class HFTensor(NamedTuple):
-    """A tensor as Hugging Face stores it; the name may hold {layer} and {expert}."""
+    """A tensor as stored by Hugging Face; the name may contain {layer} and {expert}."""
 
     name: str
     shape: tuple[int, ...]
 
 
 class Sliceable(Protocol):
-    """A tensor, or a safetensors slice that reads only what is asked for."""
+    """A tensor, or a safetensors slice that reads only the requested elements."""
 
     def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor and the HF tensors that it is made of.
+    """One Megatron tensor and the HF tensors that it consists of.
 
     {layer} and {expert} in a name are local numbers on Megatron's side and global ones on HF's.
     """
@@ -52,11 +52,11 @@ class Rule:
     hf: tuple[HFTensor, ...]
     # False: a copy of a tensor that another rule exports
     exported: bool = field(default=True, kw_only=True)
-    # a folder without it leaves the parameter as it was built
+    # without it in a folder the parameter keeps its initial value
     optional: bool = field(default=False, kw_only=True)
-    # those it speaks of; None: all
+    # layers that it applies to; None: all
     layers: frozenset[int] | None = field(default=None, kw_only=True)
-    # rows of the parts that the one HF tensor holds, one behind the other; empty: a tensor each
+    # rows of the parts that one HF tensor concatenates; empty: one tensor per part
     fused: tuple[int, ...] = field(default=(), kw_only=True)
 
     axis = 0
@@ -70,16 +70,15 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether this is an expert's: sharded over processes that share an expert, not a
-        dense layer.
+        """Returns whether the tensor belongs to a routed expert, which is sharded over
+        expert-tensor-parallel processes.
         """
         return "{expert}" in self.hf[0].name
 
     @property
     def opens(self) -> bool:
-        """Says that this is held by the first stage.
-
-        What speaks of no layer otherwise is the last one's.
+        """Returns whether the first pipeline stage owns the tensor; other tensors without a layer
+        number belong to the last.
         """
         return self.megatron[0].startswith(("embedding.", "visual."))
 
@@ -91,22 +90,22 @@ class Rule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the parts along the axis that is sharded."""
+        """Returns the lengths of the parts along the sharded axis."""
         return self.fused or tuple(tensor.shape[self.axis] for tensor in self.hf)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the segments of HF tensors that shard `rank` of `ranks` is made of.
+        """Returns the segments of HF tensors that form shard `rank` of `ranks`.
 
         Raises WeightMismatch for unequal shards.
         """
         return [self.stored(segment) for segment in self.cut(rank, ranks)]
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the same of the parts."""
+        """Returns the segments of the parts that form shard `rank` of `ranks`."""
         raise NotImplementedError
 
     def stored(self, segment: Segment) -> Segment:
-        """Returns where a segment of a part lies among the HF tensors."""
+        """Returns the segment of an HF tensor that holds a segment of a part."""
         part, start, stop = segment
         if not self.fused or part < 0:
             return segment
@@ -116,7 +115,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Replicated(Rule):
-    """Every rank holds the whole tensor."""
+    """Replicated tensor: every rank holds the whole."""
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
         return [Segment(0, 0, self.sizes[0])]
@@ -124,11 +123,11 @@ class Replicated(Rule):
 
 @dataclass(frozen=True)
 class Column(Rule):
-    """Rank r holds its block of each part in turn: column-parallel linear, [out, in] split along
-    out.
+    """Column-parallel linear, [out, in] split along out: rank r holds its block of each part in
+    turn.
 
-    With two parts, gate and up: its block of gate, then its block of up. `narrow`: engines hold all
-    of it on every rank.
+    With two parts, gate and up: its block of gate, then its block of up. `narrow`: engines hold the
+    whole tensor on every rank.
     """
 
     narrow: bool = field(default=False, kw_only=True)
@@ -156,7 +155,9 @@ class Row(Column):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Blocks of rows, with zero rows at the end up to a multiple of the number of ranks."""
+    """Vocabulary-parallel embedding or LM head: blocks of rows, with zero rows at the end up to a
+    multiple of the number of ranks.
+    """
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
         size = self.sizes[0]
@@ -169,17 +170,18 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class VocabularyColumns(Vocabulary):
-    """The same of columns: an adapter's matrix that is looked up by words."""
+    """The same split along columns: an adapter's matrix that is looked up by token."""
 
     axis = 1
 
 
 @dataclass(frozen=True)
 class QKV(Rule):
-    """Megatron interleaves by query group: [q.. k v | q.. k v | ...]; weight and bias alike.
+    """Fused attention input, interleaved by Megatron by query group: [q.. k v | q.. k v | ...];
+    weight and bias alike.
 
     A shard is a plain block of those rows. With fewer groups than ranks it cuts through a group, as
-    Megatron does.
+    in Megatron.
     """
 
     groups: int = field(kw_only=True)
@@ -202,8 +204,8 @@ class QKV(Rule):
 def instances(
     rules: Sequence[Rule], *, layers: int, experts: int
 ) -> Iterator[tuple[Rule, int | None, int | None]]:
-    """Yields (rule, layer, expert) of every Megatron tensor of a model: None where the rule speaks
-    of no layer or expert.
+    """Yields (rule, layer, expert) for every Megatron tensor of a model; None if the rule has no
+    layer or expert.
     """
     for rule in rules:
         for layer in filter(rule.speaks_of, range(layers)) if rule.per_layer else [None]:
@@ -213,16 +215,14 @@ def instances(
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
-    """Returns the rows of the embedding after padding: the next multiple of the number of
+    """Returns the rows of the embedding after padding to a multiple of the number of
     tensor-parallel ranks.
     """
     return -(-size // ranks) * ranks
 
 
 def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tensor:
-    """Returns rank `rank`'s Megatron tensor from the HF tensors `parts`, reading nothing of them
-    but its segments.
-    """
+    """Returns rank `rank`'s Megatron tensor from the HF tensors `parts`, reading only its segments."""
     pieces: list[Tensor] = []
     padding = 0
     for part, start, stop in rule.segments(rank, ranks):
@@ -241,11 +241,9 @@ def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tens
 
 
 def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tuple[Tensor, ...]:
-    """Returns the HF tensors from all ranks' shards: the inverse of `shard`.
+    """Returns the HF tensors from all ranks' shards, without padding: the inverse of `shard`.
 
-    Padding is dropped.
-
-    With `alias`, one that lies in a shard in one piece is a view of it.
+    With `alias`, a tensor that is contiguous in one shard is a view of it.
     """
     parts: list[Tensor | None] = [None] * len(rule.hf)
     replicas = shards[:1] if isinstance(rule, Replicated) else shards
@@ -262,7 +260,7 @@ def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tu
 
 
 def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
-    """Yields shard `rank`'s segments, less padding, and where in it each begins."""
+    """Yields shard `rank`'s segments, without padding, and their offsets in it."""
     offset = 0
     for segment in rule.segments(rank, ranks):
         if segment.part >= 0:
@@ -271,7 +269,7 @@ def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
 
 
 def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
-    """Yields the part of a list of segments that lies between positions start and stop."""
+    """Yields the segments between positions start and stop of a list of segments."""
     position = 0
     for part, low, high in segments:
         first, last = max(start, position), min(stop, position + high - low)

@@ -1,5 +1,5 @@
-"""A range of a flattened tensor as boxes of it: a distributed optimizer's shard begins and ends
-anywhere.
+"""Covers a range of a flattened tensor, such as a distributed optimizer's shard, with boxes of the
+tensor.
 """
 
 import math
@@ -9,9 +9,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Yields (offset, shape) of boxes that are elements begin ... end - 1 of a tensor of `shape`,
-    in that order; for n dimensions at most 2 n - 1 of them. Each is contiguous in the flattened
-    tensor.
+    """Yields (offset, shape) of boxes that cover elements begin ... end - 1 of a tensor of `shape`,
+    in that order; for n dimensions at most 2 n - 1. Each is contiguous in the flattened tensor.
     """
     if begin >= end:
         return
@@ -24,7 +23,7 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
         yield (begin,), (end - begin,)
         return
     head = -(-begin // row)  # the first whole row
-    tail = end // row  # behind the last whole row
+    tail = end // row  # after the last whole row
     if head > tail:  # within one row
         yield from _within(tail, rest, begin - tail * row, end - tail * row)
         return

@@ -1,4 +1,4 @@
-"""Shards of Megatron's tensors in Hugging Face's terms, as the rules of the table say them."""
+"""Megatron shards in terms of Hugging Face tensors, derived from the table's rules."""
 
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ def logical_tensor(
     dtype: torch.dtype,
     holders: tuple[tuple[Holding, tuple[int, ...]], ...] = (),
 ) -> LogicalTensor:
-    """Returns the HF tensors of a rule, at a layer and expert."""
+    """Returns the HF tensors of a rule for a layer and expert."""
     names = rule.hf_names(layer, expert)
     kind, opens = rule.megatron[0], rule.opens
     return LogicalTensor(names, shapes_of(rule), dtype, layer, expert, kind, opens, holders)
@@ -29,9 +29,10 @@ def shapes_of(rule: Rule) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=65536)
 def shard_parts(rule: Rule, rank: int, ranks: int) -> tuple[ShardPart, ...]:
-    """Returns what shard `rank` of `ranks` of a rule's tensor holds: one object for all layers.
+    """Returns the contents of shard `rank` of `ranks` of a rule's tensor: one object for all
+    layers.
 
-    Raises WeightMismatch where the tensor can't be shared equally.
+    Raises WeightMismatch if the tensor cannot be split equally.
     """
     found = []
     for segment, at in located(rule, rank, ranks):
@@ -43,7 +44,7 @@ def shard_parts(rule: Rule, rank: int, ranks: int) -> tuple[ShardPart, ...]:
 
 @lru_cache(maxsize=65536)
 def holding(rule: Rule, rank: int, ranks: int) -> Holding:
-    """Returns the boxes of `shard_parts` alone."""
+    """Returns only the boxes of `shard_parts`."""
     return tuple((part.number, part.box) for part in shard_parts(rule, rank, ranks))
 
 

@@ -1,7 +1,7 @@
-"""Stack describes a tensor of a folder that holds a matrix of every expert.
+"""Tensors of a folder that stack a matrix of every expert.
 
-Qwen3-VL's mixture is published so: its matrices are transposed, [experts, in, out], gate and up side
-by side along out. transformers 5 writes them as they are, [experts, out, in].
+Qwen3-VL's MoE models are published this way: the matrices are transposed, [experts, in, out], with
+gate and up side by side along out. transformers 5 writes them untransposed, [experts, out, in].
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack is one tensor of a folder and the names of the matrices in it."""
+    """Stack is one such tensor of a folder and the names of its matrices."""
 
     name: str
-    matrices: tuple[tuple[str, ...], ...]  # of each expert, as they stand along out
+    matrices: tuple[tuple[str, ...], ...]  # of each expert, in their order along out
     shape: tuple[int, int]  # [out, in] of each matrix
 
     @property
@@ -37,7 +37,7 @@ class Stack:
 
 
 class Place(NamedTuple):
-    """Place tells where in a stack a matrix is."""
+    """Place is the position of a matrix in a stack."""
 
     stack: Stack
     expert: int
@@ -45,6 +45,6 @@ class Place(NamedTuple):
     transposed: bool
 
     def of(self, matrices: Tensor) -> Tensor:
-        """Returns the matrix, [out, in], a view of the expert's part of the stack."""
+        """Returns the matrix, [out, in], as a view of the expert's slice of the stack."""
         own = matrices.T if self.transposed else matrices
         return own.narrow(0, self.start, self.stack.shape[0])

@@ -1,4 +1,5 @@
-"""The rules of towers that see or hear: one replicated tensor each, under transformers' own names.
+"""Rules of vision towers and audio encoders: one replicated tensor each, under transformers' own
+names.
 
 Every tensor-parallel process of the first stage holds the whole tower.
 """
@@ -13,7 +14,7 @@ from rftmega.core.errors import CheckpointError
 
 Tower = Mapping[str, Any]  # vision_config or audio_config, completed
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
-MODULE = "visual."  # in our model
+MODULE = "visual."  # prefix in our model
 AUDIO_MODELS = "audio."
 
 
@@ -32,7 +33,7 @@ def _renamed(rule: Rule, prefix: str) -> Rule:
 
 
 def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
-    """Returns the rules of tensors of these names and shapes, which Hugging Face has under
+    """Returns the rules of tensors with these names and shapes, which Hugging Face stores under
     `prefix`.
     """
     return [
@@ -41,7 +42,7 @@ def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
 
 
 def audio_tower_rules(shapes: Shapes) -> list[Rule]:
-    """Returns the rules of a tower that hears, of tensors of these names and shapes."""
+    """Returns the rules of an audio encoder's tensors with these names and shapes."""
     return [Replicated((AUDIO_MODELS + name,), (HFTensor(name, shape),)) for name, shape in shapes]
 
 
@@ -50,18 +51,18 @@ def is_of_tower(rule: Rule) -> bool:
 
 
 def embedding_name(rules: list[Rule]) -> str:
-    """Returns Hugging Face's name of the embedding."""
+    """Returns the embedding's name in Hugging Face."""
     first = next(rule for rule in rules if isinstance(rule, Vocabulary))
     return first.hf[0].name
 
 
 def count_of(shapes: Shapes) -> int:
-    """Counts the weights of tensors of these shapes."""
+    """Returns the number of weights in tensors of these shapes."""
     return sum(math.prod(shape) for _, shape in shapes)
 
 
 def linear(name: str, out: int, inputs: int) -> Shapes:
-    """Yields a layer with a bias."""
+    """Yields the tensors of a linear layer with bias."""
     yield f"{name}.weight", (out, inputs)
     yield f"{name}.bias", (out,)
 
@@ -72,13 +73,13 @@ def layer_norm(name: str, width: int) -> Shapes:
 
 
 def patches(tower: Tower, width: int) -> tuple[int, ...]:
-    """Returns the shape of the convolution that reads patches."""
+    """Returns the shape of the patch embedding's convolution."""
     side = tower["patch_size"]
     return width, tower["in_channels"], tower["temporal_patch_size"], side, side
 
 
 def check(tower: Tower, width: int, out: int, hidden: int) -> None:
-    """Raises CheckpointError for a tower that does not fit itself or the decoder."""
+    """Raises CheckpointError for a tower that is inconsistent in itself or with the decoder."""
     if width % tower["num_heads"] or width // tower["num_heads"] % 4:
         raise CheckpointError(
             f"vision_config: {tower['num_heads']} heads can't share a width of {width}: a head's must be a multiple of 4."

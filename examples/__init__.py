@@ -1,1 +1,1 @@
-"""Runs to begin with: `rftmega demo` is the first."""
+"""Example runs; start with `rftmega demo`."""

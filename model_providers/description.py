@@ -81,9 +81,7 @@ class ModelDescription:
     init_std: float
     full_width_qk_norm: bool = False  # q and k norms span all heads, instead of each
     post_norm: bool = False  # norms follow attention and MLP, instead of preceding them
-    window: int | None = (
-        None  # tokens attended to, the token itself included, in the layers `windowed`
-    )
+    window: int | None = None  # tokens attended to, including itself, in the layers `windowed`
     windowed: frozenset[int] = frozenset()
     latent: LatentAttention | None = None
     experts: Experts | None = None

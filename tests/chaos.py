@@ -25,6 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import machine
 from rftmega import config as configuration
 from rftmega.checkpoints import retention
 from rftmega.checkpoints.reader import read_manifest
@@ -234,6 +235,11 @@ def survived(case: dict[str, Any]) -> bool:
     return case["struck_in"] != "nowhere" and case["weights_equal"] and case["metrics_equal"]
 
 
+def counted(cases: list[dict[str, Any]]) -> dict[str, int]:
+    """Returns the figures of a row in docs/results.md."""
+    return {"cases": len(cases), "equal": sum(map(survived, cases))}
+
+
 def main() -> int:
     names = [
         name
@@ -251,7 +257,15 @@ def main() -> int:
             sys.stdout.flush()
             Path("runs").mkdir(exist_ok=True)
             Path("runs/chaos.json").write_text(
-                json.dumps({"excluded_from_metrics": UNLIKE, "cases": cases}, indent=1)
+                json.dumps(
+                    {
+                        "machine": machine.here(),
+                        "rows": {", ".join(sys.argv[1:]) or "all": counted(cases)},
+                        "excluded_from_metrics": UNLIKE,
+                        "cases": cases,
+                    },
+                    indent=1,
+                )
             )
     good = sum(map(survived, cases))
     sys.stdout.write(

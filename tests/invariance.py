@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks import machine
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
@@ -499,11 +500,18 @@ def every_case(folder: Path, variants: Sequence[str], word: str = "") -> Iterato
                 bar.update()
 
 
-def write(rows: list[dict[str, Any]]) -> None:
-    """All rows of the table, to runs/invariance.json."""
+def write(cases: list[dict[str, Any]], word: str) -> None:
+    """Writes all cases, and a row for each model, to runs/invariance.json."""
+    rows: dict[str, dict[str, float]] = {}
+    for case in cases:
+        row = rows.setdefault(f"{case['model']}, {word}" if word else case["model"], {})
+        row["cases"] = row.get("cases", 0) + 1
+        if case["dtype"] == "float32":
+            row["float32"] = max(row.get("float32", 0.0), *(case[name] for name in QUANTITIES))
     folder = Path("runs")
     folder.mkdir(exist_ok=True)
-    (folder / "invariance.json").write_text(json.dumps(rows, indent=1))
+    content = {"machine": machine.here(), "rows": rows, "cases": cases}
+    (folder / "invariance.json").write_text(json.dumps(content, indent=1))
 
 
 def main(variants: Sequence[str], word: str) -> None:
@@ -518,7 +526,7 @@ def main(variants: Sequence[str], word: str) -> None:
             ]
             sys.stdout.write("| " + " | ".join(cells) + " |\n")
             sys.stdout.flush()
-    write(rows)
+    write(rows, word)
     exact = [max(case[name] for name in QUANTITIES) for case in rows if case["dtype"] == "float32"]
     sys.stdout.write(
         f"\n{len(rows)} cases; largest relative difference in float32: {max(exact):.1e}\n"

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
+from benchmarks import machine
 from rftmega.config import RunConfig, load
 
 ROOT = Path(__file__).parents[1]
@@ -221,7 +221,7 @@ def learn(name: str, seed: int) -> Record:
         str(asked.processes),
     ]
     say(f"{name}, seed {seed}: begins")
-    begin, written = time.time(), commit()
+    begin, written = time.time(), machine.commit()
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.run(
             [sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, check=False
@@ -304,14 +304,6 @@ def prepare(examples: Collection[str]) -> None:
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
 
 
-def commit() -> str:
-    """Of the working tree, with a plus where it was changed since."""
-    asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(
-        asked, cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-
-
 def say(text: str) -> None:
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
     sys.stdout.flush()
@@ -346,14 +338,7 @@ def draw(name: str, records: Sequence[Record], target: Path) -> None:
 
 def report(records: Sequence[Record]) -> str:
     """Writes runs/learning.json and an image a recipe; the table, a line a recipe."""
-    machine = {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-    }
-    (ROOT / "runs/learning.json").write_text(
-        json.dumps({"machine": machine, "runs": records}, indent=1)
-    )
+    rows = {}
     lines = [
         "| recipe | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | asked | met |",
         "|---" * (len(SEEDS) + 3) + "|",
@@ -362,6 +347,7 @@ def report(records: Sequence[Record]) -> str:
         found = {record["seed"]: record for record in records if record["name"] == name}
         if not found:
             continue
+        rows[name] = row_of(list(found.values()))
         draw(name, list(found.values()), ROOT / OUT / f"{name}.png")
         cells = [
             f"{100 * r['before']:.1f} to {100 * r['after']:.1f}{swapped_of(r)}"
@@ -371,7 +357,19 @@ def report(records: Sequence[Record]) -> str:
         ]
         met = sum(record["met"] for record in found.values())
         lines.append(f"| `{name}` | {' | '.join(cells)} | {RUNS[name]} | {met} of {len(found)} |")
+    content = {"machine": machine.here(), "rows": rows, "runs": records}
+    (ROOT / "runs/learning.json").write_text(json.dumps(content, indent=1))
     return "\n".join(lines) + "\n"
+
+
+def row_of(records: Sequence[Record]) -> dict[str, str]:
+    """Returns the figures of a recipe in docs/results.md, in percent, a value a seed."""
+    newest = max(records, key=lambda record: record["date"])
+    row = {name: newest[name] for name in ("date", "commit")}
+    row["before"] = f"{100 * records[0]['before']:.1f}"
+    row["after"] = ", ".join(f"{100 * record['after']:.1f}" for record in records)
+    row["swapped"] = ", ".join(f"{100 * (record.get('swapped') or 0):.1f}" for record in records)
+    return row
 
 
 def swapped_of(record: Record) -> str:

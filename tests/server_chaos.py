@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 
+from benchmarks import machine
 from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError, EngineFault, RFTMegaError
 from rftmega.core.interfaces import RolloutGroup
@@ -383,7 +384,9 @@ def main() -> int:
         rows.append(row)
         print(json.dumps(row), flush=True)
     Path("runs").mkdir(exist_ok=True)
-    Path("runs/server_chaos.json").write_text(json.dumps(rows, indent=2))
+    counted = {"faults": len(rows), "lost": failed}
+    content = {"machine": machine.here(), "rows": {"all": counted}, "cases": rows}
+    Path("runs/server_chaos.json").write_text(json.dumps(content, indent=2))
     return failed
 
 

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 ABOVE = Path(__file__).resolve().parents[1]
 SCRIPT = ABOVE / "train_rl.py"
-ROOT = (
-    ABOVE if SCRIPT.exists() else ABOVE.parent
-)  # a checkout, or the package's installation folder
+ROOT = ABOVE if SCRIPT.exists() else ABOVE.parent  # a checkout, or site-packages
 TRAIN = [str(SCRIPT)] if SCRIPT.exists() else ["-m", "rftmega", "train"]
 TEMPLATE = Path(__file__).with_name("run.sbatch")
 WAIT = 60  # seconds

@@ -87,9 +87,7 @@ def serve(chosen: argparse.Namespace) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # Slurm sends it to the whole job as a request to save
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm asks a whole job to save
     Servers(config, chosen, key).run(ending)
     return 0
 
@@ -119,7 +117,7 @@ class Servers:
     def run(self, ending: threading.Event) -> None:
         """Starts the servers, restarts those that end, and ends all once `ending` is set.
 
-        Raises EngineError if a server could never start.
+        Raises EngineError for a failure that a restart would only repeat.
         """
         servers = [self._started(number) for number in range(self._chosen.servers)]
         known = set[int]()  # servers that have become ready

@@ -32,7 +32,7 @@ TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
           "truncated": bool, "tokens": dict}  # fmt: skip
 TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
-# omitted from the table: tokens have their own elements, images are stored once, messages repeat the prompt
+# not in the table: tokens have their own elements, images are stored once, messages repeat text
 LEFT_OUT = ("tokens", "images", "messages")
 # smaller values are rounding errors, and should not be highlighted
 SMALLEST_SCALE = {"gap": 0.01, "advantage": 1e-6, "entropy": 1e-6}

@@ -1,6 +1,7 @@
 """Rewrites Markdown links to pages of the site.
 
-On GitHub they point to files of the checkout. A link to a file that is not a page is removed.
+On GitHub they point to files of the checkout. A link to a file that is not a page is replaced by
+its text.
 """
 
 import posixpath

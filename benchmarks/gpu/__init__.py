@@ -1,4 +1,4 @@
-"""Measures what one CUDA device does: `python -m benchmarks.gpu`.
+"""Benchmarks of a single CUDA device: `python -m benchmarks.gpu`.
 
-On a CPU the same code runs at small sizes, to show that it works.
+On a CPU the same code runs at small sizes, as a test.
 """

@@ -1,9 +1,9 @@
-"""Measures what one device does, part by part: python -m benchmarks.gpu [PART ...]
+"""Benchmarks a single device, part by part: python -m benchmarks.gpu [PART ...]
 
-Several parts, or none named for all, run in processes of their own, each within its time limit;
-what a part can't do here it skips and says why. Each writes runs/gpu/PART.json after every row. On
-a CPU, and with --small, sizes are small and the files lie in runs/gpu-small. `python -m
-benchmarks.gpu.table` writes them into docs/results.md.
+Several parts, or all if none is named, run in processes of their own, each within its time limit;
+rows that can't run here are skipped with a reason. Each part writes runs/gpu/PART.json after every
+row. On a CPU, and with --small, sizes are small and the files are in runs/gpu-small. `python -m
+website.results --from runs` takes them into docs/results.md.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-# Megatron's, of what is not installed: a sheet says that in its first lines
+# Megatron's about missing packages, which a sheet records in its first lines
 warnings.filterwarnings("ignore")
 
 import rftmega.runtime.device.before_megatron  # noqa: F401
@@ -25,11 +25,11 @@ from rftmega.model_providers.installed import installed
 from rftmega.runtime import device
 from rftmega.runtime.parallel import process_group
 
-LIMIT = 570  # seconds of one part: below ten minutes, with its start and end
+LIMIT = 570  # seconds of one part: below ten minutes including start and end
 
 
 def measure(name: str, target: Path, *, small: bool) -> int:
-    """One part in this process. The exit code: 1 where a row raised."""
+    """Runs one part in this process. Returns the exit code: 1 if a row raised."""
     part = PARTS[name]
     reason = missing(part)
     told = "" if reason else installed().told
@@ -47,7 +47,7 @@ def measure(name: str, target: Path, *, small: bool) -> int:
 
 
 def each_by_itself(names: list[str], target: Path, *, small: bool, limit: float) -> int:
-    """Every part in a process of its own. The exit code: 1 where one failed or had no time."""
+    """Runs every part in its own process. Returns the exit code: 1 if one failed or timed out."""
     failed = []
     for name in names:
         command = [

@@ -1,15 +1,15 @@
-"""Packs what a GPU machine without a network lacks for the parts of this benchmark, as one small
-archive: python -m benchmarks.gpu.carried TARGET [--there FILE] [--architecture 90]
+"""Packs the packages that an offline GPU machine lacks for this benchmark into one small archive:
+python -m benchmarks.gpu.carried TARGET [--there FILE] [--architecture 90]
 
-FILE lists the packages that the machine has, one a line (requirements/gpu_machine.txt). The others
-of requirements/cuda.txt are downloaded as wheels for Python 3.12, without those that no part
+FILE lists the packages that the machine has, one per line (requirements/gpu_machine.txt). The
+others of requirements/cuda.txt are downloaded as wheels for Python 3.12, without those that no part
 imports. GPU code for other architectures is overwritten with zeros, which compress to nothing:
 vLLM's libraries shrink from 600 MB to 10 MB. TARGET/site.tar.xz holds a folder `site`; unpack it
 there, and put it on PYTHONPATH.
 
-`python3.12 -m benchmarks.gpu.carried --check` imports every part and names what is missing. Run it
-before, in an environment that has what the machine has, with `site` on PYTHONPATH. Without a GPU
-the one module that may fail is vLLM's allocator, which wants libcuda.so.1.
+`python3.12 -m benchmarks.gpu.carried --check` imports every part and lists what is missing. Run it
+first, in an environment with the machine's packages and `site` on PYTHONPATH. Without a GPU the one
+module that may fail is vLLM's allocator, which needs libcuda.so.1.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-MAGIC = 0xBA55ED50  # of a container of GPU code (cuda's fatbinary.h)
+MAGIC = 0xBA55ED50  # header of a container of GPU code (CUDA's fatbinary.h)
 CUBIN = 2  # kind of an entry: code of one architecture; 1 is PTX
 PYTHON = "3.12"
 GLIBC = (5, 12, 17, 24, 27, 28, 31, 34, 35)  # pip matches each tag by itself
@@ -34,7 +34,7 @@ NEVER = re.compile(  # of requirements/cuda.txt: large, and imported by no part
     r"nvidia-|cuda-|nccl|flashinfer|tilelang|z3-solver|torch|triton|quack|humming|tokenspeed|pynvvideo|instanttensor|nvtx"
     r"|playwright|ruff|mypy|librt|ast-serialize|greenlet|execnet"
 )
-MORE = ("gguf==0.19.0", "trl==1.16.0")  # beside requirements/cuda.txt
+MORE = ("gguf==0.19.0", "trl==1.16.0")  # in addition to requirements/cuda.txt
 UNUSED = (  # of the unpacked wheels
     "bin",
     "anthropic/types/beta",
@@ -66,7 +66,7 @@ CHECKED = (
     *(
         f"benchmarks.gpu.{name}"
         for name in (
-            *("answers", "engine", "features", "log_probs", "loop", "mfu"),
+            *("completions", "engine", "features", "log_probs", "loop", "mfu"),
             *("offload", "pretrained", "push"),
         )
     ),
@@ -77,7 +77,7 @@ CHECKED = (
 class Entry(NamedTuple):
     """Entry is one piece of GPU code in a library's bytes."""
 
-    start: int  # of its header
+    start: int  # offset of its header
     header: int  # bytes
     payload: int  # bytes
     kind: int
@@ -85,8 +85,8 @@ class Entry(NamedTuple):
 
 
 def entries(library: bytes) -> Iterator[Entry]:
-    """Yields the GPU code of a library, as nvcc embeds it: containers of a header of 16 bytes, and
-    entries whose headers say their own size.
+    """Yields the GPU code that nvcc embedded in a library: containers with a header of 16 bytes,
+    and entries whose headers contain their size.
     """
     at = 0
     while (at := library.find(struct.pack("<I", MAGIC), at)) >= 0:
@@ -106,7 +106,7 @@ def reduced(
     library: bytes, architecture: int, keep: Callable[[bytes], bool] = lambda code: True
 ) -> bytes:
     """Returns the library with zeros in place of GPU code for other architectures, of PTX, and of
-    what `keep` says no to. Places and sizes stay, so that it loads as before.
+    code that `keep` rejects. Offsets and sizes are unchanged, so that it loads as before.
     """
     found = bytearray(library)
     for entry in entries(library):
@@ -119,7 +119,9 @@ def reduced(
 
 
 def of_common_heads(code: bytes) -> bool:
-    """Returns whether FlashAttention 3's code is for bfloat16 and heads of 64 or 128, or for all."""
+    """Returns whether code of FlashAttention 3 is for bfloat16 and heads of 64 or 128,
+    or for all.
+    """
     names = sorted(set(re.findall(rb"\.text\.(\w+)", code)))
     told = subprocess.run(["c++filt"], input=b"\n".join(names), capture_output=True, check=True)
     text = told.stdout.decode()
@@ -137,8 +139,8 @@ def of_common_heads(code: bytes) -> bool:
 
 
 def pins(needed: str, there: str) -> list[str]:
-    """Returns the pins of `needed` whose packages the machine does not have; both are text of one
-    package a line.
+    """Returns the pins of `needed` whose packages the machine lacks; both texts have one package
+    per line.
     """
     has = {_name(line) for line in there.splitlines() if _is_pin(line)}
     lines = [line.strip() for line in needed.splitlines() if _is_pin(line)]
@@ -154,7 +156,9 @@ def _name(pin: str) -> str:
 
 
 def download(wanted: list[str], folder: Path) -> list[Path]:
-    """Raises CalledProcessError where the index has no wheel for that machine."""
+    """Downloads the wheels into a folder. Raises CalledProcessError if the index lacks one for the
+    machine.
+    """
     platforms = [f"manylinux_2_{version}_x86_64" for version in GLIBC]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     subprocess.run(
@@ -193,12 +197,12 @@ def pack(target: Path, there: str, architecture: int) -> Path:
 
 
 def unimportable() -> dict[str, str]:
-    """Returns the modules of CHECKED that can't be imported here, and why."""
+    """Returns the modules of CHECKED that can't be imported here, with the reason."""
     found = {}
     for name in CHECKED:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a library of another build may raise anything
+        except Exception as error:  # a library built for another version may raise anything
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return found
 

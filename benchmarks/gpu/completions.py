@@ -1,5 +1,5 @@
-"""Greedy answers of vLLM, in float32, after a push, and after a sleep and a push of other weights:
-those of transformers.
+"""Compares greedy completions of vLLM with those of transformers, in float32, after a push, and
+after a sleep and a push of other weights.
 """
 
 import tempfile
@@ -84,7 +84,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
 
 def agreement(ours: list[Completion], theirs: list[Completion]) -> Figures:
-    """Equal answers, and the largest difference of log-probs in these."""
+    """Returns the number of equal completions, and their largest log-prob difference."""
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.token_ids == b.token_ids]
     gaps = [abs(x - y) for a, b in same for x, y in zip(a.logprobs, b.logprobs, strict=True)]
     return {"answers": len(ours), "equal": len(same), "logprob_gap_max": max(gaps, default=None)}

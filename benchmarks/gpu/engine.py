@@ -1,7 +1,7 @@
-"""vLLM in the trainer's process, 8B: its start beside memory that others hold, pushes, sleep and
-wake, and tokens a second.
+"""Measures vLLM in the trainer's process with 8B parameters: its start beside memory of another
+process, pushes, sleep and wake, and tokens per second.
 
-Plain vLLM is the same engine, asked without our seeds and log-probs.
+Plain vLLM is the same engine without our seeds and log-probs.
 """
 
 import subprocess
@@ -40,7 +40,7 @@ sys.stdin.read()
 class Sizes(NamedTuple):
     shape: Shape
     dtype: str
-    held_gb: float  # by another process while the engine starts
+    held_gb: float  # held by another process while the engine starts
     memory_fraction: float
     prompts: int
     prompt_tokens: int
@@ -88,7 +88,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
         def start() -> Figures:
             nonlocal engine
-            manager.residency.only()  # a run's trainer is parked while its engine starts
+            manager.residency.only()  # a run's trainer is offloaded while its engine starts
             with holding(int(sizes.held_gb * 1e9)):
                 before = device.current().room()
                 begin = time.perf_counter()
@@ -113,7 +113,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
 @contextmanager
 def holding(size: int) -> Iterator[None]:
-    """Within, another process holds so many bytes of the device."""
+    """Makes another process hold so many bytes of the device within a `with` block."""
     command = [sys.executable, "-c", HOLD, str(size)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -156,7 +156,7 @@ def with_engine(sheet: Sheet, sizes: Sizes, manager: Any, engine: Any) -> None:
         }
 
     def sleep() -> Figures:
-        engine.wake()  # its cache, too
+        engine.wake()  # including its cache
         before = device.current().room()
         asleep = seconds(engine.sleep)
         freed = device.current().room() - before
@@ -170,12 +170,12 @@ def with_engine(sheet: Sheet, sizes: Sizes, manager: Any, engine: Any) -> None:
     sheet.row("first push", first)
     sheet.row("push", later)
     sheet.row("sleep and wake", sleep)
-    residency.only()  # the engine works while the trainer is parked
+    residency.only()  # the engine runs while the trainer is offloaded
     sheet.row("tokens", lambda: tokens(sizes, engine))
 
 
 def tokens(sizes: Sizes, engine: Any) -> Figures:
-    """Answers of one length to random prompts, sampled."""
+    """Measures sampled completions of equal length for random prompts."""
     from vllm import SamplingParams
 
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""The whole program for a few steps of a tiny model with experts, and of one that reads images."""
+"""Runs the whole program for a few steps of a tiny MoE, and of a tiny vision-language model."""
 
 import tempfile
 import time
@@ -27,7 +27,7 @@ def measure(world: Any, sheet: Sheet, sizes: loop.Sizes) -> None:
 
 
 def experts(folder: Path, sizes: loop.Sizes) -> Figures:
-    """Trains a random Qwen3-MoE, of 8 experts a layer, on the demo's sums."""
+    """Trains a random Qwen3-MoE, with 8 experts per layer, on the demo's sums."""
     loop.python(loop.EXAMPLE / "make_data.py", folder / "data")
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -55,7 +55,7 @@ def experts(folder: Path, sizes: loop.Sizes) -> Figures:
 
 
 def images(folder: Path, sizes: loop.Sizes) -> Figures:
-    """Trains the demo that reads images."""
+    """Trains the vision-language demo."""
     begin = time.time()
     loop.python(IMAGES / "make_data.py", folder / "data")
     loop.python(

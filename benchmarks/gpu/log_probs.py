@@ -1,5 +1,5 @@
-"""Log-prob and entropy from hidden states, in chunks, against the dense way: peak memory and
-TFLOP/s, forward and backward.
+"""Compares chunked with dense computation of log-prob and entropy from hidden states: peak memory
+and TFLOP/s, forward and backward.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
 
 def trained(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Log-prob, entropy, and the gradients of hidden states and weight."""
+    """Returns log-prob, entropy, and the gradients of hidden states and weight."""
     hidden.grad = weight.grad = None
     logp, entropy = way(hidden, weight, targets)
     (logp.sum() + 0.01 * entropy.sum()).backward()
@@ -54,15 +54,15 @@ def trained(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[
 
 
 def speed(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor, rounds: int) -> Figures:
-    """TFLOP/s count the products that the mathematics asks for (6 x tokens x hidden x vocabulary),
-    none done again.
+    """Measures one way. TFLOP/s count the mathematically required products (6 x tokens x hidden x
+    vocabulary), without recomputation.
     """
     backend = device.current()
     seconds = median_seconds(lambda: trained(way, hidden, weight, targets), rounds=rounds)
     before = backend.memory()
     backend.forget_peak()
     trained(way, hidden, weight, targets)
-    most = backend.memory().get("most_allocated")  # a CPU keeps no record of it
+    most = backend.memory().get("most_allocated")  # not recorded on a CPU
     tflops = 6 * hidden.numel() * len(weight) / seconds / 1e12
     peak = backend.peak_tflops() if hidden.dtype == torch.bfloat16 else None
     return {
@@ -74,8 +74,8 @@ def speed(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor, rounds: int
 
 
 def differences(hidden: Tensor, weight: Tensor, targets: Tensor, sheet: Sheet) -> Figures:
-    """Ratios of the two rows, and the largest differences between their numbers, gradients relative
-    to the largest.
+    """Returns the ratios of the two rows, and the largest differences between their numbers; those
+    of gradients are relative to the largest.
     """
     ours, theirs = trained(fused, hidden, weight, targets), trained(dense, hidden, weight, targets)
     largest = [

@@ -1,5 +1,5 @@
-"""The whole program for a few steps on one device: the demo's task, model and engine, bfloat16
-where the device trains in it, with both backends and with LoRA.
+"""Runs the whole program for a few steps on one device: the demo's task, model and engine, bfloat16
+if the device supports training in it, with both backends and with LoRA.
 """
 
 import json
@@ -45,7 +45,7 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
 
 def prepare(example: Path, folder: Path, warm_steps: int) -> Figures:
-    """Makes the example's data and its model in `folder`."""
+    """Generates the example's data and its model in `folder`."""
     begin = time.time()
     python(example / "make_data.py", folder / "data")
     python(
@@ -59,7 +59,7 @@ def prepare(example: Path, folder: Path, warm_steps: int) -> Figures:
 
 
 def run(folder: Path, name: str, sizes: Sizes, options: Sequence[str]) -> Figures:
-    """Trains the model in `folder`, and sums up what the run wrote."""
+    """Trains the model in `folder`, and summarizes the run's metrics."""
     return trained(
         EXAMPLE / "grpo.yaml",
         folder / f"out-{name}",
@@ -77,7 +77,7 @@ def run(folder: Path, name: str, sizes: Sizes, options: Sequence[str]) -> Figure
 
 
 def trained(config: Path, output: Path, *options: str) -> Figures:
-    """Runs train_rl.py; figures of its metrics."""
+    """Runs train_rl.py and returns figures of its metrics."""
     begin = time.time()
     python(ROOT / "train_rl.py", config, f"trainer.output={output}", *options)
     took = time.time() - begin
@@ -86,12 +86,12 @@ def trained(config: Path, output: Path, *options: str) -> Figures:
 
 
 def python(*command: object) -> None:
-    """Raises CalledProcessError."""
+    """Runs a Python program. Raises CalledProcessError."""
     subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT, env=environment())
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables of a program that is no rank of ours."""
+    """Returns the environment variables without those of a rank."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -100,9 +100,9 @@ def environment() -> dict[str, str]:
 
 
 def summary(records: list[dict[str, Any]], begin: float) -> Figures:
-    """Sums up the metrics of a run: the first line is the evaluation before the first step.
+    """Summarizes the metrics of a run: the first line is the evaluation before the first step.
 
-    Medians leave the first step out where there are others, since a device compiles in it.
+    Medians omit the first step if there are others, since kernels are compiled in it.
     """
     start, *steps = records
     accuracy = next(

@@ -1,10 +1,10 @@
-"""Model FLOPs utilisation of whole updates of an 8B-shaped stack of as many layers as fit, with and
-without recomputation.
+"""Measures the model FLOPs utilisation of whole updates of an 8B-shaped stack of as many layers as
+fit, with and without gradient checkpointing.
 
-Model FLOPs are those of rftmega/backends/runner/flops.py, three times the forward pass: 6 x weights in
-matrices x tokens, and for attention 12 x layers x heads x head_dim x row length x tokens (PaLM,
-arXiv:2204.02311, appendix B). Recomputation adds none. The peak is bfloat16's by the device's name
-(`rftmega/runtime/device/cuda.py`); of an unknown device only TFLOP/s are told.
+Model FLOPs are those of rftmega/backends/runner/flops.py, three times the forward pass: 6 x weights
+in matrices x tokens, and for attention 12 x layers x heads x head_dim x row length x tokens (PaLM,
+arXiv:2204.02311, appendix B). Recomputation adds none. The peak is that of bfloat16, by the
+device's name (`rftmega/runtime/device/cuda.py`); for an unknown device only TFLOP/s are reported.
 """
 
 import gc
@@ -35,18 +35,18 @@ from rftmega.core.types import Experience
 from rftmega.runtime import device
 from tests.layouts import build_policy, rows_of
 
-USED = 0.92  # of the device's memory: the rest is the driver's, and what the allocator can't fit in
+USED = 0.92  # share of the device's memory; the rest is the driver's and lost to fragmentation
 
 
 class Sizes(NamedTuple):
-    shape: Shape  # of as many layers at most
-    probed: tuple[int, int]  # numbers of layers whose memory is measured
-    length: int  # tokens that a row feeds
-    rows: int  # a micro-batch
-    micro_batches: int  # an update
+    shape: Shape  # with the maximum number of layers
+    probed: tuple[int, int]  # numbers of layers at which memory is measured
+    length: int  # input tokens per row
+    rows: int  # per micro-batch
+    micro_batches: int  # per update
     rounds: int
     dtype: str
-    moe: Shape  # in place of `shape` where `experts` is set
+    moe: Shape  # used instead of `shape` if `experts` is set
     experts: bool = False
     backend: str = "megatron"
     lora_rank: int = 0
@@ -88,12 +88,12 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
                 or "error" in sheet.rows[name]
             ):
                 break
-            layers = layers * 7 // 8  # the straight line was not all
+            layers = layers * 7 // 8  # the linear estimate was too high
 
 
 def layers_that_fit(sizes: Sizes) -> Figures:
-    """From the most memory of updates of two small stacks; a device that keeps no record of it gets
-    all layers.
+    """Estimates the number of layers from the peak memory of updates of two small stacks; a device
+    without memory statistics gets all layers.
     """
     backend = device.current()
     total = backend.room()
@@ -105,7 +105,7 @@ def layers_that_fit(sizes: Sizes) -> Figures:
         learn(actor, batch(sizes, 2))
         peaks.append(backend.memory().get("most_allocated"))
         del actor
-        gc.collect()  # Megatron's hooks point at the model, and the model at them
+        gc.collect()  # Megatron's hooks and the model form a reference cycle
         backend.release_unused()
     few, more = peaks
     if few is None or more is None:
@@ -114,8 +114,8 @@ def layers_that_fit(sizes: Sizes) -> Figures:
 
 
 def fitting(probed: tuple[int, int], peaks: tuple[int, int], room: int, *, most: int) -> Figures:
-    """Returns how many layers `room` bytes have place for, by a straight line through two measurements;
-    from one to `most`.
+    """Returns how many layers fit `room` bytes, by linear extrapolation of two measurements; from
+    one to `most`.
     """
     a_layer = (peaks[1] - peaks[0]) / (probed[1] - probed[0])
     besides = peaks[0] - probed[0] * a_layer
@@ -139,7 +139,7 @@ def built(sizes: Sizes, layers: int, recompute: Any) -> Any:
 
 
 def batch(sizes: Sizes, micro_batches: int) -> Experience:
-    """Rows of one length, all of it learnt."""
+    """Returns rows of one length, all trained."""
     torch.manual_seed(1)
     tokens = torch.randint(sizes.stack.vocabulary, (sizes.rows * micro_batches, sizes.length + 1))
     rows = rows_of(tokens.tolist())
@@ -184,8 +184,8 @@ def speed(sizes: Sizes, layers: int, recompute: str) -> Figures:
 
 
 def waits_a_micro_batch(actor: Any, sizes: Sizes) -> Figures:
-    """Returns the waits that one more micro-batch adds to an update, and the lines that wait,
-    counted in an update of three.
+    """Returns the number of device synchronizations per additional micro-batch, and the code lines
+    that wait, counted in an update of three.
     """
     found = []
     for micro_batches in (1, 3):

@@ -1,5 +1,5 @@
-"""Large models without a file of their size: weights that are holes on the disk, and random numbers
-made on the device.
+"""Builds large models without large files: weights that are holes on the disk, and random numbers
+generated on the device.
 """
 
 import json
@@ -19,8 +19,8 @@ BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class Shape(NamedTuple):
-    """A Qwen3; with `experts` a Qwen3-MoE whose layers all have them, `active` of them for a token,
-    each `expert_ffn` wide.
+    """Shape is that of a Qwen3, or with `experts` of a Qwen3-MoE with experts in all layers,
+    `active` of them per token, each `expert_ffn` wide.
     """
 
     layers: int
@@ -42,7 +42,7 @@ TINY_MOE = TINY._replace(experts=4, active=2, expert_ffn=48)
 
 
 def save_config(folder: Path, shape: Shape, *, dtype: str) -> Path:
-    """config.json alone: what is needed where weights are never read."""
+    """Writes config.json alone, for uses that never read weights."""
     fields: dict[str, Any] = {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -68,7 +68,7 @@ def save_config(folder: Path, shape: Shape, *, dtype: str) -> Path:
 
 
 def save_zeros(folder: Path, shape: Shape, *, dtype: str) -> Path:
-    """A folder whose weights are zeros and take no room on the disk; fill the model with
+    """Writes a folder whose weights are zeros and take no disk space; fill the model with
     `randomise` once it is built.
     """
     save_config(folder, shape, dtype=dtype)
@@ -95,18 +95,18 @@ def save_zeros(folder: Path, shape: Shape, *, dtype: str) -> Path:
 
 @torch.no_grad()
 def randomise(manager: Any, *, seed: int = 0) -> None:
-    """Random weights in the model's place, since zeros are quicker to multiply; norms are 1."""
+    """Replaces the weights by random numbers, since zeros are faster to multiply; norms are 1."""
     torch.manual_seed(seed)
     for parameter in parameters_of(manager):
         if parameter.dim() == 1:
             parameter.fill_(1.0)
         else:
             parameter.normal_(std=0.02)
-    if hasattr(manager, "chunks"):  # Megatron's optimizer has copies of its own
+    if hasattr(manager, "chunks"):  # Megatron's optimizer holds copies
         manager.weights_changed()
 
 
 def parameters_of(manager: Any) -> Iterator[torch.nn.Parameter]:
-    """Yields the parameters of a model of Megatron or FSDP2."""
+    """Yields the parameters of a Megatron or FSDP2 model."""
     for module in getattr(manager, "chunks", None) or [manager.model]:
         yield from module.parameters()

@@ -1,5 +1,5 @@
-"""A policy's weights, gradients and optimizer off the device and back: GB/s against plain pinned
-copies, and every bit.
+"""Measures moving a policy's weights, gradients and optimizer off the device and back: GB/s against
+plain pinned copies, and bitwise equality.
 """
 
 import tempfile
@@ -42,8 +42,8 @@ def measure(world: Any, sheet: Sheet, sizes: Sizes) -> None:
 
 
 def cycles(residency: Any, number: int) -> Figures:
-    """Everything off, weights on as for scoring, everything on: what is there afterwards is what
-    was there.
+    """Moves everything off, weights on as for scoring, then everything on, and checks that nothing
+    has changed.
     """
     kept = {
         part: [x.clone() for x in contents(residency, part)]
@@ -60,7 +60,7 @@ def cycles(residency: Any, number: int) -> Figures:
             for part, wanted in kept.items()
             for a, b in zip(contents(residency, part), wanted, strict=True)
         )
-        residency.changed()  # the next one copies everything again
+        residency.changed()  # makes the next offload copy everything again
     return {
         "cycles": number,
         "equal": equal,
@@ -69,7 +69,7 @@ def cycles(residency: Any, number: int) -> Figures:
 
 
 def contents(residency: Any, part: str) -> list[Tensor]:
-    """Bytes of each of its storages."""
+    """Returns the bytes of each storage of a part."""
     storages = residency.storages()[part].values()
     return [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

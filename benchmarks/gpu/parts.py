@@ -1,4 +1,6 @@
-"""The parts of the benchmark, in order of worth: what each needs, and its rows in docs/results.md."""
+"""Lists the parts of the benchmark, the most important first: their requirements, and their rows in
+docs/results.md.
+"""
 
 import importlib
 import sys
@@ -10,13 +12,13 @@ TRANSFORMER_ENGINE = "transformer_engine"
 
 
 class Part(NamedTuple):
-    """A module of this package with `SIZES`, `SMALL` and `measure(world, sheet, sizes)`."""
+    """Part is a module of this package with `SIZES`, `SMALL` and `measure(world, sheet, sizes)`."""
 
     module: str
     rows: tuple[str, ...]
     needs: tuple[str, ...] = MEGATRON  # modules, imported in this order
     without: str = ""  # a package that counts as not installed
-    changes: Mapping[str, Any] = {}  # of the sizes
+    changes: Mapping[str, Any] = {}  # changes to the sizes
 
     def sizes(self, *, small: bool) -> Any:
         """Returns the module's sizes with the part's changes; imports the module."""
@@ -75,8 +77,8 @@ PARTS = {
         ("start", "first push", "push", "sleep and wake", "tokens"),
         needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
-    "answers": Part(
-        "answers",
+    "completions": Part(
+        "completions",
         ("after the first push", "after sleep and other weights"),
         needs=(*MEGATRON, "rftmega.rollout.engines.vllm"),
     ),
@@ -84,9 +86,9 @@ PARTS = {
 
 
 def missing(part: Part) -> str:
-    """Why a part can't run here; empty where it can.
+    """Returns why a part can't run here; "" if it can.
 
-    A package counts only where it can be imported.
+    A package counts only if it can be imported.
     """
     if part.without:
         assert not sys.modules.get(part.without), (
@@ -96,7 +98,7 @@ def missing(part: Part) -> str:
     for name in part.needs:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a library of another build may raise anything
+        except Exception as error:  # a library built for another version may raise anything
             return f"{name.removeprefix('rftmega.rollout.engines.')}: {type(error).__name__}: {error}".splitlines()[
                 0
             ]

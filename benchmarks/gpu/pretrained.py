@@ -1,5 +1,5 @@
-"""A published model (examples/smollm) for 15 steps on one device, with both backends and LoRA; and
-TRL's GRPOTrainer on the same model, prompts and numbers of completions.
+"""Trains a published model (examples/smollm) for 15 steps on one device, with both backends and
+LoRA; and with TRL's GRPOTrainer on the same model, prompts and numbers of completions.
 
 RFTMEGA_SMOLLM names a folder with `model` and `data`, as examples/smollm describes.
 """
@@ -22,9 +22,9 @@ CONFIG = ROOT / "examples/smollm/grpo.yaml"
 
 class Sizes(NamedTuple):
     steps: int
-    prompts: int  # a step
-    samples: int  # a prompt
-    tokens: int  # of a completion at most
+    prompts: int  # per step
+    samples: int  # per prompt
+    tokens: int  # maximum per completion
     memory_fraction: float
     trl_steps: int
 

@@ -1,7 +1,8 @@
-"""A push of a whole model into an engine on the same device: GB/s, and microseconds a tensor.
+"""Measures the push of a whole model into an engine on the same device: GB/s, and microseconds per
+tensor.
 
-The engine stands in for vLLM: its parameters have the shapes of vLLM's (queries, keys and values in
-one, a layer's experts in one). What vLLM's reload does besides is measured in the part `engine`.
+The engine stands in for vLLM: its parameters have the shapes of vLLM's (fused QKV, a layer's
+experts in one). The additional work of vLLM's reload is measured in the part `engine`.
 """
 
 import tempfile
@@ -30,7 +31,7 @@ class Sizes(NamedTuple):
     moe: Shape
     bucket_bytes: int
     rounds: int
-    copied_bytes: int  # of the plain copy
+    copied_bytes: int  # bytes of the plain copy
 
 
 SIZES = Sizes(QWEN3_8B, QWEN3_30B_A3B, bucket_bytes=256 * 2**20, rounds=5, copied_bytes=4 * 2**30)
@@ -38,7 +39,7 @@ SMALL = Sizes(TINY, TINY_MOE, bucket_bytes=30_000, rounds=2, copied_bytes=2**16)
 
 
 class DeviceEngine(FusedEngine):
-    """Keeps its parameters, and what a load brings is written over them."""
+    """DeviceEngine keeps its parameters, and overwrites them in each load."""
 
     def __init__(self, shapes: Mapping[str, Iterable[int]]):
         super().__init__(0, 1, shapes, dtype=torch.bfloat16)
@@ -100,19 +101,19 @@ def pushed(shape: Shape, sizes: Sizes) -> Figures:
 
 
 def loaded(engine: DeviceEngine) -> Tensor:
-    """A checksum of each parameter."""
+    """Returns a checksum of each parameter."""
     return torch.cat([checksums(parameter[None]) for parameter in engine.kept.values()])
 
 
 def processor_seconds(work: Callable[[], None]) -> float:
-    """Measures this process, until it has asked for everything."""
+    """Measures this process's CPU time until all work is queued."""
     begin = time.process_time()
     work()
     return time.process_time() - begin
 
 
 def copy_rate(size: int, rounds: int) -> float:
-    """GB/s of a plain copy of so many bytes within the device."""
+    """Returns the GB/s of a plain copy of so many bytes within the device."""
     source = torch.ones(size, dtype=torch.uint8, device=device.current().here())
     target = torch.empty_like(source)
     return size / median_seconds(lambda: target.copy_(source), rounds=rounds) / 1e9

@@ -1,5 +1,5 @@
-"""One part's rows, written to a JSON file after each, so that a command that is killed leaves what
-it had.
+"""Writes the rows of one part to a JSON file after each row, so that an aborted command keeps its
+results.
 """
 
 import datetime
@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import commit
 from rftmega.runtime import device
 
 Figures = Mapping[str, float | str | bool | None]
 
 
 class Sheet:
-    """The rows of one part: figures of what was measured, or why it was not."""
+    """Sheet holds the rows of one part: the measured figures, or the reason why there are none."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any], *, told: str = ""):
-        """`settings` are the part's sizes; `told` says what is used beside torch."""
+        """`settings` are the part's sizes; `told` describes the libraries used besides torch."""
         backend = device.current()
         self.file = file
         self.rows: dict[str, dict[str, Any]] = {}
@@ -35,6 +36,7 @@ class Sheet:
                 "described": backend.described(),
                 "torch": torch.__version__,
                 "python": platform.python_version(),
+                "commit": commit(),
                 "beside": told,
             },
             "settings": dict(settings),
@@ -42,16 +44,16 @@ class Sheet:
 
     @property
     def failed(self) -> list[str]:
-        """Rows that raised, except for want of the device's memory, which is a result."""
+        """Returns the rows that raised, except for lack of device memory, which is a result."""
         return [name for name, row in self.rows.items() if "error" in row]
 
     def row(self, name: str, work: Callable[[], Figures]) -> Figures | None:
-        """Measures one row; None where it could not be, which the row then says.
+        """Measures one row. Returns None if it fails; the row then records the error.
 
-        The next ones are measured all the same.
+        Later rows are measured all the same.
         """
         self._tell(f"{name} ...")
-        gc.collect()  # what the row before left, or lost in an error
+        gc.collect()  # garbage of the previous row
         device.current().release_unused()
         begin = time.monotonic()
         try:

@@ -1,3 +1,3 @@
-"""One module a family, named as config.json's `model_type`: its `table` gives the rules of every
-tensor.
+"""One module per architecture, named like config.json's `model_type`, with a `table` of all
+tensors' rules.
 """

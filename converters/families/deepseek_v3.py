@@ -1,5 +1,5 @@
-"""DeepSeek-V3: latent attention; dense first layers, then experts with a bias for the choice and
-shared ones.
+"""DeepSeek-V3: multi-head latent attention (MLA); dense first layers, then MoE layers with an
+expert bias for routing and shared experts.
 """
 
 from collections.abc import Sequence, Set
@@ -46,9 +46,9 @@ FIELDS = Fields(
     not_null=("head_dim",),
 )
 
-# of a layer that predicts a later token, beside a layer's own
+# tensors of a multi-token prediction (MTP) layer in addition to a normal layer's
 PREDICTORS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-# copies, not always there
+# copies that are not always present
 PREDICTORS_TOO = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head.head.weight")
 
 
@@ -57,8 +57,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def sigmoid_moe(config: Config) -> list[Rule]:
-    """Returns the rules of dense first layers, and of experts with a bias for the choice and shared
-    ones behind them.
+    """Returns the rules of dense first layers, followed by MoE layers with an expert bias for
+    routing and shared experts.
     """
     layers = range(config["num_hidden_layers"])
     first = config["first_k_dense_replace"]
@@ -76,8 +76,9 @@ def sigmoid_moe(config: Config) -> list[Rule]:
 
 
 def latent_attention(config: Config) -> list[Rule]:
-    """Up-projections are split by whole heads. Transformer Engine holds the down-projections whole
-    on every rank, and the norms inside the up-projections.
+    """Returns the rules of multi-head latent attention. Up-projections are split by whole heads.
+    Transformer Engine holds the down-projections whole on every rank, and the norms inside the
+    up-projections.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rank, narrow = config.get("q_lora_rank"), config["kv_lora_rank"]
@@ -123,15 +124,16 @@ def latent_attention(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns the tensors of the layers behind the last that predict several tokens at once."""
+    """Returns the tensors of the multi-token prediction layers after the last layer."""
     return predictors(config, names, table(config))
 
 
 def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[str]:
-    """Returns those of `names` that are of layers behind the last which predict several tokens at
-    once: as many as config.json says, and no other ones.
+    """Returns those of `names` that belong to the multi-token prediction layers after the last
+    layer, as many as config.json states.
 
-    A layer without what only those have is one that num_hidden_layers forgot.
+    A layer without the tensors that only such layers have is not one of them: num_hidden_layers is
+    then too small.
     """
     first, count = config["num_hidden_layers"], config["num_nextn_predict_layers"] or 0
     like_others = [tensor.name for rule in rules if rule.per_layer for tensor in rule.hf]
@@ -146,8 +148,8 @@ def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[st
 
 
 def written(config: Config) -> dict[str, Any]:
-    """Says that a folder of ours has no such layers.
+    """Returns the change that declares no multi-token prediction layers in an exported folder.
 
-    Where config.json says nothing, transformers would look for one.
+    Without the field transformers would expect one.
     """
     return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

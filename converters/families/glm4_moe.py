@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: grouped-query attention before the mixture of DeepSeek-V3."""
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention with the MoE of DeepSeek-V3."""
 
 from collections.abc import Set
 
@@ -36,5 +36,5 @@ def table(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns the tensors of the layers behind the last that predict several tokens at once."""
+    """Returns the tensors of the multi-token prediction layers after the last layer."""
     return deepseek_v3.predictors(config, names, table(config))

@@ -1,6 +1,6 @@
 """Kimi-K2: DeepSeek-V3's tensors.
 
-transformers has no defaults for it, so what it takes for DeepSeek-V3 has to be named here.
+transformers has no defaults for it, so the fields with defaults for DeepSeek-V3 are required here.
 """
 
 from dataclasses import replace

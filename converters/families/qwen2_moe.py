@@ -1,4 +1,4 @@
-"""Qwen2 with a mixture of experts, one of them shared and gated."""
+"""Qwen2 MoE: with a gated shared expert."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import (

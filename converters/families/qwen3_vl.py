@@ -1,4 +1,6 @@
-"""Qwen3-VL: Qwen3 with a vision tower some of whose layers feed the decoder's first layers."""
+"""Qwen3-VL: Qwen3 with a vision tower some of whose layers feed the decoder's first layers
+(DeepStack).
+"""
 
 from collections.abc import Iterator
 

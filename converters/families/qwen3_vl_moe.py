@@ -1,6 +1,6 @@
-"""Qwen3-VL with a mixture of experts: Qwen3's mixture behind Qwen3-VL's vision tower.
+"""Qwen3-VL MoE: Qwen3 MoE with Qwen3-VL's vision tower.
 
-A folder holds the matrices of a layer's experts as two tensors.
+A folder stores the matrices of a layer's experts as two tensors.
 """
 
 from rftmega.converters.config_fields import Fields
@@ -41,8 +41,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def refuse_ambiguous(hidden: int, ffn: int) -> None:
-    """Raises CheckpointError where an expert's matrices and their transposes have one shape:
-    transformers takes such a published folder for one that it wrote itself.
+    """Raises CheckpointError if an expert's matrices and their transposes have the same shape:
+    transformers would take such a published folder for one that it wrote itself.
     """
     if hidden in (ffn, 2 * ffn):
         raise CheckpointError(
@@ -51,7 +51,7 @@ def refuse_ambiguous(hidden: int, ffn: int) -> None:
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the tensors of a folder that hold a matrix of each expert."""
+    """Returns the tensors of a folder that stack a matrix of each expert."""
     hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
     found = []
     for layer in sorted(qwen_sparse_layers(config)):

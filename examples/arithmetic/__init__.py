@@ -1,1 +1,1 @@
-"""Sums of two numbers."""
+"""Example: GRPO on sums of two numbers."""

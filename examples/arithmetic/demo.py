@@ -1,8 +1,8 @@
-"""The whole loop on a laptop: data, a warm start, GRPO on 4 processes; then an image and a summary
-in runs/demo.
+"""The whole loop on a laptop: data, a warm start, GRPO on 4 processes; then a plot and a summary in
+runs/demo.
 
 Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N
-starts another number.
+changes the number of processes.
 """
 
 import argparse
@@ -20,13 +20,13 @@ PHASES = ("rollout", "score", "update", "push")
 
 
 def run(*command: object) -> None:
-    """Runs it and passes its failure, or Ctrl-C, on once it has ended."""
+    """Runs a Python command; exits with its exit code if it fails or is interrupted."""
     process = subprocess.Popen([sys.executable, *map(str, command)])
     while True:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # the child has it too, and ends its ranks first
+        except KeyboardInterrupt:  # the child receives it too, and ends its ranks first
             continue
     if code:
         sys.exit(code if code > 0 else 128 - code)
@@ -60,9 +60,9 @@ def summary(
 
 
 def accuracy_of(record: dict[str, float], part: str) -> str:
-    """Returns the name of the held-out accuracy: of one file, or of the one called held_out.
+    """Returns the name of the evaluation accuracy: of a single file, or of the one called held_out.
 
-    `part` of the reward is 1 where an answer is right.
+    `part` is the reward component that is 1 for a correct response.
     """
     return f"eval_{part}" if f"eval_{part}" in record else f"eval_held_out_{part}"
 
@@ -97,7 +97,9 @@ def main(
     description: str | None = __doc__,
     own: Sequence[str] = (),
 ) -> None:
-    """Runs make_data.py, warm_start.py and grpo.yaml of an example's folder, with overrides of its own."""
+    """Runs make_data.py, warm_start.py and grpo.yaml of an example's folder, with the overrides
+    `own`.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

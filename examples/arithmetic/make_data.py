@@ -1,11 +1,11 @@
 """Writes train.jsonl, eval.jsonl and warm_start.jsonl: sums of two numbers below 50, no prompt in
 more than one file.
 
-A prompt is held out, its mirror image need not be: 3+4= may be trained on while 4+3= is in
-eval.jsonl. Besides: train_pairs.jsonl and eval_pairs.jsonl, preferences for the right sum (of
-prompts that are not, and that are, in eval.jsonl), and small_train.jsonl and small_eval.jsonl, sums
+The mirror image of an evaluation prompt may be trained on: 3+4= may be in train.jsonl while 4+3= is
+in eval.jsonl. Also written: train_pairs.jsonl and eval_pairs.jsonl, preferences for the right sum
+(of prompts that are not, and that are, in eval.jsonl); small_train.jsonl and small_eval.jsonl, sums
 of two numbers below 30; thoughts.jsonl, the prompts of warm_start.jsonl with an equal sum before
-the answer (17+25= is 12+30=42, or 22+20=42), several drawn for each.
+the answer (17+25= is 12+30=42, or 22+20=42), several for each.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 BELOW, SMALL = 50, 30
 SIZES = {"eval": 200, "warm_start": 1000, "train": 1300}
 SMALL_SIZES = {"small_eval": 100, "small_train": 800}
-WRONG_ANSWERS = 3  # a prompt of train_pairs.jsonl
-THOUGHTS = 8  # a prompt of thoughts.jsonl
+WRONG_ANSWERS = 3  # per prompt of train_pairs.jsonl
+THOUGHTS = 8  # per prompt of thoughts.jsonl
 Sum = tuple[int, int]
 
 
@@ -44,7 +44,9 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 
 def split(below: int, sizes: dict[str, int], seed: int) -> dict[str, list[Sum]]:
-    """Splits all sums of two numbers below `below`: so many by name."""
+    """Splits all sums of two numbers below `below` randomly into lists of the given
+    sizes, by name.
+    """
     pairs = [(a, b) for a in range(below) for b in range(below)]
     random.Random(seed).shuffle(pairs)
     found = {}
@@ -54,7 +56,7 @@ def split(below: int, sizes: dict[str, int], seed: int) -> dict[str, list[Sum]]:
 
 
 def preference(a: int, b: int, drawn: random.Random) -> dict[str, str]:
-    """The right sum, and one that a policy could have given: next to it, a digit off, or of other
+    """Returns the right sum with a plausible wrong one: close to it, a digit off, or of other
     numbers.
     """
     near = [a + b + off for off in (-10, -2, -1, 1, 2, 10) if a + b + off >= 0]
@@ -67,8 +69,8 @@ def preference(a: int, b: int, drawn: random.Random) -> dict[str, str]:
 
 
 def thought(a: int, b: int, drawn: random.Random) -> str:
-    """An equal sum: the tens, or the units, of one number go to the other, or tens meet tens; in
-    either order.
+    """Returns an equal sum: tens or units of one number are moved to the other, or tens and units
+    are grouped; in either order.
     """
     tens_a, units_a, tens_b, units_b = a - a % 10, a % 10, b - b % 10, b % 10
     moved = [

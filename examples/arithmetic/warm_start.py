@@ -1,8 +1,8 @@
 """Trains a small Qwen3 (1.2 million parameters) on a few examples, so that it is right some of the
 time.
 
-Saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one token
-a character.
+It is saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one
+token per character.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def train(
 def rows(
     examples: list[dict[str, str]], encode: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, T] and what to predict; -100 on prompt and padding."""
+    """Returns tokens [B, T] and targets [B, T]; -100 on prompt and padding."""
     pairs = [
         (encode.encode(e["prompt"]), [*encode.encode(e["label"]), encode.eos_token_id])
         for e in examples

@@ -1,1 +1,1 @@
-"""Beeps in recordings, counted."""
+"""Example: counting beeps in recordings with an audio-language model."""

@@ -1,8 +1,8 @@
-"""The whole loop with sound on a laptop: data, a warm start of a small Qwen2-Audio, GRPO on 2
+"""The whole loop with audio on a laptop: data, a warm start of a small Qwen2-Audio, GRPO on 2
 processes; then a plot and a summary in runs/beeps.
 
 Arguments are overrides of grpo.yaml, e.g. parallel.tensor=1 parallel.pipeline=2; --processes N
-starts another number.
+changes the number of processes.
 """
 
 from pathlib import Path

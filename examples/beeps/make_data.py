@@ -1,8 +1,8 @@
-"""Writes recordings of beeps, and train.jsonl, eval.jsonl, warm_start.jsonl: how many beeps are there? In
-swapped.jsonl the questions of eval.jsonl have each other's recordings.
+"""Writes recordings of beeps, and train.jsonl, eval.jsonl, warm_start.jsonl: how many beeps are
+there? In swapped.jsonl the questions of eval.jsonl are paired with each other's recordings.
 
 A recording is a WAV of 0.5 to 1 s at 16 kHz with 1 to 4 beeps of one pitch, in a little noise. Each
-number comes as often as the others. No recording is in more than one line.
+number is equally frequent. No recording is in more than one line.
 """
 
 import argparse
@@ -41,18 +41,18 @@ def save(file: Path, lines: list[Line]) -> None:
 
 
 def swapped(lines: list[Line]) -> list[Line]:
-    """Returns each question with the next one's recording: who listens answers it by chance."""
+    """Returns each question with the next one's recording: listening gives only chance accuracy."""
     following = lines[1:] + lines[:1]
     pairs = zip(lines, following, strict=True)
     return [{**line, "audio": after["audio"]} for line, after in pairs]
 
 
 def recording(beeps: int, drawn: np.random.Generator) -> np.ndarray:
-    """Returns samples from -1 to 1."""
+    """Returns samples between -1 and 1 with so many beeps."""
     shortest = MOST * (BEEP + PAUSE)
     length = int(RATE * drawn.uniform(shortest, 1.0))
     rest = length / RATE - beeps * (BEEP + PAUSE)
-    waits = drawn.dirichlet(np.ones(beeps + 1)) * rest  # before, between and behind them
+    waits = drawn.dirichlet(np.ones(beeps + 1)) * rest  # before, between and after them
     sound = 0.01 * drawn.standard_normal(length)
     at = np.arange(int(BEEP * RATE)) / RATE
     tone = drawn.uniform(0.3, 0.8) * np.sin(2 * np.pi * drawn.choice(PITCHES) * at)

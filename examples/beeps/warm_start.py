@@ -1,9 +1,9 @@
 """Trains a small Qwen2-Audio on a few recordings, so that it is right some of the time.
 
-Saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one token
-a character, preprocessor_config.json. Its window is 1 s, not 30, so that a laptop does it in seconds.
-At the end it says how often the first choice is right on eval.jsonl, and how often where each
-question has the next one's recording: a model that listens is then no better than chance, 25 %.
+It is saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one
+token per character, preprocessor_config.json. Its window is 1 s, not 30, so that training takes
+seconds on a laptop. At the end it prints the greedy accuracy on eval.jsonl, and the accuracy with
+the next question's recording: a model that listens is then no better than chance, 25 %.
 """
 
 import argparse
@@ -49,7 +49,7 @@ PREPROCESSOR = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    tokens: list[int]  # of the prompt, the recording's among them
+    tokens: list[int]  # of the prompt, including the recording's
     answer: list[int]
     frames: Tensor  # [bands, 2 x positions]
     heard: Tensor  # [2 x positions]: 1 where there is sound
@@ -95,14 +95,16 @@ def untrained(seed: int = 0) -> Qwen2AudioForConditionalGeneration:
 
 
 def sinusoids() -> Tensor:
-    """Returns the positions [P, 64] of Whisper's encoder (arXiv:2212.04356)."""
+    """Returns the position embeddings [P, 64] of Whisper's encoder (arXiv:2212.04356)."""
     powers = torch.arange(32) / 31
     angles = torch.arange(POSITIONS)[:, None] / 10000**powers
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def read(file: Path, folder: Path) -> list[Example]:
-    """Returns the examples of the file, as tokenizer and feature extractor in the folder make them."""
+    """Returns the examples of the file, processed by the folder's tokenizer and feature
+    extractor.
+    """
     import soundfile
 
     encode = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -151,7 +153,7 @@ def train(
 
 
 def batch_of(examples: list[Example]) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns what the model takes, and what to predict [B, T]; -100 on prompt and padding."""
+    """Returns the model's inputs and the targets [B, T]; -100 on prompt and padding."""
     width = max(len(each.tokens) + len(each.answer) for each in examples)
     tokens = torch.full((len(examples), width), PAD)
     targets = torch.full((len(examples), width), -100)
@@ -169,7 +171,7 @@ def batch_of(examples: list[Example]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def swapped(examples: list[Example]) -> list[Example]:
-    """Returns each question with the next one's recording, and as many tokens as that has."""
+    """Returns each answer with the next question's recording and prompt tokens."""
     following = examples[1:] + examples[:1]
     return [
         replace(after, answer=each.answer) for each, after in zip(examples, following, strict=True)
@@ -178,7 +180,7 @@ def swapped(examples: list[Example]) -> list[Example]:
 
 @torch.no_grad()
 def accuracy(model: Qwen2AudioForConditionalGeneration, examples: list[Example]) -> float:
-    """Returns how often the likeliest tokens are the answer."""
+    """Returns the share of examples whose most likely tokens are the answer."""
     inputs, targets = batch_of(examples)
     likeliest = model(**inputs).logits[:, :-1].argmax(-1)
     right = likeliest == targets[:, 1:]
@@ -187,8 +189,8 @@ def accuracy(model: Qwen2AudioForConditionalGeneration, examples: list[Example])
 
 
 def save(model: Qwen2AudioForConditionalGeneration, folder: Path) -> None:
-    """Saves a model under the names of the published folders: transformers 5.19 writes one "model."
-    too many for a model that was not read from a folder.
+    """Saves a model under the parameter names of the published folders: transformers 5.19 writes
+    one "model." too many for a model that was not loaded from a folder.
     """
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
@@ -200,7 +202,7 @@ def save(model: Qwen2AudioForConditionalGeneration, folder: Path) -> None:
 
 
 def save_processing(folder: Path) -> None:
-    """Writes what makes tokens of texts and frames of recordings."""
+    """Writes the tokenizer and the feature extractor's config."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))

@@ -1,5 +1,5 @@
-"""A model learns to call a tool: data, a warm start, GRPO on 4 processes; then an image and a
-summary in runs/calculator.
+"""Tool calling: data, a warm start, GRPO on 4 processes; then a plot and a summary in
+runs/calculator.
 
 Arguments are overrides of grpo.yaml, e.g. environment=single_turn, without the tool.
 """

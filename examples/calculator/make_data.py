@@ -1,5 +1,5 @@
-"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: products of two numbers of two digits, no
-prompt in more than one file.
+"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: products of two two-digit numbers, no prompt
+in more than one file.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The tool of this example."""
+"""The calculator tool of this example."""
 
 import re
 

@@ -1,8 +1,8 @@
 """Trains a small Qwen3 (1.2 million parameters) on a few conversations, in some of which it calls a
-calculator. In the others it answers at once, which it is too small to do rightly.
+calculator. In the others it answers directly, which it is too small to do correctly.
 
-Saved as an ordinary Hugging Face folder, with a chat template that tells of tools. One token is a
-character, or what a call always has in common.
+It is saved as an ordinary Hugging Face folder, with a chat template that lists the tools. A token
+is a character, or a fixed part of a call.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def conversation(record: dict[str, str], encode: PreTrainedTokenizerFast, *, calls: bool) -> Row:
-    """Returns the tokens of a whole conversation, and which of them the model is to say."""
+    """Returns the tokens of a whole conversation, and a mask of those that the model generates."""
     question, answer = record["prompt"], f"={record['label']}{END}"
     start = f"<|im_start|>system\ncalculate{END}\n<|im_start|>user\n{question}{END}\n"
     parts = [(f"{start}<|im_start|>assistant\n", False)]
@@ -113,7 +113,7 @@ def train(
 
 
 def padded(rows: list[Row], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens [B, T] and what to predict; -100 where the model says nothing."""
+    """Returns tokens [B, T] and targets [B, T]; -100 on tokens that the model does not generate."""
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.full((len(rows), width), padding)
     targets = torch.full((len(rows), width), -100)

@@ -1,7 +1,7 @@
-"""Writes train.jsonl and eval.jsonl of MBPP (arXiv:2108.07732): the task with its asserts, and the same
-asserts as the label that `reward.code` runs.
+"""Writes train.jsonl and eval.jsonl of MBPP (arXiv:2108.07732): the task as prompt, and its asserts
+as the label that `reward.code` runs.
 
-Without files it fetches google-research-datasets/mbpp from the hub. A file has the columns text,
+Without files it downloads google-research-datasets/mbpp from the hub. A file has the columns text,
 test_list (asserts), test_setup_code, and challenge_test_list, in a format of docs/data.md (parquet,
 jsonl, ...).
 """
@@ -30,9 +30,9 @@ Try it out with the tool before you answer. Then give the whole function in one 
 
 
 def tasks(source: str | Path) -> Iterator[dict[str, str]]:
-    """Yields prompt and label of each record: one assert is shown, all are run.
+    """Yields prompt and label of each record: the prompt shows one assert, the label has all.
 
-    Raises DataError for one without an assert.
+    Raises DataError for a record without an assert.
     """
     for place, record in records(source):
         if isinstance(record, DataError):
@@ -45,13 +45,13 @@ def tasks(source: str | Path) -> Iterator[dict[str, str]]:
 
 
 def _program(record: dict[str, Any], asserts: list[str]) -> str:
-    """Returns the asserts as one program, behind what they need."""
+    """Returns the asserts as one program, after their set-up code."""
     setup = str(record.get("test_setup_code") or "").strip()
     return "\n".join([setup, *asserts] if setup else asserts)
 
 
 def write(target: Path, lines: Iterable[dict[str, str]]) -> int:
-    """Writes a JSON object a line. Returns their number."""
+    """Writes one JSON object per line. Returns their number."""
     target.parent.mkdir(parents=True, exist_ok=True)
     text = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
     target.write_text("".join(text), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Writes train.jsonl of DAPO-Math-17k (arXiv:2503.14476) and aime24.jsonl of AIME 2024: the messages that
-ask, and the number that answers. Each problem is there once: the hub's files repeat them.
+"""Writes train.jsonl of DAPO-Math-17k (arXiv:2503.14476) and aime24.jsonl of AIME 2024: chat
+messages as prompts, numbers as labels. Each problem occurs once: the hub's files repeat them.
 
-Without files it fetches BytedTsinghua-SIA/DAPO-Math-17k and BytedTsinghua-SIA/AIME-2024 from the
+Without files it downloads BytedTsinghua-SIA/DAPO-Math-17k and BytedTsinghua-SIA/AIME-2024 from the
 hub. A file has the columns prompt (chat messages) and reward_model ({"ground_truth": ...}), in a
 format of docs/data.md (parquet, jsonl, ...).
 """
@@ -25,7 +25,9 @@ FILES = {
 
 
 def problems(source: str | Path) -> Iterator[dict[str, Any]]:
-    """Yields messages and label of each problem, once. Raises DataError for two labels of one."""
+    """Yields messages and label of each problem, once. Raises DataError for a problem with two
+    labels.
+    """
     seen: dict[str, str] = {}
     for place, record in records(source):
         if isinstance(record, DataError):
@@ -41,7 +43,7 @@ def problems(source: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def write(target: Path, lines: Iterable[dict[str, Any]]) -> int:
-    """Writes a JSON object a line. Returns their number."""
+    """Writes one JSON object per line. Returns their number."""
     target.parent.mkdir(parents=True, exist_ok=True)
     text = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
     target.write_text("".join(text), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Writes train.jsonl and eval.jsonl of GSM8K (arXiv:2110.14168): question, and the number behind #### of
-its solution.
+"""Writes train.jsonl and eval.jsonl of GSM8K (arXiv:2110.14168): the question as prompt, and the
+number after #### in the solution as label.
 
-Without files it fetches openai/gsm8k from the hub. A file has the columns question and answer, in a
-format of docs/data.md (parquet, jsonl, ...).
+Without files it downloads openai/gsm8k from the hub. A file has the columns question and answer, in
+a format of docs/data.md (parquet, jsonl, ...).
 """
 
 import argparse
@@ -21,7 +21,7 @@ FILES = {"train": "main/train-00000-of-00001.parquet", "eval": "main/test-00000-
 
 
 def problems(source: str | Path) -> Iterator[dict[str, str]]:
-    """Yields prompt and label of each record. Raises DataError for one without an answer."""
+    """Yields prompt and label of each record. Raises DataError for a record without an answer."""
     for place, record in records(source):
         if isinstance(record, DataError):
             raise record
@@ -32,7 +32,7 @@ def problems(source: str | Path) -> Iterator[dict[str, str]]:
 
 
 def write(target: Path, lines: Iterable[dict[str, str]]) -> int:
-    """Writes a JSON object a line. Returns their number."""
+    """Writes one JSON object per line. Returns their number."""
     target.parent.mkdir(parents=True, exist_ok=True)
     text = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
     target.write_text("".join(text), encoding="utf-8")

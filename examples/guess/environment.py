@@ -1,9 +1,9 @@
-"""The game: guess which of 7 numbers is the secret one. The prompt says which is the first of them,
-and each reply whether the secret one is smaller or larger. Who halves what is left finds it in
-three turns.
+"""Environment of a multi-turn game: guess which of 7 numbers is the secret one. The prompt is the
+smallest of them; each reply tells whether the secret number is smaller or larger. Binary search
+finds it in three turns.
 
-A turn is worth what it tells, as a share of all the bits that are to be found out, and 1 more where
-it is the secret number. So turns are compared with turns (`algorithm.advantage: turn_norm`).
+A turn's reward is the information that it gains, as a share of all bits, plus 1 if it is the secret
+number. So turns are compared with turns (`algorithm.advantage: turn_norm`).
 """
 
 import math
@@ -24,12 +24,12 @@ class Guess(EnvironmentPart):
     type: Literal["guess"] = "guess"
 
     turns: int = 3
-    """Guesses that the model has."""
+    """Maximum number of guesses."""
 
 
 @implements(Guess)
 class GuessEnvironment:
-    """GuessEnvironment asks for guesses until one is the secret number, or all turns are used."""
+    """GuessEnvironment asks for guesses until one is right, or all turns are used."""
 
     def __init__(self, options: Guess, tokenizer: Any):
         self.options, self.tokenizer = options, tokenizer
@@ -37,12 +37,12 @@ class GuessEnvironment:
     async def run(self, task: Prompt, model: Model) -> Rollout:
         secret = int(task.label)
         first = int(self.tokenizer.decode(task.token_ids))
-        low, high = first, first + NUMBERS - 1  # what is still possible
+        low, high = first, first + NUMBERS - 1  # remaining range
         segments: list[Any] = [task.token_ids]
         context: tuple[int, ...] = task.token_ids
         turns: list[Turn] = []
         for number in range(self.options.turns):
-            completion = await model.generate(context, max_tokens=2)  # the number, and its end
+            completion = await model.generate(context, max_tokens=2)  # number and end token
             segments.append(completion)
             end = len(context) + len(completion.token_ids)
             guess = self._number(completion)
@@ -72,7 +72,7 @@ class GuessEnvironment:
         )
 
     def _number(self, completion: Completion) -> int | None:
-        """Returns the guess; None for an answer that is no number, or does not end behind it."""
+        """Returns the guess; None if the completion is not a number or was truncated."""
         if completion.finish_reason == "length":
             return None
         text = self.tokenizer.decode(completion.token_ids).strip()

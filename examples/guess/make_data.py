@@ -1,7 +1,8 @@
-"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: first numbers and secret ones, and games in
-which guesses are drawn from what is still possible.
+"""Writes train.jsonl, eval.jsonl and warm_start.jsonl: pairs of smallest and secret number, and
+games with random guesses among the remaining numbers.
 
-No pair is held out: the model never sees the secret number, and would learn which are never right.
+No pair is reserved for evaluation: the model never sees the secret number, and would learn which
+ones never occur.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def write(folder: Path, *, seed: int = 0) -> None:
 
 
 def game(first: int, secret: int, drawn: random.Random) -> list[str]:
-    """Returns the words of one game: guesses, and what is said to them."""
+    """Returns the words of one game: guesses, and the replies to them."""
     low, high, words = first, first + NUMBERS - 1, list[str]()
     for _ in range(TURNS):
         guess = drawn.randint(low, high)

@@ -1,7 +1,7 @@
-"""Trains a small Qwen3 (1.2 million parameters) on games in which guesses are drawn at random from
-what is still possible.
+"""Trains a small Qwen3 (1.2 million parameters) on games with random guesses among the remaining
+numbers.
 
-Saved as an ordinary Hugging Face folder. One token is a number, or a word of the game.
+It is saved as an ordinary Hugging Face folder. A token is a number, or a word of the game.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 WORDS = ["<pad>", "<eos>", "<", ">", *map(str, range(32))]
 STEPS, BATCH, LEARNING_RATE = 200, 128, 2e-3
-Game = tuple[str, list[str]]  # the prompt, and the words behind it
+Game = tuple[str, list[str]]  # the prompt, and the words after it
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -68,7 +68,9 @@ def train(
 
 
 def rows(games: list[Game], encode: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens [B, T] and what to predict: each guess and the end behind it; -100 elsewhere."""
+    """Returns tokens [B, T] and targets [B, T]: each guess and the end token after it; -100
+    elsewhere.
+    """
     pairs = []
     for prompt, words in games:
         ids, said = encode.encode(prompt), [-100]

@@ -1,1 +1,1 @@
-"""Coloured shapes in images, counted."""
+"""Example: counting coloured shapes in images with a vision-language model."""

@@ -2,7 +2,7 @@
 processes; then a plot and a summary in runs/shapes.
 
 Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N
-starts another number.
+changes the number of processes.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Writes images of coloured squares and discs, and train.jsonl, eval.jsonl, warm_start.jsonl: how many
-are red? In swapped.jsonl the questions of eval.jsonl have each other's images.
+"""Writes images of coloured squares and discs, and train.jsonl, eval.jsonl, warm_start.jsonl: how
+many are red? In swapped.jsonl the questions of eval.jsonl are paired with each other's images.
 
 An image has 48 x 48 pixels, in 3 x 3 cells, each empty or with a shape of one of three colours. A
-question names one of them; 0 to 4 shapes have it, each as often as the others. No image is in
-more than one line.
+question names one of them; 0 to 4 shapes have it, each number equally often. No image is in more
+than one line.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from PIL import Image, ImageDraw
 COLOURS = {"red": (255, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 255)}
 SHAPES = ("square", "disc")
 CELL, CELLS = 16, 3
-MOST = 4  # shapes of the colour that is asked for
+MOST = 4  # shapes of the colour in the question
 SIZES = {"eval": 200, "warm_start": 1000, "train": 2000}
-Shape = tuple[str, str]  # what it is, and its colour
+Shape = tuple[str, str]  # square or disc, and its colour
 Cells = tuple[Shape | None, ...]  # row by row
 Line = dict[str, str | list[str]]
 
@@ -55,7 +55,7 @@ def save(file: Path, lines: list[Line]) -> None:
 
 
 def swapped(lines: list[Line]) -> list[Line]:
-    """Returns each question with the next one's image: who looks at it answers it by chance."""
+    """Returns each question with the next one's image: looking at it gives only chance accuracy."""
     following = lines[1:] + lines[:1]
     pairs = zip(lines, following, strict=True)
     return [{**line, "images": after["images"]} for line, after in pairs]

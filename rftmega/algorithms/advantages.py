@@ -20,7 +20,7 @@ from rftmega.core.types import RowsOfRollouts
 def group_normalised(
     reward: Tensor, group: Tensor, *, scale_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Returns group-normalised advantages (GRPO, arXiv:2402.03300, section 4.1.2)
+    """Returns group-normalised advantages (GRPO, arXiv:2402.03300, section 4.1.2).
 
     reward [B], group [B] int -> [B]: reward minus the group's mean, over its unbiased standard
     deviation. A group of equal rewards, or of one completion, gets exactly 0. `scale_by_std=False`

@@ -101,7 +101,7 @@ def is_distributed(folder: str | Path) -> bool:
 
 
 class Reader:
-    """Reader reads boxes of a complete checkpoint's tensors; every piece that it reads is verified."""
+    """Reader reads boxes of a complete checkpoint's tensors, and verifies each piece it reads."""
 
     def __init__(self, folder: Path):
         """Opens a checkpoint. Raises CheckpointError if it is incomplete or its metadata is

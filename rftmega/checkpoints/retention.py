@@ -193,7 +193,7 @@ def before(checkpoint: Path) -> Path | None:
 
 
 def pointed(folder: Path) -> str | None:
-    """Returns the content of the pointer file, possibly empty after a power loss; None without one."""
+    """Returns the content of the pointer file (empty after some power losses); None without one."""
     pointer = folder / LATEST
     return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
 

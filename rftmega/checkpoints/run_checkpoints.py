@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 class TrainedModel(Protocol):
     """TrainedModel is the part of a model's interface that checkpoints use
-    (`strategy.backend.Trainable`).
+    (`run.placement.backend.Trainable`).
     """
 
     def training_tensors(self) -> Iterable[ShardBox]:
@@ -85,7 +85,7 @@ class TrainingCheckpoints:
         self.asynchronous, self.warn, self.export = asynchronous, warn, export
         # read now: files may change before a save
         self._code = code_versions() if dist.get_rank() == 0 else {}
-        # inputs of the run, on the first process: `launch.input_files`
+        # inputs of the run by option, on the first process: see `inputs.Inputs`
         self.inputs: dict[str, dict[str, Any]] = {}
         self._copies = HostCopies()
         self._writing: tuple[str, BackgroundWriter] | None = None
@@ -374,7 +374,7 @@ def refuse_another(
 
 
 def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if run and checkpoint differ in adapters or in their frozen weights."""
+    """Raises CheckpointError if run and checkpoint differ in adapters or their frozen weights."""
     here, there = described.get("adapters"), saved.get("adapters")
     if here != there:
         raise CheckpointError(

@@ -1,9 +1,9 @@
 """Files of a training checkpoint: each process writes its own, and the first one the manifest when
 all are complete.
 
-manifest.json         written last: step, states, config, all pieces with checksums, and a seal of
-itself __<rank>_0.distcp     the pieces that this rank wrote, as torch.distributed.checkpoint's
-rank_<rank>.json      which pieces these are, and where the rank's random streams stood
+manifest.json         written last: step, states, config, all pieces with checksums, its own seal
+__<rank>_0.distcp     the pieces that this rank wrote, in torch.distributed.checkpoint's format
+rank_<rank>.json      the list of these pieces, and the states of the rank's random streams
 """
 
 import hashlib
@@ -144,7 +144,7 @@ class StoredModel:
         return f"{self.name}/{key}" in self.reader
 
     def holds(self, kind: str) -> bool:
-        """Returns whether the checkpoint has any tensor of the model whose key begins with `kind`."""
+        """Returns whether the checkpoint has tensors of the model whose keys begin with `kind`."""
         return any(key.startswith(f"{self.name}/{kind}/") for key in self.reader.stored)
 
     def fill(self, boxes: Iterable[ShardBox]) -> None:

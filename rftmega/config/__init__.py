@@ -1,6 +1,6 @@
-"""The config room reads and explains the options of a run; `validation` checks them.
+"""Options of a run: schema, loading and explanations; `validation` checks them.
 
-Importing this costs nothing: no torch, no Megatron.
+Importing this is cheap: no torch, no Megatron.
 """
 
 from rftmega.config.config_diff import changes

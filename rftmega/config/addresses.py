@@ -1,15 +1,15 @@
-"""Addresses of servers, as options and server lists have them."""
+"""Normalisation of server addresses in options and server lists."""
 
 from urllib.parse import urlsplit
 
 
 def address_of(text: str) -> str:
-    """Returns a server's address as all of its spellings have it: `http://h:1/` is `http://h:1`.
+    """Returns the canonical form of a server's address: `http://h:1/` becomes `http://h:1`.
 
-    Raises ValueError where it is none.
+    Raises ValueError if it is invalid.
     """
     parts = urlsplit(text)
-    host, port = parts.hostname, parts.port  # ValueError where it is no number
+    host, port = parts.hostname, parts.port  # ValueError if it is not a number
     plain = all("!" <= letter <= "~" for letter in text)
     if not plain or parts.scheme not in ("http", "https") or not host or not port:
         raise ValueError("it needs http or https, a host and a port")

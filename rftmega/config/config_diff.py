@@ -1,4 +1,4 @@
-"""`changes` lists the options in which a resumed run differs from the run that saved."""
+"""Differences between the options of a resumed run and of the run that saved its checkpoint."""
 
 import json
 from typing import Any
@@ -12,12 +12,10 @@ NOTHING = "(nothing)"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns "name: old -> new", a line each, of two trees of options.
+    """Returns one line "name: old -> new" per option that differs between two trees of options.
 
-    One of them may have gone through JSON.
-
-    An option that only one side knows is (nothing) on the other. What the critic takes from the
-    policy is not told twice.
+    One of them may have gone through JSON. An option that only one side knows is (nothing) on the
+    other. Values that the critic takes from the policy are not listed twice.
     """
     olds, news = _leaves(before), _leaves(now)
     pairs = {name: (olds.get(name, NOTHING), news.get(name, NOTHING)) for name in {**news, **olds}}
@@ -30,7 +28,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, str]:
-    """Returns the options by name, as text; an older version may have stored secrets."""
+    """Returns the options by name, as text, without secrets that an older version may have stored."""
     known = {
         name: stored(value, hint_of(name))
         for name, value in flatten(tree).items()
@@ -44,6 +42,6 @@ def _leaves(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _the_policys(name: str) -> str:
-    """Returns the option that is the default of one of the critic's; "" for all others."""
+    """Returns the policy's option that is the default of a critic's option; "" for all others."""
     own = name.removeprefix("critic.")
     return own if own != name and own.startswith(AS_THE_POLICY) else ""

@@ -1,4 +1,4 @@
-"""Reads the YAML files of a config: the one that is given, and those that it names as its base."""
+"""Reads the YAML files of a config: the given one and its bases."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -9,24 +9,22 @@ import yaml
 
 from rftmega.core.errors import ConfigError
 
-MOST_VALUES = 100_000  # of a document; one that says the same again and again by anchors has more
+MOST_VALUES = 100_000  # maximum per document; repeated anchors can expand to more
 Given = str | Path | Mapping[str, Any]
 
 
 class Layer(NamedTuple):
-    """Layer is one file of a config: its folder, and the sections of options that it holds."""
+    """Layer is one file of a config: its folder, and its sections of options."""
 
     folder: Path
     tree: dict[str, Any]
 
 
 class StrictLoader(yaml.SafeLoader):
-    """StrictLoader reads YAML without a key that a mapping names twice, of which the last would
-    count without a word.
-    """
+    """StrictLoader reads YAML and rejects a key that occurs twice in a mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Raises a YAML error that names the line of the second."""
+        """Raises a YAML error with the line of the second occurrence."""
         seen: list[Any] = []
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
@@ -39,10 +37,10 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Returns the one document of a text.
+    """Returns the single document of a text.
 
-    Raises a YAML error; ValueError for a date or number that there is not, and for a value that
-    holds itself.
+    Raises a YAML error; ValueError for an invalid date or number, and for a value that contains
+    itself.
     """
     loader = StrictLoader(text)
     try:
@@ -54,10 +52,10 @@ def read_yaml(text: str) -> Any:
 
 
 def _refuse_endless(document: Any) -> None:
-    """Raises ValueError where a list or a dictionary holds itself, or repeats others so often that
-    nothing could print it.
+    """Raises ValueError if a list or dictionary contains itself, or expands to more than
+    MOST_VALUES values.
     """
-    above: list[int] = []  # the lists and dictionaries that the present value is in
+    above: list[int] = []  # the lists and dictionaries around the current value
     waiting: list[tuple[Any, int]] = [(document, 0)]
     seen = 0
     while waiting:
@@ -78,16 +76,16 @@ def _refuse_endless(document: Any) -> None:
 
 
 def layers_of(given: Given) -> list[Layer]:
-    """Returns the sections of options of a file, after those of its base. A dictionary is what a file
-    in the working directory would hold.
+    """Returns the layers of a config, base first. A dictionary is treated as a file in the working
+    directory.
 
-    Raises ConfigError for what can't be read.
+    Raises ConfigError for unreadable files.
     """
     return list(_layers(Path() if isinstance(given, Mapping) else Path(given), given))
 
 
 def _layers(path: Path, given: Given, below: tuple[Path, ...] = ()) -> Iterator[Layer]:
-    """Yields the layers of a file; `below`: the files that led here."""
+    """Yields the layers of a file; `below`: the files that named it as base."""
     is_file = not isinstance(given, Mapping)
     if is_file and path.resolve() in below:
         raise ConfigError(
@@ -127,7 +125,7 @@ def _tree_of(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         place = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
         raise ConfigError(f"{place} is not YAML: {error.problem}.") from error
-    # a date or a number that there is not, or an anchor that holds itself
+    # an invalid date or number, or an anchor that contains itself
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if tree is None:

@@ -1,6 +1,6 @@
-"""YAML file + dotted overrides -> RunConfig.
+"""Loads a run's config: YAML file + dotted overrides -> RunConfig.
 
-Every problem of every option is collected before one error is raised.
+Problems of all options are collected before one error is raised.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from rftmega.config.tree import (
 from rftmega.config.user_code.functions import name_of
 from rftmega.core.errors import ConfigError
 
-DICTIONARY = "This config"  # in errors, of options that no file holds
-READ_FIRST = ("plugins", "algorithm.recipe")  # before the other options have a meaning
-MOST_BITS = 1023  # of a whole number that a float can hold
-MISSING = "???"  # a value that OmegaConf takes for one that is to come
-DEEPEST = 8  # sections within sections
-# parts of the reward that find out whether an answer is right, as exact_match does
+DICTIONARY = "This config"  # name in errors for options that are in no file
+READ_FIRST = ("plugins", "algorithm.recipe")  # needed to interpret the other options
+MOST_BITS = 1023  # maximum for an integer that a float can hold
+MISSING = "???"  # OmegaConf's marker of a missing value
+DEEPEST = 8  # maximum nesting of sections
+# reward components that judge correctness, as exact_match does
 JUDGES = ("math", "multiple_choice", "code")
 MEANT = {
     int: "a whole number",
@@ -58,7 +58,7 @@ MEANT = {
 
 
 def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
-    """Splits "a.b=value" into ("a.b", value), the value read as YAML where it is some.
+    """Splits "a.b=value" into ("a.b", value), the value parsed as YAML if possible.
 
     Raises ConfigError without "=".
     """
@@ -84,14 +84,14 @@ def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
 
 
 def load(config: Given, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `config`, a file or the dictionary that it would hold, and the file that it names as its
-    `base`, applies `overrides` on top, and fills in the defaults. Relative paths are from the working
-    directory, wherever they are written (`config.paths`).
+    """Reads `config`, a file or the equivalent dictionary, and the file that it names as its
+    `base`, applies `overrides` on top, and fills in the defaults. Relative paths are relative to
+    the working directory, wherever they are written (`config.paths`).
 
-    What is given for the policy's layout and optimizer holds for the critic too, unless it is given
-    for that. Where a file or the overrides name another type of a part than what lies below them,
-    that part's options of below are gone. Raises ConfigError with one line for each unknown option
-    (and the nearest that exists), wrong type or missing value.
+    The policy's layout and optimizer options are also the critic's defaults. If a file or override
+    selects another type of a component than a lower layer, the lower layer's options of that
+    component are dropped. Raises ConfigError with one line for each unknown option (and the closest
+    existing one), wrong type or missing value.
     """
     origin = DICTIONARY if isinstance(config, Mapping) else str(config)
     files, here = _layers(config), dict(parse_override(text) for text in overrides)
@@ -129,7 +129,7 @@ def load(config: Given, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _put(config: Any, name: str, value: Any, plugins: Plugins) -> str:
-    """Sets an option. Returns why it can't have that value; "" where it can."""
+    """Sets an option. Returns the reason if the value is invalid; otherwise ""."""
     if _too_large(value):
         return f"{name} holds a whole number of more than 300 digits. Give a smaller one."
     if value == MISSING:
@@ -142,7 +142,7 @@ def _put(config: Any, name: str, value: Any, plugins: Plugins) -> str:
 
 
 def _unresolved(config: Any, name: str, value: Any, plugins: Plugins) -> str:
-    """Returns why a value that refers to others (${...}) can't be had; "" where it can."""
+    """Returns the reason why a value's references (${...}) cannot be resolved; "" if they can."""
     try:
         found = OmegaConf.select(config, name)
         if OmegaConf.is_config(found):
@@ -155,7 +155,7 @@ def _unresolved(config: Any, name: str, value: Any, plugins: Plugins) -> str:
 
 
 def _too_large(value: Any) -> bool:
-    """Says that a whole number, or one within a list or a dictionary, is larger than any float."""
+    """Returns whether an integer, or one within a list or a dictionary, is larger than any float."""
     if isinstance(value, Mapping):
         return any(map(_too_large, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple | set):
@@ -169,7 +169,7 @@ def _is_missing(config: Any, name: str) -> bool:
 
 
 def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Sets the options whose default depends on others."""
+    """Sets the options whose defaults depend on other options."""
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
@@ -180,13 +180,13 @@ def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> Non
 
 
 def _layers(config: Given) -> list[dict[str, Any]]:
-    """Returns the dotted options of a config's files, the base's first."""
+    """Returns the dotted options of a config's files, base first."""
     return [flatten(layer.tree) for layer in layers_of(config)]
 
 
 def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Returns option -> why the file that it names is not there, where it is beside the YAML file that
-    gives the option, or beside the one that is run.
+    """Returns option -> complaint for files that do not exist but would if paths were relative to
+    the YAML file that sets the option or, for overrides, to the config file.
     """
     found: dict[str, str] = {}
     *below, last = layers_of(config)
@@ -199,7 +199,7 @@ def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
-    """Returns the classes of a user's own parts that a config names.
+    """Returns the classes of the user-defined components that a config names.
 
     Raises ConfigError as `load` does.
     """
@@ -209,7 +209,7 @@ def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
 def _chosen_parts(
     given: dict[str, Any], plugins: Plugins
 ) -> tuple[dict[str, str], dict[str, Any], list[str]]:
-    """Returns (union -> type, the options without those of a part that there is not, problems)."""
+    """Returns (union -> type, the options without those of unknown types, problems)."""
     chosen, problems = {}, []
     for name, known in unions(plugins).items():
         chosen[name] = str(given.get(f"{name}.type", default_type(name)))
@@ -225,9 +225,9 @@ def _chosen_parts(
 
 
 def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins) -> str:
-    """Returns why there is no such option; "" where there is."""
+    """Returns the reason why an option does not exist; "" if it does."""
     known, section = options(plugins), name.rpartition(".")[0]
-    # whose keys are the user's
+    # a dictionary's keys are the user's
     if name not in known and get_origin(known.get(section)) is not dict:
         return renamed(name, value) or unknown(name, list(known))
     union = _union_of(name, chosen)
@@ -243,12 +243,12 @@ def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins)
 
 
 def _union_of(name: str, chosen: Mapping[str, str]) -> str:
-    """Returns the union that an option is below, in sections of it as well; "" where in none."""
+    """Returns the union that contains an option, also within its sections; "" if none does."""
     return next((union for union in chosen if name.startswith(f"{union}.")), "")
 
 
 def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
-    """Returns the classes of the files that `plugins` names.
+    """Returns the classes in the files that `plugins` names.
 
     Raises ConfigError as `plugin_parts` does.
     """
@@ -259,8 +259,8 @@ def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
 
 
 def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
-    """Returns a layer in which the options of parts that are given as a whole have names of their
-    own, and a plain text is the part's type.
+    """Returns a layer with components given as a whole split into dotted options; a plain text is
+    the component's type.
     """
     parts, found = {*unions(plugins), "reward.custom"}, dict[str, Any]()
     for name, value in layer.items():
@@ -275,9 +275,9 @@ def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
 
 
 def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
-    """Returns the options of all layers, the last first.
+    """Returns the options of all layers; later layers win.
 
-    A layer that names another type of a part begins it anew.
+    A layer that selects another type of a component discards the earlier options of it.
     """
     found: dict[str, Any] = {}
     for layer in layers:
@@ -294,8 +294,8 @@ def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any
 
 
 def _judged_otherwise(config: Any) -> bool:
-    """Says that another part finds out if answers are right, so that exact_match would count the
-    same once more.
+    """Returns whether another component judges correctness, so that exact_match would count the
+    same twice.
     """
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
     parts = (*JUDGES, "functions")
@@ -303,7 +303,7 @@ def _judged_otherwise(config: Any) -> bool:
 
 
 def _compares_with_labels(config: Any) -> bool:
-    """Says that some part of the reward is given the label of a prompt."""
+    """Returns whether any reward component gets the label of a prompt."""
     reward, parts = config.reward, {*JUDGES, "exact_match", "remote"}
     if config.algorithm.task != "rl" or reward.majority:
         return True
@@ -313,8 +313,8 @@ def _compares_with_labels(config: Any) -> bool:
 
 
 def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
-    """Asks for no label, and takes the first function for what says if an answer is right, unless
-    something else is given.
+    """Requires no labels, and uses the first function to judge correctness in evaluation, unless
+    given otherwise.
     """
     if "data.label_key" not in given:
         config.data.label_key = ""
@@ -323,10 +323,10 @@ def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
 
 
 def recipe(name: str) -> list[dict[str, Any]]:
-    """Returns the layers of dotted options that a recipe sets; none for "". Raises ConfigError for
-    a name that there is not.
+    """Returns the layers of dotted options of a recipe; none for "". Raises ConfigError for an
+    unknown name.
 
-    `name`: of one in rftmega/config/recipes, or the path of a YAML file.
+    `name`: a recipe in rftmega/config/recipes, or the path of a YAML file.
     """
     files = {path.stem: path for path in Path(__file__).with_name("recipes").glob("*.yaml")}
     if not name:
@@ -345,10 +345,8 @@ def recipe(name: str) -> list[dict[str, Any]]:
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
     """Flattens {"a": {"b": 1}} to {"a.b": 1}; an option that is a dictionary itself stays whole.
 
-    A section without options is none.
-
-    Raises ConfigError for sections that are within one another for ever (an anchor that holds
-    itself).
+    A section without options is skipped. Raises ConfigError for endlessly nested sections (an
+    anchor that contains itself).
     """
     flat: dict[str, Any] = {}
     known = options(plugins)

@@ -1,5 +1,5 @@
-"""Says what was probably meant by an option that there is not: a close spelling, or what another
-framework calls something that there is here.
+"""Suggestions for unknown options: a similar name, or the counterpart of another framework's
+option.
 """
 
 import difflib
@@ -9,15 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-CLOSE = 0.75  # ratio of difflib, of every part of a dotted name
+CLOSE = 0.75  # minimum difflib ratio for every part of a dotted name
 TABLES = Path(__file__).with_name("from_other_systems.md")  # the page of the documentation
-SYSTEMS = ("TRL", "verl", "LightRFT")  # whose tables it has, under these titles
-PREFIX = "actor_rollout_ref."  # of verl, which the table mostly leaves out
+SYSTEMS = ("TRL", "verl", "LightRFT")  # titles of its tables
+PREFIX = "actor_rollout_ref."  # of verl's options; the table mostly omits it
 MOST_NAMED = 3  # in an error
 
 
 class TheirNames(NamedTuple):
-    """TheirNames is one row of a table: names of another system, and what is here in their place."""
+    """TheirNames is one row of a table: option names of another system, and their counterpart here."""
 
     system: str
     names: tuple[str, ...]
@@ -25,7 +25,7 @@ class TheirNames(NamedTuple):
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """Returns why there is no option `name`, and what may be meant."""
+    """Returns the message for an unknown option `name`, with suggestions."""
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
         return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
@@ -47,7 +47,7 @@ def _theirs(name: str, elsewhere: Sequence[TheirNames]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> str:
-    """Returns the option that is spelt most nearly like `name`, part by part; "" where none is."""
+    """Returns the option with the most similar name, part by part; "" if none is similar."""
     parts = name.split(".")
     best, found = 0.0, ""
     for option in known:
@@ -61,8 +61,8 @@ def closest(name: str, known: Sequence[str]) -> str:
 
 
 def _alike(a: str, b: str) -> float:
-    """Returns how alike two parts are, from 0 to 1; 0 where they differ in more than a letter and are
-    less alike than CLOSE.
+    """Returns the similarity of two parts from 0 to 1; 0 if they differ in more than one letter and
+    are less similar than CLOSE.
     """
     matcher = difflib.SequenceMatcher(None, a, b)
     same = sum(block.size for block in matcher.get_matching_blocks())
@@ -71,7 +71,9 @@ def _alike(a: str, b: str) -> float:
 
 
 def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
-    """Returns the rows of the tables that have this name; without `whole`, that end in its last part."""
+    """Returns the table rows with this name; without `whole`, rows with a name that ends in its
+    last part.
+    """
     name = name.removeprefix(PREFIX)
     leaf = name.rpartition(".")[2]
     if whole:
@@ -82,7 +84,7 @@ def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
 
 @cache
 def rows() -> tuple[TheirNames, ...]:
-    """Reads the tables of the documentation."""
+    """Returns the rows of the documentation's tables."""
     found, system = [], ""
     for line in TABLES.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -94,12 +96,12 @@ def rows() -> tuple[TheirNames, ...]:
 
 
 def _names(cell: str) -> tuple[str, ...]:
-    """Returns the names in a cell: `--max_epochs` and `beta=0.1` without what is around the name."""
+    """Returns the option names in a cell, without dashes and values: of `--max_epochs`, `beta=0.1`."""
     quoted = re.findall(r"`([^`]+)`", cell)
     bare = (text.lstrip("-").partition("=")[0].partition(" ")[0] for text in quoted)
     return tuple(name.removeprefix(PREFIX) for name in bare)
 
 
 def _plain(cell: str) -> str:
-    """Returns a cell as text: without the marks of links and code."""
+    """Returns a cell as text without the markup of links and code."""
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", cell).replace("`", "")

@@ -1,7 +1,7 @@
-"""Options that name files and folders, and the one rule for them: a relative path is from the
-directory that the run is started in, wherever it is written.
+"""Options that name files and folders, and their common rule: relative paths are relative to the
+directory that the run is started in, wherever they are written.
 
-Only the `base` of a YAML file, which is no option, is from that file's own folder.
+Only the `base` of a YAML file, which is not an option, is relative to that file's own folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from typing import Any
 from rftmega.config.sources import split_source
 
 NO_CHECKPOINTS = ("auto", "none")  # values of checkpoint.resume
-TEXT_FILES = (".txt", ".md")  # a template of the judge that is no text itself
+TEXT_FILES = (".txt", ".md")  # suffixes of a judge template that is a file
 
 
 def is_recipe_path(name: str) -> bool:
-    """Says that algorithm.recipe is no name of a recipe but a file's path."""
+    """Returns whether algorithm.recipe is a file's path instead of a recipe's name."""
     return name.endswith((".yaml", ".yml")) or "/" in name
 
 
@@ -44,8 +44,8 @@ def _of_checkpoint(value: str) -> str:
     return "" if value in NO_CHECKPOINTS else value
 
 
-# option -> what gives the path in one of its texts, "" where that names no file. Of data.sources
-# the names are paths, of other dictionaries the values.
+# option -> function that returns the path in one of its texts, "" if there is none. For
+# data.sources the keys are paths, for other dictionaries the values.
 READ: dict[str, Callable[[str], str]] = {
     "plugins": _itself,
     "algorithm.recipe": _of_recipe,
@@ -73,12 +73,12 @@ READ: dict[str, Callable[[str], str]] = {
 }
 WRITTEN = (
     *("trainer.output", "checkpoint.folder", "rollout.weights_folder", "reward.judge_cache"),
-)  # which need not be there
+)  # need not exist
 
 
 def misplaced(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Returns option -> why it names nothing, for files that are not where the rule says but would be
-    if paths were from `folder`, that of the YAML file.
+    """Returns option -> complaint for files that do not exist but would if paths were relative to
+    `folder`, that of the YAML file.
     """
     return {
         name: reason
@@ -103,7 +103,7 @@ def _misplaced(name: str, value: Any, path_of: Callable[[str], str], folder: Pat
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name that is too long, say
+    except OSError:  # for example a name that is too long
         return False
 
 

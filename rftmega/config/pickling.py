@@ -1,5 +1,5 @@
-"""Pickles a RunConfig as its options, since classes from a user's plugins exist only where the plugins
-were read.
+"""Pickles a RunConfig as its options, because classes from plugins exist only where the plugins
+were loaded.
 """
 
 import copyreg
@@ -12,9 +12,9 @@ from rftmega.config.tree import built
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config with the values of nested dictionaries, as `asdict` gives them.
+    """Returns the config for nested dictionaries, as returned by `asdict`.
 
-    Reads the plugins' files again.
+    Loads the plugins' files again.
     """
     run: RunConfig = built(RunConfig, tree, plugin_parts(tree["plugins"]))
     return run

@@ -1,4 +1,4 @@
-"""A user's own parts, from Python files that `plugins` names."""
+"""User-defined components from the Python files that `plugins` names."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from rftmega.core.errors import ConfigError
 
 
 def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:
-    """Returns the dataclasses of options of all parts in the files.
+    """Returns the option dataclasses of all components in the files.
 
-    Raises ConfigError for a file that is missing or broken, and for a part that has no function, or
-    the name of another.
+    Raises ConfigError for a file that is missing or broken, and for a component that has no
+    function, or the name of another.
     """
     found: list[type] = []
     for path in dict.fromkeys(str(Path(path).resolve()) for path in paths):

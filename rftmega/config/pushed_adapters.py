@@ -1,4 +1,4 @@
-"""Decides what engines get of a policy with adapters: these by themselves, or merged weights."""
+"""Decides whether a weight sync sends LoRA adapters by themselves or merged weights."""
 
 from pathlib import Path
 
@@ -7,22 +7,22 @@ from rftmega.config.schema import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.json_files import read_json_object
 
-# dense models (model_type) beside whose layers vLLM 0.32 serves adapters, as pushes of them were tried;
-# of the first three, beside embedding and head as well
+# dense models (model_type) whose adapters vLLM 0.32 serves, as tested with weight syncs;
+# for the first three also on embedding and LM head
 SERVED_VOCABULARY = ("llama", "phi3", "qwen3")
 SERVED = (*SERVED_VOCABULARY, "qwen2")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def served_rank(config: RunConfig) -> int:
-    """Returns the rank of the adapters that engines get as such; 0 where they get merged weights."""
+    """Returns the rank of the adapters that engines get unmerged; 0 if they get merged weights."""
     lora = config.model.lora
     as_such = lora.push == "adapters" or (lora.push == "auto" and not why_merged(config))
     return lora.rank if as_such else 0
 
 
 def why_merged(config: RunConfig) -> str:
-    """Returns why engines can't take the adapters of a run by themselves; "" where they can."""
+    """Returns why engines need merged weights in this run; "" if they can take the adapters."""
     rollout, lora = config.rollout, config.model.lora
     if rollout.engine != "vllm":
         return f"rollout.engine={rollout.engine} takes merged weights"

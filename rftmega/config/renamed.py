@@ -1,6 +1,6 @@
 """Former names of options.
 
-Names changed once; a former one is refused with the name that it has now.
+A former name is rejected with a message that states the current one.
 """
 
 RENAMED = {
@@ -43,7 +43,7 @@ RENAMED = {
     "algorithm.overlong_penalty": "reward.shaping.overlong_penalty_factor",
 }
 TRUNCATING = ("top_p", "top_k", "min_p")
-"""Options of other systems under `rollout.`, which draw answers from a part of the vocabulary."""
+"""Options of other systems under `rollout.` that restrict sampling to a part of the vocabulary."""
 
 RENAMED_TYPES = {  # (option, former value) -> value
     ("algorithm.advantage.type", "group"): "group_norm",
@@ -52,7 +52,7 @@ RENAMED_TYPES = {  # (option, former value) -> value
 
 
 def renamed(name: str, value: object) -> str:
-    """Returns the refusal of a former name, with what to write instead.
+    """Returns the error message for a former name, with its replacement.
 
     "" for a name that never changed.
     """

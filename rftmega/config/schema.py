@@ -904,8 +904,8 @@ class CheckpointConfig:
     """
 
     on_failure: Literal["stop", "warn"] = "stop"
-    """What to do if a checkpoint, metrics or trajectories cannot be written (a full disk): stop, or
-    warn and continue training.
+    """If a checkpoint, metrics or trajectories cannot be written (a full disk): stop, or warn and
+    continue training.
     """
 
 

@@ -1,8 +1,8 @@
-"""Options that are nobody's business: a config that is stored, published or complained about goes
-without them.
+"""Options that hold secrets, which are left out of stored or published configs and of error
+messages.
 
-A field's mark says which these are (`options.secrecy`). What a file writes as ${oc.env:NAME} stays
-as it is written, and addresses go without user, password and query.
+A field's marker identifies them (`options.secrecy`). References such as ${oc.env:NAME} are stored
+as written, and URLs without user, password and query.
 """
 
 import re
@@ -21,24 +21,24 @@ from rftmega.config.tree import Plugins, hints, listed, walk
 NOT_STORED = "(not stored)"
 USER = re.compile(r"(?<=://)\S*@")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-# of a variable or another option, without a default, which may be the secret itself
+# reference to a variable or option, without a default, which may be the secret itself
 REFERENCE = re.compile(r"\$\{(oc\.env:)?[\w.]+\}")
 
 
 def without_secrets(config: RunConfig) -> dict[str, Any]:
-    """Returns the options as nested dictionaries, but for those."""
+    """Returns the options as nested dictionaries, without secrets."""
     return _section(config)
 
 
 def shown(name: str, value: Any, plugins: Plugins = ()) -> str:
-    """Returns "name=value", as errors say it; of what holds secrets the name alone."""
+    """Returns "name=value" for error messages; the name alone if the option holds secrets."""
     if holds_secrets(name, plugins) and not isinstance(value, bool | int | float):
         return name
     return f"{name}={stored(value)}"
 
 
 def stored(value: Any, hint: Any = None) -> Any:
-    """Returns what is kept of an option's value, whose annotation is `hint`."""
+    """Returns the storable form of an option's value; `hint`: its annotation."""
     if (mark := _mark(hint)) is not None and value:
         return _hidden(value, mark)
     if isinstance(value, Interpolated):
@@ -54,8 +54,8 @@ def stored(value: Any, hint: Any = None) -> Any:
 
 
 def without_credentials(text: str) -> str:
-    """Returns an address without user, password and query; other text without the users and
-    passwords of addresses in it.
+    """Returns a URL without user, password and query; other text without users and passwords in the
+    URLs that it contains.
     """
     if ADDRESS.fullmatch(text):
         text, asked, _ = text.partition("?")
@@ -64,39 +64,41 @@ def without_credentials(text: str) -> str:
 
 
 def has_credentials(address: str) -> bool:
-    """Returns whether an address holds a user or a password."""
+    """Returns whether a URL contains a user or a password."""
     return USER.search(address) is not None
 
 
 def hint_of(name: str, plugins: Plugins = ()) -> Any:
-    """Returns the annotation of a dotted option; None for others."""
+    """Returns the annotation of a dotted option; None if it does not exist."""
     return _hints(plugins).get(name)
 
 
 @cache
 def holds_secrets(name: str, plugins: Plugins = ()) -> bool:
-    """Returns whether a dotted option holds secrets, or lies in one that does."""
+    """Returns whether a dotted option holds secrets, or lies within one that does."""
     parts = name.replace("[", ".").split(".")
     above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return any(_bears(hint) for each in above if (hint := hint_of(each, plugins)) is not None)
 
 
 def interpolated(written: Any, resolved: Any) -> Any:
-    """Returns `resolved`, with texts that know how they are `written`; both are the same tree."""
+    """Returns `resolved` with its references marked by how they are `written`; both are the same
+    tree.
+    """
     if isinstance(resolved, dict) and isinstance(written, dict):
         return {name: interpolated(written.get(name), each) for name, each in resolved.items()}
     if isinstance(resolved, list) and isinstance(written, list):
         return [interpolated(*pair) for pair in zip(written, resolved, strict=True)]
     if type(resolved) is str and isinstance(written, str) and written != resolved:
         return Interpolated(resolved, written)
-    if isinstance(written, str) and isinstance(resolved, dict | list):  # a whole part
+    if isinstance(written, str) and isinstance(resolved, dict | list):  # a whole section
         return _all_interpolated(resolved, written)
     return resolved
 
 
 def resolved(tree: dict[str, Any], name: str) -> str:
-    """Returns a text of a stored config, with what its variables hold here; as it is written where
-    there is one that is not set.
+    """Returns an option of a stored config with its variables resolved; as written if one is not
+    set.
     """
     config = OmegaConf.create(tree)
     try:
@@ -115,7 +117,7 @@ def _all_interpolated(resolved: Any, written: str) -> Any:
 
 
 def _section(given: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass of options that are stored."""
+    """Returns the storable fields of an options dataclass."""
     schema: Any = type(given)
     found = {}
     for f in fields(given):
@@ -138,7 +140,7 @@ def _kept(value: Any, hint: Any) -> Any:
 
 
 def _element(given: Any, schema: type) -> Any:
-    """Returns what is stored of a dataclass in a list, as a dictionary of it has it."""
+    """Returns the storable form of a dataclass in a list, given as a dictionary."""
     if not isinstance(given, Mapping):
         return NOT_STORED
     known = hints(schema)
@@ -154,7 +156,9 @@ def _hidden(value: Any, mark: Hidden) -> Any:
 
 
 def _reference(value: Any) -> str:
-    """Returns the name of the variable that a secret is in; NOT_STORED where it is given itself."""
+    """Returns the reference to the variable that holds a secret; NOT_STORED if it is given
+    literally.
+    """
     written = value.written if isinstance(value, Interpolated) else str(value)
     return written if REFERENCE.fullmatch(written) else NOT_STORED
 

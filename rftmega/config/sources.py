@@ -1,4 +1,4 @@
-"""Names of data in a config: a path, "folder#split", "file.py:function", several with weights."""
+"""Notation of data sources: a path, "folder#split", "file.py:function", several with weights."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ LONGEST_CYCLE = 100_000
 def split_source(source: str | Path) -> tuple[Path, str]:
     """Splits "folder#train" into (folder, "train"), and "file.py:rows" into (file.py, "rows").
 
-    Without a second part, or where there is a file of just that name, (source, "").
+    Returns (source, "") without a second part, or if a file of that whole name exists.
     """
     for sign, suffix in (("#", ""), (":", ".py")):
         path, found, part = str(source).rpartition(sign)
@@ -21,8 +21,8 @@ def split_source(source: str | Path) -> tuple[Path, str]:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest whole numbers in the ratio of `weights` (positive, finite), as they are
-    written: 0.7, 0.3 -> 7, 3.
+    """Returns the smallest integers in the ratio of `weights` (positive, finite) as written in
+    decimal: 0.7, 0.3 -> 7, 3.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))

@@ -1,8 +1,8 @@
-"""The tree of options: which there are, of which kind, and the dataclasses that hold them.
+"""The tree of options: names, types and the dataclasses that hold them.
 
-Two kinds of nodes depend on what a run chooses. A union (algorithm.advantage) holds the part that
-its `type` names; a table of parts (reward.custom) holds all parts of a user's own. `plugins` are
-the classes of such parts, see plugins.py.
+Two kinds of nodes depend on the run. A union (algorithm.advantage) holds the component selected by
+its `type`; a table (reward.custom) holds all user-defined components. `plugins` are the classes of
+such components, see plugins.py.
 """
 
 import types
@@ -17,13 +17,13 @@ from rftmega.config.options.parts import kind_of, type_of
 from rftmega.config.schema import RunConfig
 
 Plugins = tuple[type, ...]
-# sections that the critic has, too, and takes from there what it is not given
+# sections that the critic also has, with these as defaults
 AS_THE_POLICY = ("parallel.", "optimizer.")
 
 
 class Option(NamedTuple):
-    """One option: dotted name, annotation, the dataclass that it is a field of, and the type of the
-    part that has it, or "".
+    """Option is one option: dotted name, annotation, its dataclass, and the type of its component,
+    or "".
     """
 
     name: str
@@ -38,12 +38,12 @@ class Option(NamedTuple):
 
 @cache
 def hints(schema: type) -> dict[str, Any]:
-    """Returns the annotations of a dataclass, with what stands beside the type (bounds)."""
+    """Returns the annotations of a dataclass, including metadata such as bounds."""
     return get_type_hints(schema, include_extras=True)
 
 
 def plain(hint: Any) -> Any:
-    """Returns an annotation without bounds and choices: a number's or text's type."""
+    """Returns the type in an annotation, without bounds and choices."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return str if get_origin(hint) is Literal else hint
@@ -57,7 +57,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 
 def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
-    """Returns type -> dataclass of a union of parts, a user's own included.
+    """Returns type -> dataclass of a union of components, including user-defined ones.
 
     Empty for other annotations.
     """
@@ -71,7 +71,7 @@ def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
 
 
 def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
-    """Returns name -> dataclass of a table of a user's own parts; None for other annotations."""
+    """Returns name -> dataclass of a table of user-defined components; None for other annotations."""
     inner = plain(hint)
     if get_origin(inner) is not dict or not is_dataclass(get_args(inner)[1]):
         return None
@@ -79,7 +79,7 @@ def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
 
 
 def listed(hint: Any) -> type | None:
-    """Returns the dataclass whose values a list holds; None for other annotations."""
+    """Returns the dataclass of a list's elements; None for other annotations."""
     inner = plain(hint)
     if get_origin(inner) is not list or not is_dataclass(get_args(inner)[0]):
         return None
@@ -90,7 +90,7 @@ def listed(hint: Any) -> type | None:
 def walk(
     schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = ""
 ) -> Iterator[Option]:
-    """Yields all options, those of every member of a union, in the order of the schema."""
+    """Yields all options, including those of every member of a union, in the order of the schema."""
     for name, hint in hints(schema).items():
         if name not in {f.name for f in fields(schema)}:
             continue  # a ClassVar
@@ -119,15 +119,15 @@ def walk(
 
 @cache
 def options(plugins: Plugins = ()) -> Mapping[str, Any]:
-    """Returns dotted name -> type of all options, those of every member of a union, in the order of
-    the schema.
+    """Returns dotted name -> type of all options, including those of every member of a union, in
+    the order of the schema.
     """
     return {option.name: option.kind for option in walk(plugins=plugins)}
 
 
 @cache
 def sections(plugins: Plugins = ()) -> Set[str]:
-    """Returns the dotted names that hold options."""
+    """Returns the dotted names of all sections."""
     return {name[:at] for name in options(plugins) for at in range(len(name)) if name[at] == "."}
 
 
@@ -148,7 +148,7 @@ def unions(
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """Returns the value of a dotted option; elements of lists go by their number."""
+    """Returns the value of a dotted option; list elements are addressed by their number."""
     value: Any = config
     for leaf in name.split("."):
         if isinstance(value, list):
@@ -159,7 +159,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def default_type(name: str) -> str:
-    """Returns the type that a union has where none is given."""
+    """Returns the default type of a union."""
     schema: Any = RunConfig
     *sections, leaf = name.split(".")
     for section in sections:
@@ -172,7 +172,7 @@ def rebuilt(
     schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins = (), prefix: str = ""
 ) -> type:
     """Returns a dataclass like `schema` whose leaves have the annotation hint_of(dotted name,
-    annotation); a dataclass that `hint_of` returns is rebuilt as well.
+    annotation); a dataclass returned by `hint_of` is rebuilt as well.
     """
     made = []
     for f in fields(schema):
@@ -202,8 +202,8 @@ def rebuilt(
 
 
 def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
-    """Returns the schema that OmegaConf merges into: without bounds, and with the part of `chosen`
-    (union -> type) per union.
+    """Returns the schema for OmegaConf: without bounds, with the component `chosen` (union -> type)
+    for each union.
     """
     known = unions(plugins)
 
@@ -216,8 +216,8 @@ def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
 
 
 def bounded_schema(plugins: Plugins) -> type:
-    """Returns the schema that pydantic validates: with bounds, choices, and discriminated unions
-    that have a user's own parts.
+    """Returns the schema for pydantic: with bounds, choices, and discriminated unions that include
+    user-defined components.
     """
     known = unions(plugins)
 
@@ -230,9 +230,9 @@ def bounded_schema(plugins: Plugins) -> type:
 
 
 def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
-    """Returns `schema` with the values of nested dictionaries.
+    """Returns an instance of `schema` with the values of nested dictionaries.
 
-    Unions take the part that `type` names.
+    Unions take the component that `type` selects.
     """
     values = {}
     for f in fields(schema):

@@ -58,7 +58,7 @@ class CheckpointError(RFTMegaError):
 
 
 class OutputError(RFTMegaError, OSError):
-    """A file of the run's output that can't be written; names it."""
+    """A file of the run's output that cannot be written; names it."""
 
 
 class WeightMismatch(RFTMegaError):
@@ -83,7 +83,7 @@ class Diverged(RFTMegaError):
     exit_code = 76
 
 
-class NothingTrained(RFTMegaError):  # noqa: N818  it tells what happened
+class NothingTrained(RFTMegaError):  # noqa: N818  named after the event
     """A step whose gradient reaches no parameter; more such steps would not help."""
 
     exit_code = 76
@@ -99,8 +99,10 @@ class ContextTooLong(EngineError):  # noqa: N818  an environment may catch it, a
     """An environment requested a completion of a context that leaves no room for one."""
 
 
-class EnvironmentFailed(RFTMegaError):  # noqa: N818  it tells what happened
-    """A user's environment raised an error in a rollout; names it and the prompt."""
+class EnvironmentFailed(RFTMegaError):  # noqa: N818  named after the event
+    """A user's environment raised an error in a rollout; the message names the environment and the
+    prompt.
+    """
 
     exit_code = 1
 
@@ -133,7 +135,7 @@ class NodeFault(NodeError):
     exit_code = 1
 
 
-class RanksFailed(RFTMegaError):  # noqa: N818  it tells what happened
+class RanksFailed(RFTMegaError):  # noqa: N818  named after the event
     """A run of several ranks ended because one of them died or because of a signal; its launcher
     has already printed which rank and why.
     """

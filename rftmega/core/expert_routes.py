@@ -1,5 +1,5 @@
-"""Expert routes of MoE models: the experts that each token was sent to (R3, rollout router replay),
-as tensors [tokens, MoE layers, experts per token].
+"""Expert routes of MoE models, for router replay: the experts that each token was sent to, as
+tensors [tokens, MoE layers, experts per token].
 
 They cover every token of a row but the last, which is never a model input. Entries without a
 recorded route hold `unknown`: the model that computes that token chooses its experts itself.

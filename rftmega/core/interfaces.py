@@ -36,7 +36,7 @@ Enough = Callable[
 
 
 class Model(Protocol):
-    """Model answers the generation requests of one rollout with the engine's current weights."""
+    """Model generates completions for one rollout with the engine's current weights."""
 
     row_tokens: int  # maximum of context and completion together
     sampling: Sampling  # the distribution that completions are drawn from
@@ -274,8 +274,8 @@ class Reward(Protocol):
 class Resumable(Protocol):
     """An object whose state the next step depends on.
 
-    `state` returns it as JSON, with tensors that nobody changes; `load_state` restores it. It is
-    called after every step, so it copies nothing large.
+    `state` returns it as JSON, with tensors that are never modified; `load_state` restores it. It
+    is called after every step, so it copies nothing large.
     """
 
     def state(self) -> Any: ...
@@ -289,8 +289,8 @@ class Host(Protocol):
     def once(self, make: Callable[[], Result]) -> Result:
         """Returns the result of `make`, which is called once per host. Called on every process.
 
-        The result consists of tensors, numbers, Ragged columns, dicts and tuples; nobody changes
-        it.
+        The result consists of tensors, numbers, Ragged columns, dicts and tuples; it must not be
+        modified.
         """
 
 

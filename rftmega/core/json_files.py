@@ -1,5 +1,5 @@
-"""Strict reading of JSON files from elsewhere; a file that two parsers could read differently is
-rejected.
+"""Strict reading of JSON files from other programs; a file that two parsers could read differently
+is rejected.
 """
 
 import json

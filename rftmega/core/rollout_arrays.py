@@ -38,7 +38,7 @@ class RolloutPlace(NamedTuple):
 
     trajectories: tuple[TrajectoryPlace, ...]
     scores: dict[str, float] | None
-    rewards: dict[str, float] = {}  # noqa: RUF012  nobody changes it
+    rewards: dict[str, float] = {}  # noqa: RUF012  never modified
     measures: dict[str, float] = {}  # noqa: RUF012
     lost: str = ""
     score_zero: bool = False

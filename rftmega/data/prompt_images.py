@@ -204,7 +204,7 @@ class ImageReader:
         return tokens, PlacedImage(path, digest, grid, start, len(tokens), frames)
 
     def _video(self, value: Any) -> str:
-        if isinstance(value, dict) and isinstance(value.get("path"), str):  # as `datasets` has it
+        if isinstance(value, dict) and isinstance(value.get("path"), str):  # as in `datasets`
             value = value["path"]
         if not isinstance(value, str) or not value:
             raise DataError(
@@ -214,7 +214,7 @@ class ImageReader:
         return path_in(self.folder, value, "video", self.fetched)
 
     def _source(self, value: Any) -> str | bytes:
-        if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # as `datasets` has it
+        if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # the format of `datasets`
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes | bytearray):
             return bytes(value)

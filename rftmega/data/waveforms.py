@@ -99,7 +99,7 @@ class WaveformReader:
         return self.processor.placed(source, digest, self._samples[digest], start)
 
     def _source(self, value: Any) -> str | bytes:
-        if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # as `datasets` has it
+        if isinstance(value, dict) and {"bytes", "path"} & value.keys():  # the format of `datasets`
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes | bytearray):
             return bytes(value)

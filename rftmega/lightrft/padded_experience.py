@@ -108,7 +108,7 @@ class Samples:
     total_length: Tensor  # [B] int64: prompt and response
     prompts: list[Any]  # as they were given
     labels: list[str]
-    pad_len: int | None  # packed: padding tokens behind the last sequence
+    pad_len: int | None  # packed: padding tokens after the last sequence
     # the engine's rollouts, if it generated these
     rollouts: list[Rollout] | None = field(default=None, init=False)
     # [B] int64; rows with equal numbers have the same prompt

@@ -1,1 +1,1 @@
-"""TODO rftmega/models."""
+"""Model code: Hugging Face folders, layers, LoRA modules and kernels."""

@@ -24,7 +24,7 @@ TASKS = {
 
 def write_model_card(config: RunConfig, metrics: Path) -> None:
     """Writes README.md into the exported folder, from the run's options and its metrics.jsonl;
-    skips a folder that is not this export.
+    skips a folder that no export wrote.
     """
     folder = Path(config.exported)
     if not (folder / MARK).is_file():

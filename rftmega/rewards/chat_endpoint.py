@@ -21,7 +21,7 @@ SHOWN = 200  # characters of a reply that an error quotes
 OF_THE_QUESTION = (400, 413, 422)
 
 
-class Refused(Exception):  # noqa: N818  it tells what happened
+class Refused(Exception):  # noqa: N818  named after the event
     """The server rejected a question; it may accept another one."""
 
 

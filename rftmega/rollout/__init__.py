@@ -1,1 +1,1 @@
-"""Generates completions: inference engines, the pool that schedules requests, and remote servers."""
+"""Generates completions: inference engines, the pool that schedules requests, remote servers."""

@@ -263,7 +263,5 @@ def prepare() -> None:
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("rftmega").setLevel(logging.INFO)
-    if (
-        os.environ.get("RANK", "0") != "0"
-    ):  # every process reads the same records, one tells of them
+    if os.environ.get("RANK", "0") != "0":  # all processes read the same records, one logs
         logging.getLogger("rftmega.data").setLevel(logging.ERROR)

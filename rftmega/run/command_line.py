@@ -17,7 +17,7 @@ from rftmega.run.hub import fetched
 from rftmega.run.option_reference import option_reference
 from rftmega.runtime.parallel.private import keep_private
 
-FIRST_RECORDS = 8  # of each file that a dry run reads
+FIRST_RECORDS = 8  # records that a dry run reads of each file
 FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
 where my_function(prompts, completions, **columns) gives a number for each completion (docs/rewards.md)."""
 
@@ -37,7 +37,7 @@ def run(description: str | None) -> int:
         else:
             result = train(given.config, processes=given.processes, overrides=given.overrides)
             code = result.exit_code
-    except RanksFailed as error:  # the launcher has said why
+    except RanksFailed as error:  # the launcher has reported the cause
         code = error.exit_code
     except RFTMegaError as error:
         code = reported(error)

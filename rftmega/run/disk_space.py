@@ -4,7 +4,7 @@ from rftmega.config import RunConfig
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.runtime import device
 
-FLOAT, ADAM = 4, 8  # bytes a parameter: in float32, and its two moments
+FLOAT, ADAM = 4, 8  # bytes per parameter: in float32, and of its two moments
 
 
 def needed(config: RunConfig) -> dict[str, int]:

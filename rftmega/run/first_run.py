@@ -19,7 +19,7 @@ from rftmega.run.planning.models import POLICY, models_of
 
 WIDTH = 100  # columns of a comment
 ROWS = 1024  # completions per step; more if there are more devices
-GROUP = 8  # completions a prompt
+GROUP = 8  # completions per prompt
 FOLLOWING = ("reward.exact_match",)  # options that follow from others
 SHOWN = (  # options that are written although they have their defaults
     *("parallel.tensor", "rollout.tensor", "rollout.memory_fraction", "rollout.temperature"),

@@ -1,18 +1,20 @@
-"""Runs one answer: reads a job from standard input and writes its outcome as a JSON line to
+"""Runs untrusted code: reads a job from standard input and writes its outcome as a JSON line to
 standard output.
 
-First comes the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then
-the tests. The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false,
-or null: find out), and either "inputs" and "limits" (bytes of output, an input), or "inside" for
-tests (true: in the answer's own interpreter). Tests are read only once the answer's process is on
-its own, so that no memory of it ever holds them.
+Input: the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then the
+tests. The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or
+null: find out), and either "inputs" and "limits" (maximum bytes of output per input), or "inside"
+for tests (true: in the answer's own interpreter). Tests are read only after the answer's process
+was forked, so its memory never holds them.
 
-The outcome: "lacks" (what is not to be had: "namespaces", "filter", "files"), and one of "passed";
-"outputs" (of programs that ended well; the first that didn't ends the list); "unsupported" (why the
-tests can't be asked from outside); "undecided" (what failed that is not the answer's); "refused".
-Standard input stays open meanwhile: when it closes, the answer ends. A job with "imports"
-is the sandbox's test of itself: its outcome is "failed", which says why an answer could not import
-what answers import (null: it can). One with "call_seconds" is a conversation (repl.py).
+The outcome: "lacks" (what is not available: "namespaces", "filter", "files"), and one of "passed";
+"outputs" (of programs that succeeded, up to the first that failed); "unsupported" (why the tests
+cannot run outside the answer's interpreter); "undecided" (a failure that is not the answer's);
+"refused".
+
+Standard input stays open meanwhile: when it closes, the answer is ended. A job with "imports" is
+the sandbox's self-test: its outcome is "failed", the reason why an answer cannot import the usual
+modules (null: it can). A job with "call_seconds" is an interactive interpreter (repl.py).
 """
 
 import contextlib
@@ -44,13 +46,13 @@ REFUSED = (
     "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
     "and network. Allow unprivileged user namespaces (or seccomp), or start as root"
 )
-# the machine's want, not the answer's
+# caused by the machine, not by the answer
 EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
 
 @dataclass
 class Ended:
-    """Ended holds a program's wait status (None: it was killed for time or output) and its output."""
+    """Ended holds a program's wait status (None: killed for time or output) and its output."""
 
     status: int | None
     written: bytes
@@ -59,7 +61,7 @@ class Ended:
 def main() -> None:
     header = json.loads(line())
     job = json.loads(exactly(header["size"]))
-    # within a box of root's alone, what is made for another user must be open to it
+    # the box belongs to root, so what is created for another user must be accessible to it
     os.umask(0o022)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -93,8 +95,8 @@ def _outcome(job: dict[str, Any], size: int, lacks: dict[str, bool]) -> dict[str
 
 
 def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
-    """Runs the tests, of `size` bytes, in a process other than the answer's, which they query
-    through pipes; reports whether they ran to their end.
+    """Runs the tests, of `size` bytes, in a separate process, which queries the answer's process
+    through pipes; returns whether they ran to completion.
     """
     end = time.monotonic() + job["seconds"]
     (requests, requests_in), (replies, replies_in) = os.pipe(), os.pipe()
@@ -106,7 +108,9 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
               keep=[requests, replies_in])  # fmt: skip
         for descriptor in (requests, replies_in):
             os.close(descriptor)
-        tests = exactly(size).decode()  # only now: the answer's process was forked without them
+        tests = exactly(
+            size
+        ).decode()  # only now, so that the answer's process was forked without them
         verdict, verdict_in = os.pipe()
         start(boxes, lambda: checker.check(tests, requests_in, replies, verdict_in), job, stdin=nowhere, stdout=nowhere,
               keep=[requests_in, replies, verdict_in])  # fmt: skip
@@ -123,9 +127,9 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
-    """Returns whether the tests ran to their end in the answer's interpreter.
+    """Returns whether the tests ran to completion in the answer's interpreter.
 
-    A token that is made after the fork proves it.
+    A token created after the fork proves it.
     """
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
@@ -149,9 +153,7 @@ def passes_inside(job: dict[str, Any], tests: str) -> bool:
 
 
 def outputs(job: dict[str, Any]) -> list[str]:
-    """Runs the answer as a program on each input, up to the first that it fails with, and returns
-    its outputs.
-    """
+    """Runs the answer as a program on each input, up to the first failure, and returns its outputs."""
     end, found = time.monotonic() + job["seconds"], []
     for text, limit in zip(job["inputs"], job["limits"], strict=True):
         out, out_in = os.pipe()
@@ -184,8 +186,8 @@ def execute(
     end: float,
     started: Callable[[], None],
 ) -> Ended:
-    """Runs `work` in the sandbox until it ends, the clock reaches `end` or more than `limit` bytes
-    come out of `read`.
+    """Runs `work` in the sandbox until it ends, time `end` is reached or `read` yields more than
+    `limit` bytes.
     """
     boxes: list[Box] = []
     try:
@@ -198,9 +200,9 @@ def execute(
 
 
 def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
-    """Reads what comes, until the program's end is reported.
+    """Reads output until the program's end is reported.
 
-    Raises Undecidable where it never was a program in a sandbox.
+    Raises Undecidable if no sandboxed program ever ran.
     """
     written, status = b"", None
     waiting = select.poll()
@@ -208,7 +210,7 @@ def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
         waiting.register(descriptor, select.POLLIN)
     while status is None and (left := end - time.monotonic()) > 0:
         ready = dict(waiting.poll(left * 1000))
-        if 0 in ready:  # whoever started this is gone
+        if 0 in ready:  # the parent process is gone
             break
         if read in ready:
             piece = os.read(read, 1 << 16)
@@ -228,7 +230,7 @@ def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
                 continue
             status = int.from_bytes(box.told[len(CONFINED) :], "little")
             os.set_blocking(read, False)
-            # what is still in the pipe; a daemon may hold its other end
+            # the rest of the pipe; a daemon may hold its other end
             with contextlib.suppress(BlockingIOError):
                 while len(written) <= limit and (piece := os.read(read, 1 << 16)):
                     written += piece

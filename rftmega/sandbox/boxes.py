@@ -1,7 +1,7 @@
-"""Starts programs in sandboxes, and ends them with all that they started.
+"""Starts programs in sandboxes, and ends them with all their descendants.
 
-Every program runs in a child of a child: the middle one makes the namespaces, whose process 1 the
-program is.
+Every program runs in a grandchild process: the middle process creates the namespaces, in which the
+program is process 1.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any
 from rftmega.sandbox import confine, imports, kernel
 from rftmega.sandbox.folder import remove
 
-CONFINED = b"c"  # the first word of a program's news; then comes its wait status in four bytes
+CONFINED = b"c"  # first byte of a program's news, followed by its wait status in four bytes
 REPORT = len(CONFINED) + 4
-PROGRAMS = 2  # most of one job at a time: the answer and its checker
+PROGRAMS = 2  # maximum per job: the answer and its checker
 
 
 class Undecidable(Exception):
@@ -27,9 +27,9 @@ class Undecidable(Exception):
 
 @dataclass
 class Box:
-    """Box is a sandboxed program as this process sees it.
+    """Box is a sandboxed program as seen from this process.
 
-    `told`: what its news said so far, first that it is confined.
+    `told`: its news so far, first that it is confined.
     """
 
     folder: str
@@ -48,7 +48,9 @@ def start(
     stdout: int,
     keep: list[int],
 ) -> None:
-    """Runs `work` in a sandbox of its own, which is added to `boxes`: `end_all` them, come what may."""
+    """Runs `work` in a new sandbox, which is added to `boxes`; the caller must always call
+    `end_all`.
+    """
     folder = tempfile.mkdtemp(prefix="rftmega-code-")
     user = (
         confine.FIRST_USER + PROGRAMS * os.getpid() + len(boxes)
@@ -102,9 +104,7 @@ def _middle(
 def _confine(
     job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int
 ) -> None:
-    """Makes this process, which `_middle` forked, one that tested code may run in, and says so in
-    `news`.
-    """
+    """Confines this process, forked by `_middle`, for tested code, and reports that in `news`."""
     for here, there in ((stdin, 0), (stdout, 1)):
         os.dup2(here, there)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
@@ -116,7 +116,7 @@ def _confine(
     else:
         if os.getuid() == 0:
             os.chown(box, user, user)
-            # Only with Landlock: without it a descriptor would lead to its folder's neighbours too.
+            # Only with Landlock: otherwise a descriptor would also give access to sibling folders.
             opened = imports.open_folders(confine.python_folders()) if job["landlock"] else {}
             imports.import_through(opened)
         os.chdir(box)
@@ -141,8 +141,8 @@ def ask_whether_confined(box: Box) -> None:
 
 
 def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
-    """Ends programs and all that they started: with process 1, or by their users, or child by child
-    as they become ours.
+    """Kills programs and their descendants: through process 1 of their namespace, by their users,
+    or child by child as they are reparented to this process.
     """
     for box in boxes:
         with contextlib.suppress(ProcessLookupError):
@@ -164,7 +164,7 @@ def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
 
 
 def _kill_user(user: int) -> None:
-    """Kills by the kernel's own loop over processes: nothing is born in between."""
+    """Kills all processes of a user in a single kernel call, so that none can fork in between."""
     helper = os.fork()
     if helper == 0:
         with contextlib.suppress(BaseException):
@@ -175,9 +175,9 @@ def _kill_user(user: int) -> None:
 
 
 def _children() -> list[int]:
-    """Returns processes whose parent this is.
+    """Returns the child processes of this one.
 
-    Those whose own parent died are among them (PR_SET_CHILD_SUBREAPER).
+    They include orphans (PR_SET_CHILD_SUBREAPER).
     """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):

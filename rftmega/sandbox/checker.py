@@ -1,5 +1,5 @@
-"""The checker's process: runs a label's tests; the answer's names are stand-ins for objects of the
-answer's process.
+"""The checker's process: runs a label's tests, in which the answer's names are stand-ins for
+objects in the answer's process.
 """
 
 import ast
@@ -17,7 +17,7 @@ from rftmega.sandbox import plain, program
 PASSED = b"passed"
 UNSUPPORTED = b"unsupported: "
 LONGEST = 64 << 20  # bytes of one reply
-# Modules that an answer may bring into the tests' names: they hold nothing that would end or pass a
+# Modules that an answer may add to the tests' names: nothing in them can end or pass a
 # test.
 MODULES = (
     "math", "cmath", "itertools", "functools", "collections", "re", "json", "string", "random", "heapq", "bisect",
@@ -26,8 +26,8 @@ MODULES = (
 
 
 class Checker:
-    """Asks the answer's process, one line at a time, and writes the verdict, which no other process
-    can.
+    """Checker queries the answer's process, one line at a time, and writes the verdict, which no
+    other process can.
     """
 
     def __init__(self, requests: int, replies: int, verdict: int):
@@ -53,9 +53,9 @@ class Checker:
         os._exit(1)
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Returns the value of an operation on the answer's objects.
+        """Returns the result of an operation on the answer's objects.
 
-        Raises what it raised there.
+        Raises the exception that the operation raised there.
         """
         if builtins.input is not self.input or sys.stdin is not self.stdin:
             self.unsupported("they give the answer an input of their own (sys.stdin)")
@@ -75,7 +75,7 @@ class Checker:
             after = [self.decode(each) for each in told["given"]]
             value = self.decode(told["value"]) if raised is None else self.exception(told)
         except BaseException:
-            # not what serve() writes, and no exception of the answer's that a test may ask for
+            # a malformed reply, not an exception of the answer that a test may expect
             os._exit(1)
         sys.stdout.write(printed)
         for mine, theirs in zip((*given, *named.values()), after, strict=False):
@@ -130,7 +130,7 @@ class Checker:
 
 
 def named(module: str, path: str) -> Any:
-    """Returns the attribute of a Python module at a dotted path; None where there is none."""
+    """Returns the attribute of a Python module at a dotted path; None if there is none."""
     found: Any = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -138,7 +138,7 @@ def named(module: str, path: str) -> Any:
 
 
 def exception_type(names: list[str]) -> type[BaseException]:
-    """Returns the first built-in exception among the names of an exception's bases."""
+    """Returns the first built-in exception among the names of an exception's base classes."""
     for name in names:
         found = getattr(builtins, str(name), None)
         if isinstance(found, type) and issubclass(found, BaseException):
@@ -147,7 +147,7 @@ def exception_type(names: list[str]) -> type[BaseException]:
 
 
 def change(mine: Any, theirs: Any) -> None:
-    """Gives a container that the answer was given the contents that it has there now."""
+    """Updates a container that was passed to the answer with its current contents there."""
     if type(mine) is not type(theirs):
         return
     if isinstance(mine, list) and len(mine) == len(theirs):
@@ -176,9 +176,9 @@ def change(mine: Any, theirs: Any) -> None:
 
 
 class StandIn:
-    """One object of the answer's that is no plain value.
+    """StandIn represents an object of the answer that is not a plain value.
 
-    It never equals a plain value, and is never asked whether it does.
+    It never equals a plain value, and the object is never asked whether it does.
     """
 
     _checker: Checker
@@ -230,7 +230,7 @@ class StandIn:
         return hash(self._handle)
 
     def _both(self, other: Any) -> Any:
-        """Refuses to compare: an object of the answer's would decide on the test's outcome."""
+        """Refuses a comparison, because an object of the answer would decide the test's outcome."""
         if isinstance(other, StandIn):
             self._checker.unsupported("they compare or combine objects of the answer's own classes")
         if vars(self)["_module"] not in ("answer", "builtins"):
@@ -248,7 +248,7 @@ class StandIn:
 
 
 def check(tests: str, requests: int, replies: int, verdict: int) -> int:
-    """Runs the tests with the answer's names and writes the verdict where they come to their end."""
+    """Runs the tests with the answer's names and writes the verdict if they run to completion."""
     checker = Checker(requests, replies, verdict)
     names = {name: checker.decode(value) for name, value in checker.read().items()}
     module = types.ModuleType("answer")

@@ -1,6 +1,4 @@
-"""Takes from a process the privileges that tested code must not have, for good, for the process and
-its children.
-"""
+"""Irrevocably drops the privileges of a process and its children that tested code must not have."""
 
 import contextlib
 import os
@@ -13,21 +11,20 @@ from rftmega.sandbox import kernel, landlock, system_calls
 
 TASKS = 16  # processes and threads together
 OPEN_FILES = 128
-DISK = 64 << 20  # bytes: of one file everywhere; of all files together where there are namespaces
+DISK = 64 << 20  # bytes: maximum of one file; with namespaces, of all files together
 FILES = 4096
 WORK = "/answer"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-# of one run each, so that runs neither count nor signal each other; nobody has such ids
+# one per run, so that runs neither count nor signal each other; no real user has such ids
 FIRST_USER = 1_900_000_000
 
 
 def enter_namespaces() -> None:
-    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name.
+    """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name;
+    the next fork becomes process 1.
 
-    The next fork is process 1.
-
-    Raises OSError where the kernel, or a container's policy, doesn't allow all of them.
+    Raises OSError if the kernel, or a container's policy, does not allow all of them.
     """
     flags = (
         kernel.CLONE_NEWNS
@@ -53,10 +50,10 @@ def enter_namespaces() -> None:
 
 
 def enter_private_root(box: str) -> None:
-    """Makes `box`, an empty folder, this process's root: Python and the system's libraries,
-    read-only, and an empty WORK.
+    """Makes `box`, an empty folder, this process's root: Python and system libraries, read-only,
+    and an empty WORK.
 
-    Raises OSError where a mount is not allowed.
+    Raises OSError if a mount is not allowed.
     """
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     plain = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -96,14 +93,14 @@ def _visible() -> Iterator[str]:
 
 
 def python_folders() -> list[str]:
-    """Lists the folders where Python and its packages are installed, outside the system's folders."""
+    """Returns the folders of Python and its packages outside the system's folders."""
     return [path for path in _visible() if path not in SYSTEM and path not in DEVICES]
 
 
 def limit(*, seconds: float, memory: int) -> None:
-    """Limits of this process and, one by one, its children.
+    """Sets the resource limits of this process and each of its children.
 
-    Of tasks, for all of its user's (or namespace's) together.
+    The limit of tasks counts all of its user (or namespace) together.
     """
     tasks = TASKS if os.getuid() == 0 else TASKS + _tasks_of(os.getuid())
     for name, value in (
@@ -120,9 +117,9 @@ def limit(*, seconds: float, memory: int) -> None:
 
 
 def _tasks_of(user: int) -> int:
-    """Threads that `user` has already, as the limit counts them.
+    """Returns the number of threads that `user` has already, as counted by the limit.
 
-    0 in a namespace of one's own, where /proc is not to be seen.
+    0 in a new namespace, where /proc is not visible.
     """
     count = 0
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
@@ -133,7 +130,7 @@ def _tasks_of(user: int) -> int:
 
 
 def drop_privileges(user: int) -> None:
-    """Becomes `user` where this is root, and nobody's better anyway."""
+    """Switches to `user` if this is root, and drops all capabilities in any case."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -144,9 +141,9 @@ def drop_privileges(user: int) -> None:
 
 
 def filter_system_calls(*, own_pid: int | None) -> bool:
-    """Filters system calls.
+    """Installs the system call filter.
 
-    Returns False where this kernel or architecture has no filter.
+    Returns False if this kernel or architecture has none.
     """
     try:
         system_calls.install(own_pid=own_pid)
@@ -157,9 +154,10 @@ def filter_system_calls(*, own_pid: int | None) -> bool:
 
 
 def restrict_files(own: str, opened: Mapping[str, int] | None = None) -> bool:
-    """Leaves `own`, and what a private root would show, folders of `opened` by their descriptors.
+    """Restricts file access to `own` and the files that a private root would show, those in folders
+    of `opened` through their descriptors.
 
-    False without Landlock.
+    Returns False without Landlock.
     """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     try:

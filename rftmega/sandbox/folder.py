@@ -1,4 +1,4 @@
-"""The folder of an answer, once the answer has ended."""
+"""Removal of an answer's folder after the answer has ended."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def remove(box: str) -> None:
-    """Removes a folder whatever the answer made of its permissions."""
+    """Removes a folder regardless of the permissions that the answer has set."""
 
     def open_up(function: Callable[[str], Any], path: str, error: Any) -> None:
         for each in (os.path.dirname(path), path):

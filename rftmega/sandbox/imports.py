@@ -1,5 +1,5 @@
-"""Makes Python's folders importable for tested code, through descriptors where its user may not
-pass; and tests that.
+"""Makes Python's folders importable for tested code, through descriptors if its user has no access,
+and tests that.
 """
 
 import importlib
@@ -11,15 +11,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# What answers import, and a run would silently score 0 without. All of it comes with Python but
-# numpy.
+# Modules that answers import, whose absence would silently score 0. All of them come with
+# Python except numpy.
 MODULES = (
     "abc", "array", "base64", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "csv", "dataclasses",
     "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "inspect", "io", "itertools",
     "json", "math", "numbers", "operator", "pprint", "queue", "random", "re", "statistics", "string", "struct", "textwrap",
     "time", "typing", "unicodedata", "unittest", "uuid", "zlib", "numpy",
 )  # fmt: skip
-MEMORY = 1 << 30  # bytes that the test may take: it asks what can be read, not what fits
+MEMORY = 1 << 30  # bytes for the test, which checks access, not memory
 SECONDS = 60.0
 LIMIT = 1 << 16  # bytes of the test's output
 TEST = """
@@ -35,8 +35,7 @@ print(json.dumps(failed))
 
 
 def open_folders(folders: list[str]) -> dict[str, int]:
-    """Opens folders: folder -> a descriptor of it, for those below a folder that not every user may
-    pass.
+    """Returns folder -> descriptor for the folders below one that is not accessible to every user.
 
     Call it with privileges.
     """
@@ -49,7 +48,7 @@ def open_folders(folders: list[str]) -> dict[str, int]:
 
 def closed_to_others(path: str, below: str = "/") -> str | None:
     """Returns the first of `path` and the folders between it and `below` that not every user may
-    pass (a file: read).
+    enter (a file: read).
     """
     way = [os.path.realpath(path)]
     while way[-1] not in ("/", os.path.realpath(below)):
@@ -63,8 +62,8 @@ def closed_to_others(path: str, below: str = "/") -> str | None:
 
 
 def through(opened: dict[str, int]) -> Callable[[str], str]:
-    """Returns a function from a path to one that leads to the same file through a descriptor, where
-    one of `opened` does.
+    """Returns a function that maps a path to the same file through a descriptor of `opened`, if it
+    lies in such a folder.
     """
 
     def way(path: str) -> str:
@@ -80,7 +79,7 @@ def through(opened: dict[str, int]) -> Callable[[str], str]:
 def import_through(opened: dict[str, int]) -> None:
     """Makes this process import through the descriptors.
 
-    Call it with privileges: without them paths can't be resolved.
+    Call it with privileges, without which paths cannot be resolved.
     """
     if not opened:
         return
@@ -94,9 +93,7 @@ def import_through(opened: dict[str, int]) -> None:
 
 
 def test_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the job that asks which of MODULES, as far as this process has them, an answer can't
-    import.
-    """
+    """Returns the job that tests which of MODULES, as far as installed, an answer cannot import."""
     found = [name for name in MODULES if importlib.util.find_spec(name)]
     told = {
         "answer": TEST,
@@ -109,7 +106,7 @@ def test_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_not(outputs: list[str]) -> str | None:
-    """Explains what the test's outputs say is wrong; None where all could be imported."""
+    """Returns an explanation of the test's outputs; None if all modules could be imported."""
     if len(outputs) != 1:
         return "not even a program that only imports modules comes to its end in the sandbox"
     failed: dict[str, str] = json.loads(outputs[0])
@@ -138,15 +135,16 @@ def why_not(outputs: list[str]) -> str | None:
 
 
 def origin(name: str) -> str:
-    """Returns the file of a module; Python's folder where it has none."""
+    """Returns the file of a module; Python's folder if it has none."""
     spec = importlib.util.find_spec(name)
     return spec.origin if spec and spec.origin and os.path.exists(spec.origin) else sys.base_prefix
 
 
 def python_of(path: str) -> str:
-    """Returns the folder of Python that holds `path`, which a descriptor or a mount leads to.
+    """Returns the folder of Python that contains `path`, to which a descriptor or mount gives
+    access.
 
-    "/" where it is in none.
+    "/" if none does.
     """
     real = os.path.realpath(path)
     inside = [

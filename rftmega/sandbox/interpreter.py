@@ -1,4 +1,4 @@
-"""The inside of a conversation (repl.py): runs pieces of code like an interpreter at a prompt."""
+"""The interpreter process of an interactive session (repl.py): runs pieces of code as at a prompt."""
 
 import ast
 import contextlib
@@ -10,17 +10,17 @@ import sys
 import traceback
 import types
 
-FRAMES = 8  # innermost ones that a traceback shows
+FRAMES = 8  # innermost frames shown in a traceback
 
 
 def reply(word: str, *, well: bool) -> bytes:
-    """Returns what is said of a piece of code whose request had this word."""
+    """Returns the reply to a piece of code whose request had this word."""
     return f"{word} {'well' if well else 'raised'}\n".encode()
 
 
 def serve(requests: int, replies: int) -> int:
-    """Runs what comes, until there is no more. Returns the exit status."""
-    write = os.write  # before the code can replace it
+    """Runs pieces of code until the pipe ends. Returns the exit status."""
+    write = os.write  # looked up before the code can replace it
     os.dup2(1, 2)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -35,14 +35,14 @@ def serve(requests: int, replies: int) -> int:
             _open_streams()
             well = run(code, f"<call {number}>", module.__dict__)
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # the code's own, or closed by it
+                with contextlib.suppress(Exception):  # replaced or closed by the code
                     stream.flush()
             write(replies, reply(request["word"], well=well))
     return 0
 
 
 def run(code: str, name: str, space: dict[str, object]) -> bool:
-    """Runs code with the names in `space`, and prints the value of a last expression, or a
+    """Runs code with the names in `space`, and prints the value of a final expression, or a
     traceback. Returns whether it raised nothing.
     """
     try:
@@ -53,7 +53,7 @@ def run(code: str, name: str, space: dict[str, object]) -> bool:
             if value is not None:
                 space["_"] = value
                 sys.stdout.write(repr(value) + "\n")
-    except BaseException as error:  # SystemExit as well: the names stay
+    except BaseException as error:  # SystemExit as well: the namespace is kept
         with contextlib.suppress(BaseException):
             sys.stdout.write(told(error))
         return False
@@ -61,7 +61,7 @@ def run(code: str, name: str, space: dict[str, object]) -> bool:
 
 
 def compiled(code: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """Returns the code, and its last expression apart, where it ends in one."""
+    """Returns the compiled code, and separately its final expression if it ends with one."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     tree = ast.parse(code, name)
     last = None
@@ -71,7 +71,7 @@ def compiled(code: str, name: str) -> tuple[types.CodeType, types.CodeType | Non
 
 
 def told(error: BaseException) -> str:
-    """Returns the traceback from the code's first frame on; of a deep one the innermost frames."""
+    """Returns the traceback from the code's first frame on, shortened to the innermost frames."""
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
         trace = trace.tb_next
@@ -80,7 +80,7 @@ def told(error: BaseException) -> str:
 
 
 def _open_streams() -> None:
-    """Gives the code standard streams of its own, whatever it made of those before."""
+    """Opens new standard streams for the code, whatever it did to the previous ones."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(descriptor, "w", closefd=False)
         stream = io.TextIOWrapper(

@@ -1,10 +1,10 @@
-"""Reads jobs from standard input, and not a byte more: a buffer would hold the tests."""
+"""Unbuffered reading of jobs from standard input: a buffer would hold the tests."""
 
 import os
 
 
 def line() -> bytes:
-    """Reads a line; at the end of standard input what there is."""
+    """Reads a line, or the rest of standard input."""
     held = b""
     while not held.endswith(b"\n") and (piece := os.read(0, 1)):
         held += piece
@@ -12,7 +12,7 @@ def line() -> bytes:
 
 
 def exactly(count: int) -> bytes:
-    """Reads so many bytes. Raises EOFError where standard input ends before."""
+    """Reads `count` bytes. Raises EOFError if standard input ends before."""
     held = b""
     while len(held) < count:
         piece = os.read(0, min(count - len(held), 1 << 20))

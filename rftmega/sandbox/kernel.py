@@ -1,4 +1,4 @@
-"""System calls that Python has no function for. Each raises OSError where the kernel refuses."""
+"""Wrappers of system calls that Python lacks. Each raises OSError if the kernel refuses."""
 
 import ctypes
 import os
@@ -73,8 +73,8 @@ def mount(
 
 
 def read_only(target: str) -> None:
-    """Makes a mount and all below it read-only, without devices and set-user-id programs (Linux
-    5.12).
+    """Makes a mount and everything below it read-only, without devices and set-user-id programs
+    (Linux 5.12).
     """
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     system_call(
@@ -88,6 +88,6 @@ def read_only(target: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Leaves this process with none, in whichever user namespace."""
+    """Drops all capabilities of this process, in any user namespace."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     _done(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")

@@ -1,5 +1,5 @@
-"""Files by permission of Landlock (Linux 5.13), which every process may ask for itself: the
-fallback for a private root.
+"""File access control with Landlock (Linux 5.13), which needs no privileges: the fallback for a
+private root.
 """
 
 import ctypes
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from rftmega.sandbox import kernel
 
 CREATE, ADD, RESTRICT = 444, 445, 446  # system calls, one number on every architecture
-VERSION = 1  # flag of CREATE: only tell the version
+VERSION = 1  # flag of CREATE: only return the version
 BENEATH = 1  # a rule about a path and all below it
 READ = 0b1101  # execute, read a file, read a folder
 WRITE_FILE = 0b10
-MOST = (1 << 13) - 1  # and remove or make whatever there is in the first version
-# version -> what it added: moving between folders, truncating, ioctl of devices
+MOST = (1 << 13) - 1  # all rights of the first version, including removing and creating
+# version -> right that it added: moving between folders, truncating, ioctl of devices
 LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 
 
@@ -24,10 +24,10 @@ class _Rule(ctypes.Structure):
 
 
 def restrict_files(*, own: str, readable: Iterable[str], devices: Iterable[str]) -> None:
-    """Allows from here on anything in the folder `own`, reading `readable`, reading and writing
-    `devices`, no other file.
+    """Restricts this process to full access in the folder `own`, reading `readable`, and reading
+    and writing `devices`.
 
-    Needs no_new_privs. Raises OSError where the kernel has no Landlock.
+    Needs no_new_privs. Raises OSError if the kernel has no Landlock.
     """
     version = kernel.system_call(CREATE, None, 0, VERSION)
     everything = MOST | sum(bit for since, bit in LATER.items() if version >= since)

@@ -1,5 +1,5 @@
-"""Values between the checker's process and the answer's, as JSON: what is written here, and nothing
-that runs on reading.
+"""JSON encoding of values exchanged between the checker's and the answer's process; decoding never
+runs code.
 """
 
 import importlib
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-LARGEST = 1 << 62  # integers beyond go as hexadecimal: JSON's decimal ones have a limit of digits
+LARGEST = 1 << 62  # larger integers are sent as hexadecimal: decimal ones have a digit limit
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque,
 }  # fmt: skip
@@ -17,9 +17,9 @@ AS_ISO = ("datetime", "date", "time")  # in this order: a datetime is a date
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Encodes `value` for json.dumps; `other` gives what stands for a value that is not plain.
+    """Encodes `value` for json.dumps; `other` returns a substitute for a value that is not plain.
 
-    Subclasses become their plain base.
+    Subclasses become their plain base class.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -53,7 +53,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Values of modules that are only there where somebody imported them."""
+    """Encodes values of modules that are present only if they were imported."""
     for module, name in AS_TEXT.items():
         if (held := sys.modules.get(module)) and isinstance(value, getattr(held, name)):
             return [name, str(value)]
@@ -75,9 +75,9 @@ def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(held: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Decodes the value that `encode` wrote.
+    """Decodes a value from `encode`.
 
-    `other` is given tag and rest of one that is not plain.
+    `other` receives tag and content of one that is not plain.
     """
     if not isinstance(held, list):
         if held is None or isinstance(held, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""Finds out what this machine has for a sandbox."""
+"""Detects the sandbox features of this machine."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from rftmega.sandbox import confine
 
 
 def lacking(namespaces: bool | None) -> dict[str, bool]:
-    """Returns which of "namespaces", "filter" and "files" are not to be had.
+    """Returns which of "namespaces", "filter" and "files" are unavailable.
 
-    `namespaces`: what is known of them; None: nothing.
+    `namespaces`: whether they are known to be available; None: not known.
     """
     if namespaces is None:
         with tempfile.TemporaryDirectory(prefix="rftmega-probe-") as box:
@@ -26,7 +26,7 @@ def _probe_namespaces(box: str) -> None:
     if os.fork():
         _, status = os.wait()
         os._exit(status >> 8)
-    confine.enter_private_root(box)  # a folder of its own, as in a run: Python may lie below /tmp
+    confine.enter_private_root(box)  # a separate folder, as in a run: Python may lie below /tmp
 
 
 def _probe_filter() -> None:

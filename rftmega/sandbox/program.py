@@ -1,4 +1,4 @@
-"""The inside of the sandbox: tested code, and what is asked of it."""
+"""Execution of tested code and of its tests inside the sandbox."""
 
 import ast
 import atexit
@@ -10,18 +10,16 @@ import threading
 import types
 
 PASSED = b"passed"
-DEEPEST = 10_000  # elements of a compared container that are looked at
+DEEPEST = 10_000  # maximum number of elements inspected in a compared container
 
 
 def proof(token: bytes) -> bytes:
-    """Returns the proof that the tests have passed, which only a process that knows the token can
-    compute.
-    """
+    """Returns the proof that the tests have passed, which requires the token."""
     return hashlib.blake2b(PASSED, key=token).digest()
 
 
 def run_answer(answer: str) -> dict[str, object]:
-    """Runs the answer as a module. Its names."""
+    """Runs the answer as a module and returns its namespace."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module  # dataclasses and pickle look for it
     exec(compile(answer, "<answer>", "exec"), module.__dict__)
@@ -29,9 +27,9 @@ def run_answer(answer: str) -> dict[str, object]:
 
 
 def run_checks(tests: str, space: dict[str, object]) -> None:
-    """Runs the tests, in a process where no answer runs, with the names in `space`.
+    """Runs the tests, in a process without the answer, with the names in `space`.
 
-    Raises what they raise.
+    Raises the tests' exceptions.
     """
     exec(compile(tests, "<tests>", "exec"), space)
 
@@ -39,9 +37,8 @@ def run_checks(tests: str, space: dict[str, object]) -> None:
 def run_tests(answer: str, tests: str, token_fd: int, verdict_fd: int) -> None:
     """Runs the answer, then the tests in its namespace, then writes `proof(token)` to `verdict_fd`.
 
-    Everything that is needed afterwards is looked up before the answer can replace it, and the
-    token itself is in no variable of Python's while the answer runs, nor in a pipe, only in the
-    state of a hash.
+    Everything that is needed afterwards is looked up before the answer can replace it. While the
+    answer runs, the token is in no Python variable and in no pipe, only in the state of a hash.
     """
     state = hashlib.blake2b(key=os.read(token_fd, 64))
     os.close(token_fd)
@@ -64,7 +61,7 @@ def run_tests(answer: str, tests: str, token_fd: int, verdict_fd: int) -> None:
 def run_program(answer: str) -> int:
     """Runs the answer as a main program on this process's standard input and output.
 
-    The exit status.
+    Returns the exit status.
     """
     sys.stdin, sys.stdout = io.TextIOWrapper(io.FileIO(0)), io.TextIOWrapper(io.FileIO(1, "w"))
     sys.argv = ["answer.py"]
@@ -108,8 +105,7 @@ def honest_comparisons(tests: str, name: str) -> ast.Module:
 def honest(value: object) -> object:
     """Returns `value`.
 
-    Raises AssertionError where it, or something in it, claims to equal an object that nothing
-    equals.
+    Raises AssertionError if it, or an element of it, claims to equal an object that nothing equals.
     """
     left, looked = [value], 0
     while left and looked < DEEPEST:

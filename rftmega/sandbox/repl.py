@@ -1,17 +1,17 @@
-"""Keeps an interpreter in the sandbox, which runs one piece of code after another.
+"""Interactive interpreter in the sandbox, which runs one piece of code after another.
 
-It is a job of `python -m rftmega.sandbox`: "seconds" (of the processor, of each process),
-"call_seconds" (of the clock, one piece of code), "memory" and "namespaces". Behind the job each
-piece is the line {"size": bytes} and the code. Standard output has a JSON line first, {"ready":
-true, "lacks": ...}, and then one for each piece: "text" (what it printed and said), "failed", and
-"ended", which says why the interpreter is gone (null: it is not). With it, or when standard input
-closes, all of the sandbox ends.
+It is a job of `python -m rftmega.sandbox`: "seconds" (CPU time of each process), "call_seconds"
+(wall-clock time of one piece of code), "memory" and "namespaces". After the job each piece is the
+line {"size": bytes} and the code. Standard output has a JSON line first, {"ready": true, "lacks":
+...}, and then one for each piece: "text" (its output), "failed", and "ended", the reason why the
+interpreter is gone (null: it is not). After that, or when standard input closes, the whole sandbox
+ends.
 
-What the code can't do: end the sandbox's process, write to its standard output, or say that the
-sandbox failed. It shares its process with the loop that runs it, and so can write to the pipe of
-replies. That pipe only says that a piece has ended, and whether it raised, behind a word that is
-made for each piece. Code that reads the word out of the loop's frames ends its own piece early, and
-can hide that it raised, as `except` can. The next piece has another word.
+The code cannot end the sandbox's process, write to its standard output, or report a failure of the
+sandbox. It shares its process with the loop that runs it, and so can write to the pipe of replies.
+That pipe only reports that a piece has ended, and whether it raised, after a word that is random
+for each piece. Code that reads the word from the loop's frames can end its own piece early, and
+hide that it raised, as `except` can. The next piece has another word.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from rftmega.sandbox import interpreter
 from rftmega.sandbox.boxes import CONFINED, REPORT, Box, Undecidable, end_all, start
 from rftmega.sandbox.job_input import exactly, line
 
-SETUP = 60.0  # seconds until the code's process must be confined
-KEPT = 128 << 10  # bytes of a piece's output that are kept: so many first ones, and last ones
-WORD = 16  # bytes of the word that a reply begins with
-HEARD = 256  # bytes at the end of the pipe of replies that are looked at: a reply is shorter
-DRAINED = 1 << 20  # bytes at most that are still read when a piece has ended: others may go on
+SETUP = 60.0  # seconds within which the code's process must be confined
+KEPT = 128 << 10  # bytes kept of the beginning, and of the end, of a piece's output
+WORD = 16  # bytes of the random word at the start of a reply
+HEARD = 256  # last bytes of the reply pipe that are inspected; a reply is shorter
+DRAINED = 1 << 20  # maximum bytes read after a piece has ended: other processes may go on writing
 
 
 @dataclass
 class Output:
-    """Output keeps the beginning and the end of what comes out of a pipe."""
+    """Output keeps the beginning and the end of a pipe's output."""
 
     first: bytearray = field(default_factory=bytearray)
     last: bytearray = field(default_factory=bytearray)
@@ -60,7 +60,7 @@ class Output:
 
 @dataclass
 class Pipes:
-    """Pipes are this process's ends of those to an interpreter."""
+    """This process's ends of the pipes to an interpreter."""
 
     requests: int
     replies: int
@@ -68,9 +68,8 @@ class Pipes:
 
 
 def converse(job: dict[str, Any], lacks: dict[str, bool]) -> dict[str, Any]:
-    """Runs pieces of code as they come. Returns {} when standard input or the interpreter ends.
-
-    Raises Undecidable where the sandbox failed, and not the code.
+    """Runs pieces of code as they arrive. Returns {} when standard input or the interpreter ends.
+    Raises Undecidable if the sandbox, not the code, failed.
     """
     boxes: list[Box] = []
     try:
@@ -119,7 +118,7 @@ def _await_confinement(box: Box, end: float) -> None:
 
 
 def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] | None:
-    """Returns what became of a piece of code; None where standard input closed meanwhile."""
+    """Runs a piece of code and returns its reply; None if standard input closed meanwhile."""
     end = time.monotonic() + seconds
     output, said, well = Output(), b"", False
     word = os.urandom(WORD).hex()
@@ -132,7 +131,7 @@ def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] 
     ended = f"it took longer than {seconds:g} s"
     while (left := end - time.monotonic()) > 0:
         ready = dict(waiting.poll(left * 1000))
-        if 0 in ready:  # whoever started this is gone
+        if 0 in ready:  # the parent process is gone
             return None
         if pipes.requests in ready:
             unsent = _sent(pipes.requests, unsent)
@@ -161,7 +160,7 @@ def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] 
 
 
 def _sent(descriptor: int, unsent: bytes) -> bytes:
-    """Writes what the pipe takes. Returns the rest; nothing where nobody reads any more."""
+    """Writes as much as the pipe accepts. Returns the rest; nothing if the reader is gone."""
     try:
         return unsent[os.write(descriptor, unsent) :]
     except BlockingIOError:
@@ -171,7 +170,7 @@ def _sent(descriptor: int, unsent: bytes) -> bytes:
 
 
 def _read(descriptor: int) -> bytes:
-    """Reads a little. What the code wrote there before must not hide a reply behind it."""
+    """Reads a few bytes, so that earlier output of the code cannot hide a reply after it."""
     try:
         return os.read(descriptor, HEARD // 2)
     except BlockingIOError:
@@ -179,7 +178,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _drain(descriptor: int, output: Output, most: int) -> bool:
-    """Reads what is in a pipe, up to about `most` bytes. Returns False at its end."""
+    """Reads the contents of a pipe, up to about `most` bytes. Returns False at its end."""
     with contextlib.suppress(BlockingIOError):
         while most > 0:
             piece = os.read(descriptor, 1 << 16)
@@ -191,15 +190,15 @@ def _drain(descriptor: int, output: Output, most: int) -> bool:
 
 
 def _hear(box: Box) -> bool:
-    """Reads the box's news. Returns False at their end."""
+    """Reads the box's news. Returns False at its end."""
     told = os.read(box.news, 8)
     box.told += told
     return bool(told)
 
 
 def _end_of(box: Box) -> str:
-    """Returns how the interpreter ended; "" where it has not. Raises Undecidable where not that
-    but the sandbox ended.
+    """Returns how the interpreter ended; "" if it has not. Raises Undecidable if the sandbox ended
+    instead.
     """
     if not _hear(box):
         raise Undecidable(f"a process of the sandbox ended early (it had said {box.told!r})")

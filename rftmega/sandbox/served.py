@@ -1,6 +1,4 @@
-"""The answer's process: runs the answer, then does with its objects what the checker's process asks
-for.
-"""
+"""The answer's process: runs the answer, then performs the checker's operations on its objects."""
 
 import contextlib
 import importlib
@@ -13,8 +11,8 @@ from typing import Any
 
 from rftmega.sandbox import plain, program
 
-# No comparison and no arithmetic: an object that is asked whether it equals 4 knows what is
-# expected of it.
+# No comparison and no arithmetic: an object asked whether it equals 4 would learn the
+# expected value.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda what, *given, **named: what(*given, **named),
     "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem,
@@ -24,7 +22,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Served:
-    """Keeps the answer's objects that the checker has a handle of; equal handles are one object."""
+    """Served holds the answer's objects for which the checker has handles; equal handles are one
+    object.
+    """
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -68,8 +68,8 @@ class Served:
         return found
 
     def do(self, request: Any) -> dict[str, Any]:
-        """Serves one request: returns its value or exception, what was printed and what became of
-        the arguments.
+        """Performs one request and returns its value or exception, the printed text and the updated
+        arguments.
         """
         printed = io.StringIO()
         given, named = (
@@ -103,7 +103,7 @@ def builtin_bases(kind: type) -> list[str]:
 
 
 def serve(answer: str, requests: int, replies: int) -> int:
-    """Runs the answer and tells its names; then answers requests until there are no more."""
+    """Runs the answer and sends its names; then serves requests until the pipe ends."""
     space = program.run_answer(answer)
     served = Served()
     with open(requests, "rb") as asked, open(replies, "wb") as told:

@@ -1,6 +1,4 @@
-"""A filter of system calls (seccomp, classic BPF): what tested code has no use for fails with
-EPERM.
-"""
+"""System call filter (seccomp, classic BPF): calls that tested code does not need fail with EPERM."""
 
 import ctypes
 import errno
@@ -18,12 +16,12 @@ DENIED = {
     "io_uring_setup": (425, 425), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "kexec_load": (246, 104),
 }  # fmt: skip
-# takes its flags from memory, where a filter can't look; without it, libc uses clone
+# has its flags in memory, which a filter cannot read; without it, libc uses clone
 CLONE3 = (435, 435)
 SOCKET, CLONE, KILL, TKILL, TGKILL = (41, 198), (56, 220), (62, 129), (200, 130), (234, 131)
 # machine -> column above, AUDIT_ARCH
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-X32 = 0x40000000  # numbers from here on are a second table of x86-64's
+X32 = 0x40000000  # numbers from here on are the x32 table of x86-64
 AF_UNIX = 1
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -33,12 +31,10 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
 def program(machine: str, *, own_pid: int | None) -> list[Step]:
-    """Returns the filter.
+    """Returns the filter program.
 
-    `own_pid`: signals may go to this process only, which matters where it shares a user with
-    others.
-
-    Raises KeyError for an architecture whose numbers are not here.
+    `own_pid`: the only process that may receive signals, needed if it shares a user with others.
+    Raises KeyError for an unknown architecture.
     """
     column, architecture = ARCHITECTURES[machine]
     refuse: Step = (RETURN, 0, 0, FAIL | errno.EPERM)
@@ -79,9 +75,9 @@ class _Filter(ctypes.Structure):
 
 
 def install(*, own_pid: int | None) -> None:
-    """Filters this process and its children, for good.
+    """Installs the filter for this process and its children, irrevocably.
 
-    Raises OSError or KeyError where that can't be done here.
+    Raises OSError or KeyError if that is impossible on this system.
     """
     steps = program(os.uname().machine, own_pid=own_pid)
     packed = b"".join(

@@ -148,7 +148,8 @@ class Journal:
 
 class JournaledEngine:
     """JournaledEngine replays rollouts from before a resume; rollouts that were complete when the
-    run was stopped are not requested again, unless `enough` depends on the order of arrival.
+    run was stopped are not requested again, unless `enough` is given, which depends on the order of
+    arrival.
     """
 
     def __init__(self, engine: RolloutEngine, journal: Journal):

@@ -33,9 +33,9 @@ class Learner:
         journal: Journal | None = None,
         host: Host | None = None,
     ):
-        """`effective` measures the effective sample size of the importance weights of `loss_fn`;
-        None: it has none. `schedule` splits a rollout batch into mini-batches; None: one.
-        `journal`: see `take_steps`. `host`: where the experience is stored.
+        """`effective` measures the effective share of the importance weights of `loss_fn`; None: it
+        has none. `schedule` splits a rollout batch into mini-batches; None: one. `journal`: see
+        `take_steps`. `host`: where the experience is stored.
         """
         self.host = host or OneProcess()
         self.policy, self.loss_fn = policy, loss_fn

@@ -48,7 +48,9 @@ class Exporter:
 
     @torch.no_grad()
     def gathered(self, bucket: Sequence[LogicalTensor]) -> list[tuple[str, Tensor]]:
-        """Gathers a bucket; a collective. Returns (HF name, whole tensor) in the order of `planned`."""
+        """Gathers a bucket; a collective. Returns (HF name, whole tensor), in the order of
+        `planned`.
+        """
         # the first holder of each shard sends its part of the bucket as one flat tensor, which all
         # processes copy to its places (replicas of a shard are equal)
         sent: dict[int, list[tuple[LogicalTensor, Holding]]] = {}

@@ -127,7 +127,7 @@ def sums_of(message: Tensor, layout: Layout) -> Tensor:
 
 
 def checksums_of(message: Tensor, layout: Layout) -> Tensor:
-    """Computes the checksums of the message's slices, [slices], including the padding behind each."""
+    """Computes the checksums of the slices in a message, [slices], including their padding."""
     return torch.cat([checksums(alike.stored(message)) for alike in layout.alike])
 
 

@@ -77,7 +77,7 @@ class LocalShards:
         return [part.box for part in parts if part.number == number]
 
     def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
-        """Returns how many elements of the boxes, which do not overlap, this process does not hold."""
+        """Returns how many elements of the (disjoint) boxes this process does not hold."""
         boxes = list(boxes)
         found = sum(map(volume, boxes))
         for here in self.boxes(tensor, number):

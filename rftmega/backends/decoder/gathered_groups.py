@@ -19,9 +19,7 @@ class Groups(NamedTuple):
     process's shares.
     """
 
-    apart: tuple[
-        tuple[Shape, ...], ...
-    ]  # gathered one after another, in the order of the forward pass
+    apart: tuple[tuple[Shape, ...], ...]  # gathered one after another, in forward order
     whole_pass: tuple[Shape, ...]  # gathered from the beginning of a pass to its end
     # A and B of each adapter in each group of `apart`; only these are trained. (): the whole model
     # is
@@ -29,9 +27,7 @@ class Groups(NamedTuple):
     beside: tuple[
         Shape, ...
     ] = ()  # of a value head, the last of `apart`: trained whole, beside pairs
-    looked_up: tuple[
-        Shape, ...
-    ] = ()  # B of the embedding's pair, if any: needed for merging, like A
+    looked_up: tuple[Shape, ...] = ()  # B of the embedding's pair, if any: merging needs it like A
 
 
 @lru_cache(8)

@@ -155,9 +155,7 @@ class ShardedAdapters:
             down, up = (known[each] for each in pair_of(name + WEIGHT))
             self.weights += (down, up)
             a, b = self._whole(down), up.pushed
-            if isinstance(
-                layer, EmbeddingWithPair
-            ):  # transposed, from this process's vocabulary rows on
+            if isinstance(layer, EmbeddingWithPair):  # transposed, from its vocabulary rows on
                 first = self.placement.first_row(len(layer.weight))
                 a, b = self._whole(up).T, a[:, first:].T
             self._deltas[name] = PairDelta(a, b, self.options.scaling)

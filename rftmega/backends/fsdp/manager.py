@@ -183,10 +183,10 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def _load(self, files: HFFolder) -> None:
-        """Reads this process's rows, and nothing else.
+        """Reads this process's rows only.
 
-        Raises CheckpointError, the same on every process, for weights that are not finite, and for
-        an output head that is not the embedding it is tied to.
+        Raises CheckpointError, the same on every process, for non-finite weights, and for an LM
+        head that differs from the embedding it is tied to.
         """
         problems, head = [], names_of_head(self.model)[0]
         for weight in self.weights_held:
@@ -207,7 +207,9 @@ class FSDPModelManager:
             )
 
     def _adapt(self, adapters: ShardedAdapters) -> None:
-        """Gives the adapters what they begin with."""
+        """Initialises the adapters, or loads them from a PEFT folder and compares its copies of the
+        base weights.
+        """
         lora = self.cfg.model.lora
         held = [weight for weight in self.weights_held if not weight.learns]
         self.sum_of_base = self._sum_of(held)
@@ -223,7 +225,7 @@ class FSDPModelManager:
             adapters.load(beginning(self.cfg.trainer.seed))
 
     def sum_of_weights(self) -> int:
-        """Returns a checksum of the model's own weights that depends on no layout; a collective."""
+        """Returns a layout-independent checksum of the model's own weights; a collective."""
         self.finish_param_sync()
         return self._sum_of(self.weights_held)
 
@@ -236,33 +238,31 @@ class FSDPModelManager:
         return weight.embeds and self.description.tied and not self.value_model
 
     def shards(self) -> list[Shard]:
-        """Returns what this process holds of the model, in the dtype of the forward pass; adapters
-        are merged where a shard is read.
+        """Returns this process's shards of the model in the forward pass's dtype; adapters are
+        merged when a shard is read.
         """
         if self.adapters is None:
             return self.frozen_shards()
         return [shard for weight in self.weights_held for shard in self.adapters.merged(weight)]
 
     def frozen_shards(self) -> list[Shard]:
-        """Returns what this process holds of the model, without what adapters add."""
+        """Returns this process's shards of the model, without the adapters' deltas."""
         return [shard for weight in self.weights_held for shard in weight.shards()]
 
     @property
     def head(self) -> list[Weight]:
-        """Returns the weights of a value model with adapters that learn whole beside them."""
+        """Returns the weights of a value model that are trained in full beside its adapters."""
         return [weight for weight in self.weights_held if self.adapters and weight.learns]
 
     @property
     def adam_steps(self) -> int:
-        """Returns the optimizer steps that Adam has counted; 0 where it has no states yet."""
+        """Returns the number of optimizer steps that Adam has counted; 0 if it has no states yet."""
         if self.optimizer is None or not self.optimizer.state:
             return 0
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def set_adam_steps(self, steps: int) -> None:
-        """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there
-        are none.
-        """
+        """Creates Adam's states, which are filled afterwards; at 0 steps, removes them."""
         assert self.optimizer is not None
         self.optimizer.state.clear()
         for weight in self.trained if steps else ():
@@ -285,7 +285,7 @@ class FSDPModelManager:
         }
 
     def weights(self) -> list[Tensor]:
-        """Returns this process's rows of all parameters that are learnt."""
+        """Returns this process's rows of all trained parameters."""
         return [weight.rows for weight in self.trained]
 
     def setup_model_and_optimizer(self) -> None:
@@ -309,7 +309,7 @@ class FSDPModelManager:
 
     @property
     def steps_planned(self) -> int:
-        """Returns the optimizer steps of the whole run."""
+        """Returns the number of optimizer steps of the whole run."""
         frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
         return (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
 
@@ -319,7 +319,7 @@ class FSDPModelManager:
         return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
 
     def train(self, learning: bool) -> None:
-        """Switches between learning and scoring: adapters alone may drop."""
+        """Switches between training and scoring; only adapters apply dropout."""
         learn(self.network, learning)
         if self.adapters is not None:
             self.adapters.train(learning)
@@ -331,8 +331,8 @@ class FSDPModelManager:
     def gather_nothing(self) -> None:
         """Frees gathered parameters.
 
-        With ZeRO-2 they stay gathered after a pass without gradients, and would be computed with
-        again although they were stepped or replaced in between.
+        With ZeRO-2 they stay gathered after a pass without gradients, and would be used again
+        although their shards were stepped or replaced in between.
         """
         for module in sharded_modules(self.network):
             module.reshard()
@@ -342,8 +342,8 @@ class FSDPModelManager:
     ) -> AbstractContextManager[None]:
         """Prepares `model`, the network, for a micro-batch, and returns a context to run it in.
 
-        Replicas add up their gradients after the last one alone: each process holds the sums of the
-        others until then, which takes no memory but its shard's.
+        Replicas all-reduce their gradients after the last micro-batch only; until then each holds
+        partial sums of its shard.
         """
         for module in sharded_modules(model):
             module.set_requires_all_reduce(is_last_micro_batch)
@@ -351,9 +351,9 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:
-        """Divides the sums of all micro-batches and processes by what they counted.
+        """Divides the gradient sums of all micro-batches and processes by the global `count`.
 
-        Where a process has a share of a gradient only, the shares are added up first.
+        Where a process has only a share of a gradient, the shares are summed first.
         """
         for weight in self.trained:
             if weight.partial and weight.parameter.grad is not None:
@@ -365,10 +365,10 @@ class FSDPModelManager:
             gradient.div_(max(count, 1))
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingTrained, on every process, where no gradient reaches a value model's adapters
-        though its head has one: `ActiveAdapters`.
+        """Raises NothingTrained, on every process, if no gradient reaches a value model's adapters
+        although its head has one (see `ActiveAdapters`).
 
-        A collective, of value models with adapters, until a gradient was once seen there.
+        A collective of value models with adapters, until a gradient was seen once.
         """
         if self.adapters is None or not self.value_model or self._reached.seen:
             return
@@ -377,11 +377,11 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips, steps and advances the schedule. Returns (was a step taken?, global gradient norm
-        before clipping).
+        """Clips gradients, takes an optimizer step and advances the schedule; returns (was a step
+        taken?, global gradient norm before clipping).
 
-        Gradients that are not finite are refused, on all processes alike, since the norm is global:
-        weights, optimizer state and schedule stay as they are.
+        Non-finite gradients are refused on all processes alike, since the norm is global: weights,
+        optimizer state and schedule stay as they are.
         """
         assert self.optimizer is not None, "this model only scores"
         with span("optimizer step"):
@@ -409,7 +409,7 @@ class FSDPModelManager:
             weight.rows.grad = None
 
     def _grad_norm(self) -> float:
-        first = self.placement.tensor_rank == 0  # of what all have whole, its own counts
+        first = self.placement.tensor_rank == 0  # replicated ones count once
         counted = [weight for weight in self.trained if first or weight.split is not None]
         gradients = [weight.parameter.grad for weight in counted]
         squares = [local(each).float().square().sum() for each in gradients if each is not None]
@@ -425,11 +425,11 @@ class FSDPModelManager:
                 gradient.mul_(scale)
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> None:
-        """Moves this process's rows to the host, and gradients with `offload_grad`."""
+        """Moves this process's rows to the host, and its gradients with `offload_grad`."""
         self.residency.off(PARAMETERS, *([GRADIENTS] if offload_grad else []))
 
     def load_param_and_grad(self, load_grad: bool = False) -> None:
-        """Brings rows back to the device, and gradients with `load_grad`."""
+        """Moves rows back to the device, and gradients with `load_grad`."""
         self.residency.on(PARAMETERS, *([GRADIENTS] if load_grad else []))
 
     def offload_optimizer(self) -> None:
@@ -437,16 +437,16 @@ class FSDPModelManager:
         self.residency.off(ADAM)
 
     def load_optimizer(self) -> None:
-        """Brings Adam's moments back to the device."""
+        """Moves Adam's moments back to the device."""
         self.residency.on(ADAM)
 
     def rows_changed(self) -> None:
-        """Follows a write to the rows: what was rounded of them is old."""
+        """Marks the rounded copies of the rows as stale; called after a write to the rows."""
         self._pushed_is_old = True
 
     @torch.no_grad()
     def take_pushed(self) -> None:
-        """Takes weights in the dtype of the forward pass, which were read, as the rows."""
+        """Copies the loaded weights, in the forward pass's dtype, into the rows."""
         for weight in self.trained:
             if weight.pushed is not weight.rows:
                 weight.rows.copy_(weight.pushed)
@@ -454,8 +454,8 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def finish_param_sync(self) -> None:
-        """Rounds the rows for whoever reads them in the dtype of the forward pass, and gathers what
-        adapters are merged with; a collective where there are any.
+        """Updates the copies of the rows in the forward pass's dtype, and gathers the adapter rows
+        for merging; a collective if there are adapters.
         """
         if self._pushed_is_old:
             self._pushed_is_old = False

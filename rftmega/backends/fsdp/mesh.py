@@ -1,4 +1,4 @@
-"""ShardingMesh lays the processes out in replicas, over each of which a model is sharded."""
+"""ShardingMesh arranges the processes in replicas, over each of which a model is sharded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +15,22 @@ REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 @dataclass(frozen=True)
 class ShardingMesh:
-    """ShardingMesh is this process's place among the processes (see `passes.model_runner.Ranks`).
+    """ShardingMesh is this process's position among the processes (see
+    `runner.model_runner.Ranks`).
 
-    Neighbouring ranks share each layer's matrices, if any do, then a replica, so that what is
-    exchanged most stays within a host.
+    Neighbouring ranks form a tensor-parallel group, then a replica, so that the most frequent
+    communication stays within a host.
     """
 
-    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard"): whom FSDP2 knows
+    mesh: DeviceMesh  # FSDP2's mesh: ("shard",), or ("replicate", "shard")
     replicas: int
-    tensor: int = 1  # processes that share each layer's matrices, and compute the same rows
+    tensor: int = 1  # tensor-parallel processes, which compute the same rows
     tensor_group: Any = None  # None for a group of one
-    replica_group: Any = None  # of the processes that hold one whole model; None: all
+    replica_group: Any = None  # the processes that hold one whole model; None: all
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "ShardingMesh":
-        """Builds the mesh over all processes. Every process calls it."""
+        """Builds the mesh over all processes; a collective."""
         replicas, tensor = parallel.replicas, parallel.tensor
         shards = dist.get_world_size() // replicas // tensor
         sizes = {SHARD: shards}
@@ -62,19 +63,19 @@ class ShardingMesh:
 
     @property
     def speaks(self) -> bool:
-        """Returns whether no other process before this one computes the same rows."""
+        """Returns whether this process is the first of those that compute the same rows."""
         return self.tensor_rank == 0
 
     @property
     def shards(self) -> int:
-        """Returns the number of blocks that the rows of a parameter, or of a process's share of it,
+        """Returns the number of blocks that the rows of a parameter, or of a tensor-parallel share,
         are sharded into.
         """
         return self.data // self.replicas
 
     @property
     def shard_group(self) -> Any:
-        """Returns the processes that the rows of a parameter are sharded over."""
+        """Returns the process group that the rows of a parameter are sharded over."""
         return self.mesh.get_group(SHARD)
 
     @property
@@ -83,18 +84,19 @@ class ShardingMesh:
 
     @property
     def replica(self) -> int:
-        """Returns which replica this process belongs to."""
+        """Returns the index of this process's replica."""
         return self.data_rank // self.shards
 
     def writes(self, split: object | None) -> bool:
-        """Returns whether of equal holders of rows this process is the first, and writes them.
-        `split`: of their parameter among tensor-parallel processes; None: all of these have it.
+        """Returns whether this process writes its rows, as the first of equal holders.
+
+        `split`: the parameter's tensor-parallel split; None if it is replicated.
         """
         first = split is not None or self.tensor_rank == 0
         return first and self.replica == 0
 
     def first_row(self, rows: int) -> int:
-        """Returns the first of the rows that this process holds of a parameter with so many: equal
+        """Returns the first row that this process holds of a parameter with `rows` rows: equal
         blocks, of which the last may be short or empty.
         """
         block = -(-rows // self.shards)
@@ -108,7 +110,9 @@ class ShardingMesh:
         return f"{self.replicas} replicas, FSDP over {self.shards}{shared} each"
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
-        """Adds up x, in place, over the processes that speak; every process gets the total."""
+        """Sums x in place over the processes that report results (`speaks`); every process gets the
+        total.
+        """
         if not self.speaks:
             x.zero_()
         dist.all_reduce(x)

@@ -1,4 +1,6 @@
-"""Builds a decoder of transformers without its weights, and a head that needs no logits."""
+"""Builds a transformers decoder without its weights, and a head that computes log-probs or values
+without logits.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,12 +24,12 @@ VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 
 
 class LogProbHead(nn.Module):
-    """LogProbHead gives log-probs of targets and entropies, without ever holding the logits."""
+    """LogProbHead computes log-probs of targets and entropies, without materialising the logits."""
 
     def __init__(self, head: OutputHead):
         super().__init__()
         self.linear, self.before, self.after = head
-        self.shard: VocabularyShard | None = None  # of this process; None: it has all words
+        self.shard: VocabularyShard | None = None  # this process's vocabulary rows; None: all
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Maps hidden [N, H] and targets [N] to log-probs and entropies, both [N] float32."""
@@ -44,7 +46,7 @@ class LogProbHead(nn.Module):
 
 
 class ValueLayer(nn.Module):
-    """ValueLayer gives a number a token."""
+    """ValueLayer computes a value per token."""
 
     def __init__(self, hidden: int, *, bias: bool):
         super().__init__()
@@ -56,7 +58,7 @@ class ValueLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """Network is a decoder and a head. Its forward pass gives one number or more a token."""
+    """Network is a decoder with a head; its forward pass returns one or more numbers per token."""
 
     def __init__(self, decoder: nn.Module, head: LogProbHead | ValueLayer):
         super().__init__()
@@ -65,10 +67,10 @@ class Network(nn.Module):
     def forward(
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """Computes the head's answers [N] for targets [N].
+        """Computes the head's outputs [N] for targets [N].
 
-        `fed` are the decoder's arguments, `places` [N] where the hidden states that choose the
-        targets lie in its flattened output.
+        `fed` are the decoder's arguments; `places` [N] index the hidden states that predict the
+        targets in its flattened output.
         """
         hidden = self.decoder(**fed, use_cache=False).last_hidden_state
         completions: tuple[Tensor, ...] = self.head(
@@ -78,19 +80,19 @@ class Network(nn.Module):
 
 
 class SeeingNetwork(Network):
-    """SeeingNetwork is a decoder with a vision tower, and a head.
+    """SeeingNetwork is a vision-language decoder with a head.
 
-    The tower runs in every pass of every process, whether there is an image or not: gathering its
-    weights takes everybody.
+    The tower runs in every pass of every process, with or without an image: gathering its weights
+    is a collective.
     """
 
     def forward(
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """Computes the head's answers [N] for targets [N].
+        """Computes the head's outputs [N] for targets [N].
 
-        `fed` has besides `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: which row of the
-        tower's output stands in the token's place, from 1; 0 for words.
+        `fed` also has `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: the 1-based index of
+        the tower output that replaces the token's embedding, 0 for text tokens.
         """
         words: Any = self.decoder.language_model
         tower: Any = self.decoder.visual
@@ -124,21 +126,21 @@ class Built:
 
     network: Network
     model: PreTrainedModel
-    names: dict[str, str]  # of the network's parameters -> as transformers names them
+    names: dict[str, str]  # the network's parameter names -> transformers' names
     unpacked: str | None  # why rows are padded instead of packed
 
 
 def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
     """Builds the model of a folder's config.json on the meta device, in float32.
 
-    Raises CheckpointError where transformers can't build it, or it can't be run rightly.
+    Raises CheckpointError if transformers can't build it, or if it can't be run correctly.
     """
     config = read_config(path)
     unpacked = None
     try:
         model = on_meta(config, ATTENTION)
         unpacked = refusal_to_pack(model)
-    except (ValueError, ImportError) as error:  # transformers knows that it takes its own only
+    except (ValueError, ImportError) as error:  # the model accepts only its own attention
         unpacked = str(error)
     except KeyError as error:  # it has a class for each attention, and none for ours
         unpacked = f"it has no attention {error}"

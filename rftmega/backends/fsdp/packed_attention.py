@@ -1,9 +1,9 @@
-"""An attention over packed rows that any decoder of transformers can be built with.
+"""Attention over packed rows for any transformers decoder.
 
-transformers hands queries, keys and values to a function that is chosen by name. Ours attends every
-row to itself, so that the work grows with the squares of the rows, not of all of them together: in
-one kernel where there is one (`takes_rows`), else the rows of each length together. For a name
-without a mask of its own transformers builds none.
+transformers passes queries, keys and values to an attention function chosen by name. This one
+attends each row to itself, so that the work grows with the squares of the row lengths, not of their
+total: in one kernel where possible (`takes_rows`), otherwise batched by row length. For a name
+without a mask function transformers builds no mask.
 """
 
 import inspect
@@ -18,11 +18,11 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "rftmega_rows"
-WIDEST = 256  # head size that FlashAttention takes, in multiples of 8
-# heads may share keys and values in the kernel itself: since torch 2.12
+WIDEST = 256  # largest head size of FlashAttention, in multiples of 8
+# the kernel itself supports grouped-query attention since torch 2.12
 SHARES = "enable_gqa" in inspect.signature(varlen_attn).parameters
-EDGES = "cu_seq_lens_q"  # of the packed rows; transformers hands it through to every layer
-# what layers say that changes nothing here
+EDGES = "cu_seq_lens_q"  # of the packed rows; transformers passes it to every layer
+# arguments of layers that have no effect here
 NEUTRAL = frozenset(
     {
         *("position_ids", "position_embeddings", "cache_position", "use_cache"),
@@ -33,10 +33,10 @@ NEUTRAL = frozenset(
 
 
 class Edges:
-    """Edges says where packed rows begin and end: 0, then the end of each row.
+    """Edges holds the boundaries of packed rows: 0, then the end of each row.
 
-    What a device needs of that is sent there once for all layers of a micro-batch, and the host
-    does not wait for it.
+    Tensors that a device needs of them are sent once for all layers of a micro-batch, without
+    blocking the host.
     """
 
     def __init__(self, edges: Sequence[int]):
@@ -56,8 +56,8 @@ class Edges:
         return self._offsets
 
     def places(self, where: torch.device) -> tuple[list[tuple[Tensor, torch.Size]], Tensor]:
-        """Returns the rows of each length as (places of their tokens, [rows, length]), and where a
-        token of the packed rows is found among these.
+        """Returns the rows of each length as (token indices, [rows, length]), and the indices that
+        restore the packed order.
         """
         if self._places is None:
             indices = [
@@ -73,7 +73,7 @@ class Edges:
 
 
 class Unpackable(Exception):
-    """A layer asks for something that attention over packed rows does not know."""
+    """Unpackable is raised if a layer needs what attention over packed rows does not support."""
 
 
 def attend_rows(
@@ -90,11 +90,13 @@ def attend_rows(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attends [1, heads, N, d] over [1, groups, N, d] causally within each row, to [1, N, heads, d].
+    """Computes causal attention within each row: [1, heads, N, d] over [1, groups, N, d] to [1, N,
+    heads, d].
 
-    A token sees `sliding_window` tokens at most, its own included. `softcap` bounds the scores by a
-    hyperbolic tangent (Gemma 2, arXiv:2408.00118), `s_aux` [heads] are the scores of a sink that
-    takes part in the softmax alone (gpt-oss). Raises Unpackable for what is not known here.
+    A token attends to at most `sliding_window` tokens, itself included. `softcap` bounds the scores
+    by a hyperbolic tangent (Gemma 2, arXiv:2408.00118); `s_aux` [heads] are the scores of an
+    attention sink, which only enters the softmax (gpt-oss). Raises Unpackable for unsupported
+    arguments.
     """
     unknown = {name for name, given in others.items() if given is not None} - NEUTRAL - {EDGES}
     if unknown:
@@ -114,7 +116,7 @@ def attend_rows(
 
 
 def takes_rows(query: Tensor, value: Tensor) -> bool:
-    """Returns whether torch has a kernel for rows of any lengths at once: FlashAttention on CUDA, in
+    """Returns whether torch has a kernel for rows of different lengths: FlashAttention on CUDA, in
     half precision.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
@@ -130,7 +132,7 @@ def _attend_at_once(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attends by FlashAttention-2 (Dao, arXiv:2307.08691), to [1, N, heads, d]."""
+    """Runs FlashAttention-2 (Dao, arXiv:2307.08691) over the packed rows, to [1, N, heads, d]."""
     offsets, longest = edges.offsets(query.device), edges.longest
     before = -1 if window is None else window - 1  # tokens beside its own
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -157,7 +159,7 @@ def _attend_at_once(
 
 
 def rows_by_length(edges: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Returns (first tokens, length) of the rows of each length: they are one batch."""
+    """Returns (first tokens, length) of the rows of each length, which form one batch."""
     found: dict[int, list[int]] = defaultdict(list)
     for start, stop in zip(edges, edges[1:], strict=False):
         found[stop - start].append(start)
@@ -172,7 +174,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attends [rows, heads, n, d] over [rows, groups, n, d]."""
+    """Computes attention of [rows, heads, n, d] over [rows, groups, n, d]."""
     query, key, value = rows
     length = query.shape[2]
     mask = None
@@ -201,7 +203,7 @@ def _attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attends likewise, with capped scores or a sink, which no kernel of torch takes."""
+    """Computes attention with capped scores or a sink, which no torch kernel supports."""
     query, key, value = rows
     heads, length = query.shape[1], query.shape[2]
     shared = heads // key.shape[1]

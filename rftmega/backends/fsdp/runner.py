@@ -20,8 +20,9 @@ from rftmega.runtime.parallel.watchdog import mark
 class FSDPRunner(ModelRunner):
     """FSDPRunner is the ModelRunner of a model whose parameters are sharded over the processes.
 
-    Each process has rows of its own. All have the same number of micro-batches, some of which may
-    be empty: these feed one token that nobody counts, since gathering a layer takes everybody.
+    Each process computes its own rows. All have the same number of micro-batches, some of which may
+    be empty: these run one filler token that does not count, since gathering a layer is a
+    collective.
     """
 
     def __init__(self, manager: FSDPModelManager, stats: Any):
@@ -59,7 +60,7 @@ class FSDPRunner(ModelRunner):
         return found
 
     def _forward(self, batch: MicroBatch) -> Any:
-        """Returns the statistics of all targets [B, T], 0 where there are none."""
+        """Returns the statistics of all targets [B, T]; 0 where there is none."""
         rows = batch.rows
         fed = feed(
             rows.tokens,
@@ -74,9 +75,9 @@ class FSDPRunner(ModelRunner):
         return self.stats(*[_in_rows(completion, fed) for completion in completions])
 
     def _images(self, rows: Rows) -> FedImages | None:
-        """Returns what the images of the rows feed the tower with; None for a model without one.
+        """Returns the tower inputs for the rows' images; None for a model without a tower.
 
-        A micro-batch without images feeds it a black one, which stands nowhere.
+        A micro-batch without images gets a black one, which no token refers to.
         """
         tower = self.manager.description.tower
         if not isinstance(tower, VisionTower):
@@ -92,10 +93,10 @@ class FSDPRunner(ModelRunner):
 
 
 def _in_rows(completions: Tensor, fed: Feed) -> Tensor:
-    """Puts the answers of an empty micro-batch's token aside, and the others into [B, T].
+    """Scatters outputs [N] into [B, T], without the filler token of an empty micro-batch.
 
-    Differentiable even where there is no target, so that the backward pass reaches every layer.
+    Differentiable even without targets, so that the backward pass reaches every layer.
     """
     size = fed.rows * fed.columns
-    canvas = completions.new_zeros(size + 1)  # the last one takes the filler
+    canvas = completions.new_zeros(size + 1)  # the last element takes the filler
     return canvas.index_put((fed.slots,), completions)[:size].unflatten(0, (fed.rows, fed.columns))

@@ -30,10 +30,10 @@ def shard_parameters(
     parallel: ParallelConfig,
     dtype: torch.dtype,
 ) -> None:
-    """Splits every parameter by rows, in place; the network may be on the meta device.
+    """Shards every parameter by rows, in place; the network may be on the meta device.
 
-    `dtype` is that of the forward and backward pass. Main parameters and the reduction of gradients
-    are float32, as they are. What is gathered together: `meta_decoder.gathered_apart`.
+    `dtype` is that of the forward and backward pass. Main parameters and gradient reduction stay in
+    float32. `meta_decoder.gathered_apart` defines the parameter groups.
     """
     narrow = dtype != torch.float32
     precision = MixedPrecisionPolicy(
@@ -53,7 +53,7 @@ def shard_parameters(
     for module in sharded_modules(network):
         # Gradients are sums over the processes, not means: one global count divides them.
         module.set_gradient_divide_factor(1.0)
-        # without this it asks for a multiplication in the reduction, which gloo does not have
+        # otherwise the reduction includes a multiplication, which gloo does not support
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -65,10 +65,10 @@ def sharded_modules(network: nn.Module) -> Iterator[FSDPModule]:
 
 
 def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device) -> None:
-    """Gives a sharded network that is on the meta device memory of its own on `where`.
+    """Allocates memory on `where` for a sharded network on the meta device.
 
-    Parameters hold anything. Buffers that no checkpoint has, such as the angles of rotary
-    embeddings, are made anew by transformers. Raises CheckpointError for one that it leaves out.
+    Parameters are uninitialised. transformers recomputes buffers that no checkpoint has, such as
+    RoPE frequencies. Raises CheckpointError for a buffer that it does not recompute.
     """
     network._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x.to(where))
     model.tie_weights()
@@ -85,13 +85,14 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
                 "that transformers does not make anew. Take backend=megatron, or another model."
             )
     for group in sharded_modules(network):
-        # settles each parameter's memory for good, padded to equal shards, before anybody keeps it
+        # allocates each parameter's final memory, padded to equal shards, before anybody refers to
+        # it
         group.unshard()
         group.reshard()
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this process's rows of a parameter, a view."""
+    """Returns a view of this process's rows of a parameter."""
     assert isinstance(parameter, DTensor)
     held: Tensor = parameter._local_tensor.detach()
     return held

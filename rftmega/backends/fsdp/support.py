@@ -1,7 +1,7 @@
-"""Finds out, before there are weights, how a decoder of transformers is run rightly.
+"""Determines whether a transformers decoder supports packed rows, before its weights are loaded.
 
-Nothing is listed by family. The model's own code runs on the meta device, and what it does there
-decides whether rows may be packed. `model_providers.output_head`: what becomes of its logits.
+There is no list of architectures: the model's own code runs on the meta device, and its calls
+decide. `model_providers.output_head` examines its logits likewise.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from rftmega.backends.decoder.meta_decoder import vocabulary_of
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-PROBE = [0, 3, 5]  # edges of the rows that are tried
+PROBE = [0, 3, 5]  # edges of the probe rows
 
 
 def refusal_to_pack(model: PreTrainedModel) -> str | None:
-    """Returns why the rows of a model, built on the meta device with our attention, can't be
-    packed; None where they can.
+    """Returns why the rows of a model can't be packed, or None if they can; the model is on the
+    meta device, built with `attend_rows`.
 
-    Every layer must ask our attention once, with a window where its config says so, and nothing
-    else may carry anything from token to token.
+    Every layer must call the attention once, with a window where its config has one, and nothing
+    else may mix tokens.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -57,7 +57,7 @@ def refusal_to_pack(model: PreTrainedModel) -> str | None:
 
 
 def _windowed(config: Any) -> int:
-    """Returns the number of layers with a sliding window, by config.json."""
+    """Returns the number of layers with a sliding window, according to the config."""
     kinds = getattr(config, "layer_types", None)
     if not getattr(config, "sliding_window", None):
         return 0
@@ -72,7 +72,7 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
     experts = model.get_experts_implementation()
     if experts[""] is not None:
-        model.set_experts_implementation("batched_mm")  # the others fail on the meta device
+        model.set_experts_implementation("batched_mm")  # others fail on the meta device
     positions = [
         position for a, b in zip(PROBE, PROBE[1:], strict=False) for position in range(b - a)
     ]

@@ -1,7 +1,7 @@
-"""Shares each layer's matrices among the processes of a group (Shoeybi et al., arXiv:1909.08053),
-by the plan that transformers has of the model (`hf_folders.tensor_plan`).
+"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053) by transformers' own plan of a model
+(`decoder.tensor_plan`).
 
-A process's share is an ordinary, smaller parameter, which FSDP2 then shards as any other one.
+A process's share is an ordinary, smaller parameter, which FSDP2 then shards like any other.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,12 @@ def share_layers(
     splits: dict[str, Split],
     group: Any,
 ) -> None:
-    """Replaces each parameter of `splits` by this process's share, and the forward passes of the
-    modules around them by ones that exchange what is missing. The model is on the meta device.
+    """Replaces each parameter of `splits` by this process's share, and adds the necessary
+    communication to the forward passes of the affected modules.
+
+    The model is on the meta device.
     """
-    shares: dict[int, nn.Parameter] = {}  # by the whole one's identity: a tied one stays one
+    shares: dict[int, nn.Parameter] = {}  # by id of the whole parameter: tied ones stay tied
     for name, split in splits.items():
         owner, _, own_name = name.rpartition(".")
         whole = model.get_parameter(name)
@@ -95,9 +97,9 @@ def _experts(moe: Forward, group: Any) -> Forward:
 
 
 def _words(embedding: Any, group: Any, first: int, stop: int) -> Forward:
-    """Looks up the words first ... stop - 1; what the others have of them is added."""
+    """Looks up vocabulary rows first ... stop - 1; the other processes' results are added."""
     looked_up: Forward = embedding.forward
-    padding = embedding.padding_idx  # the word whose row learns nothing
+    padding = embedding.padding_idx  # the token whose row is not trained
     here = padding is not None and first <= padding < stop
     embedding.padding_idx = padding - first if here else None
 

@@ -1,4 +1,4 @@
-"""FSDPModel is a model on FSDP2 as strategy, weights and checkpoints know it."""
+"""FSDPModel is the interface of an FSDP2 model to strategies, weight sync and checkpoints."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,12 +28,12 @@ WEIGHTS, AVERAGE, MAIN = "weights", "average", "main"
 
 
 class FSDPModel:
-    """FSDPModel holds what a policy and a value model have in common: see
+    """FSDPModel implements the common part of a policy and a value model: see
     `strategy.backend.Trainable`.
     """
 
     average: AveragedWeights | None = None
-    sum_of_frozen: int | None = None  # of the reference, or of a reward model
+    sum_of_frozen: int | None = None  # checksum of the reference, or of a reward model
     runner: FSDPRunner
 
     def __init__(self, manager: FSDPModelManager, placement: ShardingMesh):
@@ -76,11 +76,13 @@ class FSDPModel:
 
     @property
     def step(self) -> Callable[..., Metrics]:
-        """Takes one optimizer step: `ModelRunner.step`."""
+        """Returns the function that takes one optimizer step: `ModelRunner.step`."""
         return self.runner.step
 
     def averaged(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which the model holds its average; None where none is kept."""
+        """Returns a context in which the model holds its averaged weights; None if no average is
+        kept.
+        """
         return None if self.average is None else self._averaged(self.average)
 
     @contextmanager
@@ -92,7 +94,7 @@ class FSDPModel:
         self.manager.rows_changed()
 
     def shards(self) -> list[Shard]:
-        """Returns this process's rows in the dtype of the forward pass."""
+        """Returns this process's shards in the forward pass's dtype."""
         return self.manager.shards()
 
     def frozen_shards(self) -> list[Shard]:
@@ -119,8 +121,8 @@ class FSDPModel:
                 yield from self._boxes(AVERAGE, weight, averages[number])
 
     def _optimizer_tensors(self) -> Iterator[ShardBox]:
-        """Yields main parameters, where they are not the weights themselves, and Adam's moments,
-        where there are any yet.
+        """Yields main parameters, if they are separate from the weights, and Adam's moments, if
+        there are any yet.
         """
         optimizer = self.manager.optimizer
         for weight in self.manager.trained if optimizer is not None else ():
@@ -143,8 +145,9 @@ class FSDPModel:
                     yield ShardBox(f"{kind}/{name}", shape, False, offset, held, written)
 
     def described(self) -> dict[str, Any]:
-        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
-        from; of a model with adapters these, and a checksum of its "base", or of its "reference".
+        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" of the initial
+        weights; with adapters also "adapters" and a checksum of the "base"; with a frozen reference
+        its checksum.
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {
@@ -169,10 +172,10 @@ class FSDPModel:
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Takes back weights and, where asked for, the optimizer's state and the schedule.
+        """Restores weights and, if requested, the optimizer's state and the schedule.
 
         Without `strict`, weights that the checkpoint lacks stay as they are. Raises CheckpointError
-        where it lacks others, or is not as it was written.
+        if it lacks others, or is corrupt.
         """
         manager = self.manager
         stored.fill(
@@ -182,7 +185,7 @@ class FSDPModel:
         )
         restarts = self.average is not None and not stored.holds(AVERAGE)
         merges = manager.adapters is not None
-        # what copies the weights finds them on the device alone
+        # weights are copied from the device only
         if restarts or not optimizer or merges:
             self.residency.on(PARAMETERS)
         if self.average is not None and restarts:
@@ -199,15 +202,15 @@ class FSDPModel:
             manager.schedule_steps = stored.said["schedule_steps"]
 
     def save_checkpoint(self, save_path: str | Path, step: int = 0) -> None:
-        """Writes weights, average, optimizer and schedule to `save_path`/step_<step>. Every process
+        """Writes weights, average, optimizer and schedule to `save_path`/step_<step>; every process
         writes its own shard.
         """
         self._checkpoints(save_path).save({}, step=step)
 
     def load_checkpoint(self, load_path: str | Path) -> None:
-        """Goes on from the latest checkpoint of `load_path`, whatever layout wrote it.
+        """Resumes from the latest checkpoint of `load_path`, whatever layout wrote it.
 
-        Raises CheckpointError where there is none.
+        Raises CheckpointError if there is none.
         """
         if self._checkpoints(load_path).resume() is None:
             raise CheckpointError(
@@ -219,11 +222,11 @@ class FSDPModel:
         return TrainingCheckpoints(Path(folder), {role: self}, self.manager.cfg)
 
     def random_state(self) -> dict[str, Any]:
-        """Returns the state of the stream that adapters' dropout draws from, where there is any."""
+        """Returns the random state of the adapters' dropout, if they have any."""
         dropped = self.manager.dropped
         return {} if dropped is None else {"dropped": as_text(dropped.state)}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Draws go on from here."""
+        """Restores the random state of the adapters' dropout."""
         if self.manager.dropped is not None and "dropped" in state:
             self.manager.dropped.state = as_bytes(state["dropped"])

@@ -1,4 +1,4 @@
-"""Weight is what a process holds of one parameter, in every precision that it is needed in."""
+"""Weight holds a process's rows of one parameter, in every precision needed."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,21 @@ from rftmega.core.shards import Shard
 
 @dataclass(slots=True)
 class Weight:
-    """Weight is this process's rows of a parameter, or of its share of one."""
+    """Weight is this process's rows of a parameter, or of its tensor-parallel share."""
 
-    name: str  # as transformers has it
+    name: str  # transformers' name
     parameter: Tensor  # sharded
-    plans: list[ShardPlan]  # which HF tensors the rows hold
-    embeds: bool  # it is the embedding
-    split: Split | None  # among the processes of a tensor-parallel group; None: each has it whole
-    partial: bool  # it is whole, and each has a share of its gradient
-    rows: Tensor  # float32, what the optimizer steps; of a frozen one: `pushed` itself
-    pushed: Tensor  # in the dtype of the forward pass; float32: `rows` itself
+    plans: list[ShardPlan]  # the HF tensors in the rows
+    embeds: bool  # whether it is the embedding
+    split: Split | None  # tensor-parallel split; None: replicated
+    partial: bool  # replicated, with partial gradients
+    rows: Tensor  # float32, stepped by the optimizer; of a frozen one: `pushed` itself
+    pushed: Tensor  # in the forward pass's dtype; float32: `rows` itself
 
     @property
     def learns(self) -> bool:
         return self.parameter.requires_grad
 
     def shards(self) -> list[Shard]:
-        """Returns the rows in the dtype of the forward pass."""
+        """Returns the shards of the rows in the forward pass's dtype."""
         return [plan.of(self.pushed) for plan in self.plans]

@@ -1,4 +1,4 @@
-"""MegatronActor: the policy, scored and trained under any layout."""
+"""MegatronActor: the policy, scored and trained in any parallel layout."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,17 +18,16 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronActor(MegatronModel):
-    """The policy.
+    """MegatronActor scores and trains the policy.
 
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: Topology, role: str = "actor"):
-        """Builds and loads the model. `role`: "actor", or "reference" for one that is only scored
-        (no optimizer).
+        """Builds the model and loads its weights.
 
-        Log-probs are of the distribution that is sampled from: `cfg.rollout.temperature` is the
-        engine's, too.
+        `role`: "actor", or "reference" for a model that only scores (no optimizer). Log-probs are
+        of the sampling distribution, with the engine's `cfg.rollout.temperature`.
         """
         if role not in ("actor", "reference"):
             raise ValueError(
@@ -49,7 +48,7 @@ class MegatronActor(MegatronModel):
         residency, weights = self.manager.residency, self.manager.weights
         self.reference: ReferenceWeights | Adapters | None = None
         if role == "actor" and cfg.algorithm.kl.coef > 0:
-            # without its adapters the policy is the model that it began with: no second weights
+            # with adapters, the frozen base model is the reference: no second copy of the weights
             if self.manager.adapters is None:
                 self.sum_of_frozen = self.manager.sum_of_weights()
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
@@ -64,10 +63,10 @@ class MegatronActor(MegatronModel):
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Returns log-prob and entropy of every target on the host; no gradient.
+        """Returns log-prob and entropy of every target on the host, without gradient.
 
-        `temperature`: None for the rollout's. Experts are those of `rows.routes`; where there are
-        none, and `rollout.router_replay` is trainer, the result has those that were chosen.
+        `temperature`: None for the rollout's. Tokens go to the experts of `rows.routes`; if there
+        are none, and `rollout.router_replay` is trainer, the result has the chosen routes.
         """
         found: TokenStats[Column] = self.runner.score(
             rows, temperature=temperature, record=self.records and rows.routes is None
@@ -75,9 +74,10 @@ class MegatronActor(MegatronModel):
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the same under the reference weights, which choose their own experts.
+        """Returns log-prob and entropy of every target under the reference weights, which choose
+        their own experts.
 
-        Raises AssertionError where none are kept.
+        Raises AssertionError if no reference weights are kept.
         """
         assert self.reference is not None, (
             "algorithm.kl.coef is 0, so no reference weights are kept"
@@ -87,10 +87,10 @@ class MegatronActor(MegatronModel):
         return own
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
-        """Pushes the weights into the rollout engine, which answers under `version` from then on.
+        """Pushes the weights to the rollout engine, whose completions are of `version` from then
+        on.
 
-        Raises RuntimeError where the strategy gave this actor no engine to push to
-        (`push_to_rollout`).
+        Raises RuntimeError if the strategy gave this actor no engine (`push_to_rollout`).
         """
         if self.push_to_rollout is None:
             raise RuntimeError(
@@ -101,10 +101,10 @@ class MegatronActor(MegatronModel):
     def get_forward_step_func(
         self, loss_fn: LossFn | None = None
     ) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Megatron's `forward_step_func(data_iterator, model)`: to learn with `loss_fn`, or to
-        score without one.
+        """Returns Megatron's `forward_step_func(data_iterator, model)`, to train with `loss_fn` or
+        to score without one.
 
-        The iterator gives (Rows, Experience on the device, or None to score).
+        The iterator yields (Rows, Experience on the device, or None to score).
         """
 
         def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:

@@ -1,5 +1,5 @@
-"""Adapters on a model whose own weights are frozen: built, filled, switched off, and merged where a
-shard is read.
+"""LoRA adapters on a frozen Megatron model: built, loaded, disabled, and merged when shards are
+read.
 """
 
 import logging
@@ -36,13 +36,13 @@ from rftmega.runtime.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
-# which of equal holders a process is, of a tensor's pieces: stages, tensor- and data-parallel ones
+# a process's indices among equal holders of a tensor's pieces: pipeline, tensor, data parallel
 Replicas = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDelta:
-    """AdapterDelta is what an adapter adds to a weight: a `shards.Addend`."""
+    """AdapterDelta is the product that an adapter adds to a weight: a `shards.Addend`."""
 
     adapter: LowRankAdapter
 
@@ -53,8 +53,10 @@ class AdapterDelta:
 
 
 class Adapters:
-    """Adapters holds those of this process. `bound` pairs their matrices with rules, like the
-    weights of the model; `replicas` are theirs, in the same order.
+    """Adapters holds the adapters of this process.
+
+    `bound` pairs their matrices with conversion rules, like the model's weights; `replicas` are
+    theirs, in the same order.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class Adapters:
         topology: Topology,
         options: LoRA,
     ):
-        """Freezes all weights of the chunks, and puts adapters on those `layers` of `base`. They are
-        zeros.
+        """Freezes all weights of the chunks, and adds adapters, which are zeros, to the `layers` of
+        `base`.
         """
         self.options, self.topology = options, topology
         self.targets = frozenset(target for layer in layers for target in layer.targets)
@@ -98,7 +100,7 @@ class Adapters:
                 self._bind(adapter, layer, item, pieces)
 
     def _added(self, module: Any, number: int, layer: AdaptedLayer, item: Bound) -> LowRankAdapter:
-        """Puts an adapter beside a weight of a module."""
+        """Adds an adapter to a weight of a module."""
         options, topology = self.options, self.topology
         of_expert = item.expert is not None
         if layer.of_embedding:
@@ -128,7 +130,9 @@ class Adapters:
     def _bind(
         self, adapter: LowRankAdapter, layer: AdaptedLayer, item: Bound, pieces: Replicas
     ) -> None:
-        """Pairs the matrices of a weight's adapter with their rules; `pieces` are the weight's."""
+        """Pairs the matrices of a weight's adapter with their conversion rules; `pieces` are the
+        weight's.
+        """
         topology = self.topology
         sharer = topology.tensor_rank if item.expert is None else topology.expert_tensor_rank
         whole: Replicas = [(stage, sharer, data) for stage, _, data in pieces]
@@ -155,16 +159,18 @@ class Adapters:
         item.parameter.copy_(shard(item.rule, parts, item.rank, item.ranks))
 
     def has_pair(self, name: str) -> bool:
-        """Says whether an adapter's HF tensor is learnt; others are zeros in between."""
+        """Returns whether an adapter's HF tensor is trained; others are zeros in between."""
         return target_of(name) in self.targets
 
     def is_filler(self, name: str) -> bool:
-        """Says whether an HF tensor is zeros between those of pairs, and no matrix of a pair."""
+        """Returns whether an HF tensor is filler: zeros between those of pairs, and no matrix of a
+        pair.
+        """
         return name.endswith(UP) and not self.has_pair(name)
 
     def merged(self, item: Bound) -> Shard:
-        """Returns the shard of a weight of the model, to which its adapter is added where it is
-        read; the weight stays as it is.
+        """Returns the shard of a model weight with its adapter delta, which is added when it is
+        read; the weight stays unchanged.
         """
         held, adapter = item.shard(), self._on.get(id(item.parameter))
         if adapter is None:
@@ -172,12 +178,12 @@ class Adapters:
         return Shard(held.logical, held.parts, held.tensor, AdapterDelta(adapter))
 
     def shards(self) -> list[Shard]:
-        """Returns the matrices themselves."""
+        """Returns the shards of the adapter matrices themselves."""
         return [item.shard() for item in self.bound]
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Makes the model compute without adapters within a `with` block."""
+        """Disables the adapters within a `with` block."""
         for adapter in self._on.values():
             adapter.off = True
         try:
@@ -187,12 +193,12 @@ class Adapters:
                 adapter.off = False
 
     swapped_in = (
-        switched_off  # as the reference of a policy: `device.held_weights.ReferenceWeights`
+        switched_off  # for the reference of a policy: `device.held_weights.ReferenceWeights`
     )
 
 
 def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
-    """Returns [rows, pairs]: 1 where a row of a weight's shard belongs to a pair of matrices."""
+    """Returns [rows, pairs]: 1 where a row of a weight's shard belongs to a LoRA pair."""
     if layer.row_parallel:
         return torch.ones(len(item.parameter), 1)
     found = torch.zeros(len(item.parameter), len(layer.parts))
@@ -203,25 +209,25 @@ def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
 
 
 def counted_once(base: Sequence[tuple[Bound, Replicas]]) -> Iterator[Shard]:
-    """Yields shards of a whole model's weights, each element on one process alone."""
+    """Yields the shards of a whole model's weights, each element on one process only."""
     for item, pieces in base:
         if item.rule.exported and not any(any(piece) for piece in pieces):
             yield item.shard()
 
 
 def compare_copies(item: Bound, folder: PEFTFolder) -> None:
-    """Compares what this process holds of a weight with the copies of it that a folder has."""
+    """Compares this process's part of a weight with the copies of it in a PEFT folder."""
     (first, *_), held = item.rule.hf, item.parameter.detach()
 
     def is_held(copy: Tensor) -> bool:
         return torch.equal(shard(item.rule, [copy], item.rank, item.ranks).to(held), held)
 
-    if len(item.rule.hf) == 1:  # as embedding and head are
+    if len(item.rule.hf) == 1:  # as of embedding and LM head
         folder.compare(item.hf_names[0], first.shape, is_held)
 
 
 def pack_base(base: Sequence[Bound]) -> list[PackedWeight]:
-    """Rounds the linear layers of a frozen model to what its host keeps of them, in 8 bits."""
+    """Quantises the linear layers of a frozen model to int8, for their copy on the host."""
     weights = [item.parameter.detach() for item in base if all(map(is_linear, item.hf_names))]
     packed, error = pack(weights, wide=COLUMNS_OF_A_SCALE)
     if dist.get_rank() == 0:

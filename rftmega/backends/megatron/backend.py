@@ -7,7 +7,7 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronBackend:
-    """MegatronBackend is the `strategy.backend.Backend` that runs in any 3D-parallel layout."""
+    """MegatronBackend is the `strategy.backend.Backend` for any 3D-parallel layout."""
 
     def __init__(self) -> None:
         self._policy: MegatronActor | None = None
@@ -17,8 +17,10 @@ class MegatronBackend:
         return self._policy
 
     def value_model(self, config: RunConfig, *, role: str) -> MegatronCritic:
-        """Builds a critic in a layout of its own, a reward model in the policy's. A critic with
-        adapters on the policy's folder, in its layout, has the policy's frozen weights.
+        """Builds a critic in its own layout, or a reward model in the policy's.
+
+        A critic with adapters on the policy's folder, in the policy's layout, shares its frozen
+        weights.
         """
         policy = self._policy
         if role == "reward" and policy is not None:

@@ -1,6 +1,4 @@
-"""Binding pairs every parameter with its conversion rule, by looking at the modules that Megatron
-really built.
-"""
+"""Pairs every parameter of the built Megatron modules with its conversion rule."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,17 +16,17 @@ from rftmega.runtime.parallel.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One parameter (or persistent buffer) of this process and the rule that converts it."""
+    """Bound is a parameter (or persistent buffer) of this process with its conversion rule."""
 
     rule: Rule
     layer: int | None  # global; None outside the layers
     expert: int | None  # global; None outside the experts
     parameter: Tensor
-    rank: int  # which shard of the tensor this is
+    rank: int  # index of this shard of the tensor
     ranks: int
 
     def shard(self) -> Shard:
-        """Returns the tensor in Hugging Face's terms."""
+        """Returns the tensor as a shard of Hugging Face tensors."""
         logical = logical_tensor(self.rule, self.layer, self.expert, self.parameter.dtype)
         return Shard(logical, shard_parts(self.rule, self.rank, self.ranks), self.parameter)
 
@@ -40,11 +38,11 @@ class Bound:
 def bind(
     chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0
 ) -> list[Bound]:
-    """Returns one Bound a tensor of `chunks`, in the table's order within each layer; `experts` is
-    the whole model's number.
+    """Returns one Bound per tensor of `chunks`, in the table's order within each layer; `experts`
+    is the whole model's number.
 
-    Raises WeightMismatch for a tensor without a rule, for a rule of a layer without its tensor, and
-    for another shape.
+    Raises WeightMismatch for a tensor without a rule, for a layer's rule without its tensor, and
+    for a tensor of another shape.
     """
     return [
         bound
@@ -60,7 +58,7 @@ def _bind_chunk(
         name: tensor
         for name, tensor in chunk.state_dict(keep_vars=True).items()
         if not name.endswith("._extra_state")
-    }  # buffers too: a router's bias is one
+    }  # including buffers, such as a router's bias
     for rule in rules:
         shard = (
             (topology.expert_tensor_rank, topology.expert_tensor)
@@ -97,7 +95,7 @@ def _bound(
     rule: Rule, layer: int | None, expert: int | None, tensor: Tensor, rank: int, ranks: int
 ) -> Bound:
     if tensor.shape == shard_shape(rule, 0, 1):
-        # every rank holds all of it, as Transformer Engine does of latent attention's narrow layers
+        # every rank has all of it, like Transformer Engine's low-rank layers of latent attention
         rank, ranks = 0, 1
     if tensor.shape != (wanted := shard_shape(rule, rank, ranks)):
         raise WeightMismatch(

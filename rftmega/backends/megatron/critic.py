@@ -1,4 +1,4 @@
-"""MegatronCritic: a value per token under any layout, its own, next to the actor's."""
+"""MegatronCritic: a value model in a parallel layout of its own."""
 
 from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.backends.megatron.model_runner import MegatronRunner
@@ -9,7 +9,7 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronCritic(MegatronModel):
-    """The value model.
+    """MegatronCritic computes a value per token.
 
     Every process calls its methods with the whole batch and gets the whole result.
     """
@@ -22,10 +22,10 @@ class MegatronCritic(MegatronModel):
         base: MegatronModelManager | None = None,
     ):
         """Builds the model of `cfg.model` with a value head, from a reward model's folder or a
-        policy's (head at 0).
+        policy's (value head at 0).
 
-        `role`: "critic", or "reward" for one that only scores (no optimizer). `base`: a policy whose
-        frozen weights are this model's as well, see `MegatronModelManager`.
+        `role`: "critic", or "reward" for a model that only scores (no optimizer). `base`: a policy
+        whose frozen weights this model shares, see `MegatronModelManager`.
         """
         if role not in ("critic", "reward"):
             raise ValueError(
@@ -40,6 +40,8 @@ class MegatronCritic(MegatronModel):
         self.runner = MegatronRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows[Column]) -> Column:
-        """Returns the value of the state in which each target is chosen, on the host; no gradient."""
+        """Returns the value of the state in which each target is chosen, on the host, without
+        gradient.
+        """
         found: Column = self.runner.score(rows).value
         return found

@@ -1,6 +1,7 @@
-"""Rows -> one packed sequence -> model -> a value per token, back in rows. No padding is computed.
+"""Packs rows into one sequence, runs the model, and unpacks a value per token; padding is not
+computed.
 
-`custom_forward` is the one forward of the project: actor and critic run it through Megatron's
+`custom_forward` is the only forward pass of the project: actor and critic run it through Megatron's
 pipeline schedule.
 """
 
@@ -35,7 +36,9 @@ LogitsProcessor = Callable[..., dict[str, Tensor]]
 
 @runtime_checkable
 class HiddenProcessor(Protocol):
-    """A logits processor that does without logits: it gets what they would be made of."""
+    """HiddenProcessor is a logits processor that takes hidden states and the output weight instead
+    of logits.
+    """
 
     def from_hidden(
         self,
@@ -47,15 +50,17 @@ class HiddenProcessor(Protocol):
         pair: tuple[Tensor, Tensor] | None,
         **arguments: Any,
     ) -> dict[str, Tensor]:
-        """`hidden` [N, H], `weight` [V, H] this process's rows of the output layer; each result is
-        [N]. `pair`: of an adapter on that layer, as `linear_stats` takes it.
+        """Returns tensors [N] computed from `hidden` [N, H] and `weight` [V, H], this process's
+        rows of the output layer.
+
+        `pair`: of an adapter on that layer, as `linear_stats` takes it.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-prob of `targets` and entropy of the sampling distribution, without ever holding the
-    logits.
+    """LogProbs computes the log-prob of `targets` and the entropy of the sampling distribution,
+    without materialising the logits.
     """
 
     vocabulary: int
@@ -87,19 +92,19 @@ class Packing:
     """
 
     slots: Tensor  # [N] index into the flat [rows * columns] grid; rows * columns for filler
-    slots_on_host: Tensor  # the same: what is taken from the host is not asked of the device
+    slots_on_host: Tensor  # the same on the host, to index host tensors without a device sync
     positions: Tensor  # [1, N], starting at 0 in every row
-    whole: Tensor  # slots of all context-parallel processes, row behind row, on the host
+    whole: Tensor  # slots of all context-parallel processes, row by row, on the host
     sequence: PackedSeqParams
     rows: int
     columns: int
     context_group: Any  # None without context parallelism
-    # this process among the context-parallel ones, and how many these are
+    # context-parallel rank and size
     context: tuple[int, int] = (0, 1)
 
     def take(self, grid: Tensor) -> Tensor:
-        """Packs [rows, columns] or [rows] into [N] on the model's device; filler is 0, or 1 where
-        there is one number a row.
+        """Packs [rows, columns] or [rows] into [N] on the model's device; filler is 0, or 1 for
+        [rows].
         """
         if grid.dim() == 1:
             grid = grid[:, None].expand(-1, self.columns)
@@ -112,8 +117,9 @@ class Packing:
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def take_vectors(self, grid: Tensor, *, whole: bool = False, fill: int = 0) -> Tensor:
-        """Packs [rows, columns, ...], on the host, into [N, ...]; filler is `fill`. `whole`: what all
-        context-parallel processes have.
+        """Packs [rows, columns, ...], on the host, into [N, ...] on the device; filler is `fill`.
+
+        `whole`: for the slots of all context-parallel processes.
         """
         flat = torch.cat([grid.flatten(0, 1), grid.new_full((1, *grid.shape[2:]), fill)])
         slots = self.whole if whole else self.slots_on_host
@@ -123,11 +129,11 @@ class Packing:
         """Unpacks [N, ...] into [rows, columns, ...], 0 where there is no token; every
         context-parallel process gets whole rows.
 
-        Differentiable. Whole rows on each of these processes mean that each computes the same loss:
-        one of them counts it.
+        Differentiable. With whole rows all of these processes compute the same loss, so one of them
+        counts it.
         """
         size = self.rows * self.columns
-        canvas = values.new_zeros(size + 1, *values.shape[1:])  # the last one takes the filler
+        canvas = values.new_zeros(size + 1, *values.shape[1:])  # the last element takes the filler
         grid = canvas.index_put((self.slots,), values)[:size].unflatten(
             0, (self.rows, self.columns)
         )
@@ -135,8 +141,8 @@ class Packing:
 
 
 class _Everyones(torch.autograd.Function):
-    """Sum over the context-parallel processes; the gradient of what is mine is mine, since all
-    compute the same loss.
+    """_Everyones sums over the context-parallel processes; each passes its own gradient back
+    unchanged, since all compute the same loss.
     """
 
     @staticmethod
@@ -161,12 +167,13 @@ def pack(
     total_length: int | None = None,
     where: torch.device,
 ) -> Packing:
-    """Lays the True places of `mask` [rows, columns] (on the host) end to end, row by row; an empty
-    batch is filler only.
+    """Packs the True positions of `mask` [rows, columns] (on the host) row by row; an empty batch
+    is filler only.
 
-    Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; what
-    a process gets is divisible by `tensor_multiple` (see `token_multiple`). `row_length` pads every
-    row to that, `total_length` all of them. Raises ValueError where one of these is too short.
+    Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; the
+    tokens of a process are divisible by `tensor_multiple` (see `token_multiple`). `row_length` pads
+    every row to this length, `total_length` all of them together. Raises ValueError if one of these
+    is too short.
     """
     rows, columns = mask.shape
     unit = 2 * context if context > 1 else 1
@@ -214,7 +221,7 @@ def pack(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    sequence.edges = edges.tolist()  # for our own attention, which would have to ask the device
+    sequence.edges = edges.tolist()  # for our own attention, without a device sync
     return Packing(
         slots=slots.to(where, non_blocking=True),
         slots_on_host=slots,
@@ -229,16 +236,16 @@ def pack(
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Returns what a process's tokens are a multiple of: the processes that share a sequence, and
-    what matrices of 8 bits are cut into.
+    """Returns the number that a process's token count must be a multiple of, for sequence
+    parallelism and FP8 matmuls.
     """
     sharers = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return math.lcm(sharers, get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1)
 
 
 def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
-    """Counts the slots, filler included, that `pack` gives rows of so many tokens, on all
-    context-parallel processes together.
+    """Returns the number of slots, filler included, that `pack` gives rows of `counts` tokens, on
+    all context-parallel processes together.
     """
     unit = 2 * context if context > 1 else 1
     multiple = math.lcm(unit, context * tensor_multiple)
@@ -262,20 +269,21 @@ def custom_forward(
     routes: FedRoutes | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
-    marks, wherever they are.
+    marks, at any columns.
 
-    Stages but the last give the hidden states that the schedule sends on. The last gives, in rows
-    and 0 off the mask: with `value_model` the values [B, S]; with a `logits_processor` its dict of
-    [B, S]; otherwise this process's columns of the logits [B, S, V / TP], divided by `temperature`
-    (one number, or [B]).
+    Stages but the last return the hidden states that the schedule sends on. The last returns, in
+    rows and 0 off the mask: with `value_model` the values [B, S]; with a `logits_processor` its
+    dict of [B, S]; otherwise this process's columns of the logits [B, S, V / TP], divided by
+    `temperature` (one number, or [B]).
 
     A processor is called with (logits [N, V / TP], **args), where `logits_processor_args` ([B, S]
     each) arrive as [N]. One with a method `from_hidden` (see HiddenProcessor) gets hidden states
     and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
     longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
-    Tensors may live on the host. `position_ids` may only say what is so anyway: rows count from 0.
-    `images` are those of a model with a tower, whose rows begin at column 0. `routes`: which
-    experts the tokens are sent to, of a chunk that was prepared for it (`router_replay.install`).
+
+    Tensors may be on the host. `position_ids`, if given, must count from 0 in every row. `images`:
+    of a model with a tower, whose rows begin at column 0. `routes`: the experts that the tokens are
+    sent to, in a chunk that was prepared for it (`router_replay.install`).
 
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
     `sequence_parallel` that the model was not built with.
@@ -338,7 +346,7 @@ def custom_forward(
 
 
 def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> slice:
-    """Returns which of this process's slots its routers see."""
+    """Returns the range of this process's slots that its routers see."""
     size = len(packing.slots_on_host)
     if not chunk.config.sequence_parallel:
         return slice(0, size)
@@ -349,7 +357,7 @@ def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> sl
 
 @contextmanager
 def _routed(packing: Packing, routes: FedRoutes | None, own: slice) -> Iterator[None]:
-    """Sends tokens to the experts of `routes`, or notes which the layers chose."""
+    """Sends tokens to the experts of `routes`, or records those that the layers choose."""
     if routes is None:
         yield
         return
@@ -375,7 +383,9 @@ def _run(
     *,
     hidden_only: bool,
 ) -> Tensor:
-    """Returns [N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V / TP]."""
+    """Returns hidden states [N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V
+    / TP].
+    """
     rotary = getattr(chunk, "rotary_pos_emb", None)
     rank, ranks = packing.context
     if isinstance(rotary, MultimodalRotary):
@@ -399,8 +409,8 @@ def _run(
 
 
 def _for_output_layer(hidden: Tensor, chunk: GPTModel, tensor_group: Any) -> Tensor:
-    """Returns [N, H] as the output layer would see them: the backward adds up the processes' shares
-    of the gradient.
+    """Returns hidden states [N, H] as inputs of the output layer; the backward pass sums the
+    processes' gradients.
     """
     if chunk.config.sequence_parallel:
         return gather_from_sequence_parallel_region(
@@ -415,8 +425,7 @@ def _output_weight(model: Any, chunk: GPTModel) -> Tensor:
         if chunk.share_embeddings_and_output_weights
         else chunk.output_layer.weight
     )
-    # The output layer's own forward, whose hook would wait for a gather that still runs, is not
-    # called.
+    # The output layer's own forward is not called: its hook would wait for a pending gather.
     if model is not chunk and weight.requires_grad and model.ddp_config.overlap_param_gather:
         model.param_to_bucket_group[weight].finish_param_sync()
     return weight

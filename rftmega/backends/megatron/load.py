@@ -1,4 +1,4 @@
-"""Hugging Face weights into this process's shards; reads only the slices that it holds."""
+"""Loads Hugging Face weights into this process's shards, reading only the slices that it holds."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ def refuse_strangers(
     experts: int,
     allowed: frozenset[str],
 ) -> None:
-    """Raises CheckpointError for tensors that no rule reads and that the family does not leave out:
-    another model's.
+    """Raises CheckpointError for tensors of another model: no rule reads them, and the architecture
+    does not leave them out.
 
-    `allowed` are read nowhere either.
+    Tensors in `allowed` may stay unread.
     """
     layers = completed(hf_config)["num_hidden_layers"]
     known = {
@@ -51,12 +51,12 @@ def refuse_strangers(
 
 
 HEAD = "lm_head.weight"
-HEADS = frozenset({HEAD, f"language_model.{HEAD}"})  # that a value model leaves out
+HEADS = frozenset({HEAD, f"language_model.{HEAD}"})  # left out by a value model
 
 
 def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
-    """Raises CheckpointError where a tied model's folder holds an output head all the same and
-    it is not the embedding.
+    """Raises CheckpointError if a tied model's folder has an LM head that differs from its
+    embedding.
     """
     for item in bound:
         if HEAD in files and isinstance(item.rule, Vocabulary) and item.hf_names[0] != HEAD:
@@ -74,9 +74,10 @@ def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
 
 @torch.no_grad()
 def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
-    """Raises CheckpointError, the same on every process (a collective), that names
-    tensors with NaN or infinity among what was loaded: they are so on the disk, or too large for
-    the dtype of training.
+    """Raises CheckpointError, naming the loaded tensors with NaN or infinity; a collective, the
+    same on every process.
+
+    Such numbers are on the disk, or are too large for the training dtype.
     """
     mine = [name for item in bound for name in _non_finite(item)]
     if found := sorted({name for names in gather_objects(mine) for name in names}):
@@ -88,7 +89,7 @@ def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
 
 
 def _non_finite(item: Bound) -> set[str]:
-    """Names the HF tensors of a parameter that are not finite in it."""
+    """Returns the names of the HF tensors of a parameter that are not finite in it."""
     if is_finite(item.parameter):
         return set()
     found = set()

@@ -1,4 +1,4 @@
-"""MegatronModelManager: builds this process's part of a model, wraps it, and owns its optimizer and
+"""MegatronModelManager: builds and wraps this process's part of a model, with its optimizer and
 schedule.
 """
 
@@ -82,7 +82,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def refuse_hazards(config: TransformerConfig) -> None:
-    """Raises ConfigError for settings of Megatron-Core 0.16 that go wrong without a word."""
+    """Raises ConfigError for settings with which Megatron-Core 0.16 silently goes wrong."""
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     hazards = {
         "batch_p2p_comm=True with interleaving: both neighbours of two stages are one process, and messages are mixed up; "
@@ -99,9 +99,10 @@ def refuse_hazards(config: TransformerConfig) -> None:
 
 
 class MegatronModelManager:
-    """This process's chunks of one model, with Hugging Face weights, ready to be run and stepped.
+    """MegatronModelManager holds this process's chunks of a model with Hugging Face weights, ready
+    for forward passes and optimizer steps.
 
-    `chunks` are the bare models, one a virtual stage; `model` the same, wrapped by
+    `chunks` are the bare models, one per virtual stage; `model` are the same, wrapped by
     `setup_model_and_optimizer`.
     """
 
@@ -116,10 +117,11 @@ class MegatronModelManager:
         base: "MegatronModelManager | None" = None,
     ):
         """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its
-        weights. `base`: a model with adapters of the same folder and layout, whose frozen weights
-        are taken instead: in the same memory, which it alone moves.
+        weights.
 
-        Raises CheckpointError where the folder's config or weights can't serve.
+        `base`: a model with adapters of the same folder and layout, whose frozen weights are
+        shared: in the same memory, which `base` alone moves. Raises CheckpointError if the folder's
+        config or weights can't be used.
         """
         self.cfg = cfg
         self.topology = placement
@@ -159,7 +161,7 @@ class MegatronModelManager:
             self._fill(files, rules, borrowed)
         self.model: list[Any] = list(self.chunks)  # wrapped by setup_model_and_optimizer
         self.optimizer: Any = None
-        # parameters wait for the next forward pass (optimizer.overlap_param_gather)
+        # the parameter gather is left to the next forward pass (optimizer.overlap_param_gather)
         self._gather_is_due = False
         self._reached = ActiveAdapters()
         self.residency: Residency = Residency(
@@ -185,10 +187,10 @@ class MegatronModelManager:
         refuse_non_finite(self.cfg.model.path, self.bound)
         with self.topology.active():
             pieces, _ = pieces_of(self.chunks, self.bound)
-        # of what is learnt: which of equal holders this process is
+        # of each trained tensor: this process's indices among equal holders
         self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
         self.trained: Sequence[Bound] = self.bound
-        self.head: list[Bound] = []  # of a value model with adapters: it learns whole beside them
+        self.head: list[Bound] = []  # of a value model with adapters: trained in full beside them
         self.adapters: Adapters | None = None
         self._packed: list[PackedWeight] = []
         if self._adapted:
@@ -197,8 +199,8 @@ class MegatronModelManager:
             self._adapt()
 
     def lends_to(self, cfg: RunConfig) -> "MegatronModelManager | None":
-        """Returns this model where a value model of `cfg` can have its frozen weights: with adapters,
-        of the same folder, in the same layout and dtype.
+        """Returns this model if a value model of `cfg` can share its frozen weights, otherwise
+        None: with adapters, of the same folder, in the same layout and dtype.
         """
         own = self.cfg
         alike = (cfg.model.path, cfg.model.dtype, cfg.parallel) == (
@@ -217,22 +219,22 @@ class MegatronModelManager:
         return AudioProcessor(self.cfg.model.path)
 
     def pixels(self, image: PlacedImage) -> Tensor:
-        """Returns the patches [P, C] of an image or video, as the vision tower is fed them.
+        """Returns the patches [P, C] of an image or video, as inputs of the vision tower.
 
-        Raises DataError where it can't be read any more, or has changed.
+        Raises DataError if it can't be read any more, or has changed.
         """
         return self._processor.pixels(image)
 
     def frames(self, waveform: PlacedWaveform) -> Tensor:
-        """Returns the frames [M, T] of a waveform, as the tower that hears is fed them.
+        """Returns the frames [M, T] of a waveform, as inputs of the audio encoder.
 
-        Raises DataError where it can't be read any more, or has changed.
+        Raises DataError if it can't be read any more, or has changed.
         """
         return self._audio_processor.frames(waveform.source, waveform.digest)
 
     def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
-        """Begins to read the images of micro-batches that come next, where this process feeds
-        them.
+        """Starts reading the images of the next micro-batches, if this process runs the vision
+        tower.
         """
         sees = isinstance(self.description.tower, VisionTower)
         if sees and any(chunk.pre_process for chunk in self.chunks):
@@ -240,29 +242,30 @@ class MegatronModelManager:
             self._processor.read_ahead(image for batch in held for image in batch)
 
     def weights(self) -> list[Tensor]:
-        """Returns this process's weights that are learnt, in the order of `learnt`, detached."""
+        """Returns this process's trained weights, in the order of `trained`, detached."""
         return [item.parameter.detach() for item in self.trained]
 
     def shards(self) -> list[Shard]:
-        """Returns what this process holds of the model, without copies of tensors held elsewhere;
-        adapters are merged where a shard is read.
+        """Returns this process's shards of the model, without copies of tensors held elsewhere;
+        adapters are merged when a shard is read.
         """
         if self.adapters is None:
             return self.frozen_shards()
         return [self.adapters.merged(item) for item in self.bound if item.rule.exported]
 
     def sum_of_weights(self) -> int:
-        """Returns a checksum of the model's own weights that depends on no layout; a collective."""
+        """Returns a layout-independent checksum of the model's own weights; a collective."""
         held = zip(self.bound, self.replicas, strict=True)
         return frozen_weights.sum_of(counted_once(list(held)), self.where)
 
     def frozen_shards(self) -> list[Shard]:
-        """Returns what this process holds of the model, without what adapters add."""
+        """Returns this process's shards of the model, without the adapters' deltas."""
         return [item.shard() for item in self.bound if item.rule.exported]
 
     def _adapt(self) -> None:
-        """Freezes the model and gives it adapters, which are all that learns beside a value head;
-        before anything is wrapped, so that only they get gradients and an optimizer's state.
+        """Freezes the model and adds adapters, which alone are trained beside a value head.
+
+        Called before anything is wrapped, so that only they get gradients and optimizer states.
         """
         lora = self.cfg.model.lora
         held = list(zip(self.bound, self.replicas, strict=True))
@@ -298,7 +301,9 @@ class MegatronModelManager:
     def model_provider_func(
         self, pre_process: bool, post_process: bool, chunk: int | None = None
     ) -> GPTModel:
-        """Builds one pipeline chunk, randomly initialised; override it to build something else."""
+        """Builds one pipeline model chunk, randomly initialised; override it to build another
+        model.
+        """
         built = build_chunk(
             self.description,
             self.config,
@@ -316,10 +321,10 @@ class MegatronModelManager:
     def setup_model_and_optimizer(
         self, model_type: ModelType = ModelType.encoder_or_decoder
     ) -> None:
-        """Wraps the chunks for data parallelism and builds optimizer and learning-rate schedule.
+        """Wraps the chunks for data parallelism and builds the optimizer and learning-rate
+        schedule.
 
-        Raises ValueError for another `model_type`: these are decoders, which Megatron counts with
-        the encoders.
+        Raises ValueError for another `model_type`: Megatron counts decoders with the encoders.
         """
         if model_type != ModelType.encoder_or_decoder:
             raise ValueError(
@@ -329,8 +334,8 @@ class MegatronModelManager:
             self.model = [self._wrap(chunk, number) for number, chunk in enumerate(self.chunks)]
             self.optimizer = self._build_optimizer()
         self.scheduler = self._build_scheduler()
-        # optimizer step k runs at the schedule's k, so that a warm-up does not start with a step of
-        # 0
+        # optimizer step k uses step k of the schedule, so that a warm-up does not start at a
+        # learning rate of 0
         self.scheduler.step(1)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -341,8 +346,8 @@ class MegatronModelManager:
     def _wrap(self, chunk: GPTModel, number: int) -> DistributedDataParallel:
         optimizer = self.cfg.optimizer
         # Megatron reduces experts' gradients over the dense data-parallel group unless experts are
-        # spread over processes. That group lacks the tensor-parallel ranks, which hold whole
-        # experts and see other tokens where expert_tensor is smaller.
+        # distributed over processes. That group lacks the tensor-parallel ranks, which hold whole
+        # experts and see other tokens if expert_tensor is smaller.
         for name, parameter in chunk.named_parameters():
             if ".experts." in name and self.cfg.parallel.expert_tensor != self.cfg.parallel.tensor:
                 parameter.allreduce = False
@@ -360,7 +365,7 @@ class MegatronModelManager:
         )
 
     def _shards_optimizer(self) -> bool:
-        """Tells whether processes that hold the same parameters share the optimizer states."""
+        """Returns whether processes that hold the same parameters share the optimizer states."""
         sizes, experts = self.topology, self.description.experts is not None
         world = sizes.tensor * sizes.context * sizes.pipeline * sizes.data
         return self.cfg.optimizer.shards_states(
@@ -377,8 +382,8 @@ class MegatronModelManager:
         )
 
     def _tower_s_rate(self) -> dict[ParamKey, Any] | None:
-        """Returns Megatron's exceptions from the learning rate and from weight decay; None: its own
-        alone.
+        """Returns Megatron's overrides of learning rate and weight decay, with a rate for towers;
+        None: Megatron's own.
         """
         optimizer = self.cfg.optimizer
         if not optimizer.vision_learning_rate:
@@ -395,15 +400,14 @@ class MegatronModelManager:
         optimizer = self.cfg.optimizer
         frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
         optimizer_steps = (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
-        # Never without the scheduler: the exemption of norms from weight decay acts only through
-        # its step.
+        # Always with the scheduler: norms are exempted from weight decay only through its step.
         return OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=optimizer.learning_rate,
             min_lr=optimizer.min_learning_rate,
             lr_warmup_steps=optimizer.warmup_steps,
-            lr_decay_steps=optimizer_steps + 1,  # the minimum is where the schedule would go next
+            lr_decay_steps=optimizer_steps + 1,  # the step after the last has the minimum
             lr_decay_style=optimizer.schedule,
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,
@@ -412,7 +416,7 @@ class MegatronModelManager:
         )
 
     def train(self, learning: bool) -> None:
-        """Switches between learning, which may drop, and scoring."""
+        """Switches between training, which may apply dropout, and scoring."""
         for chunk in self.model:
             chunk.train(learning)
 
@@ -422,12 +426,12 @@ class MegatronModelManager:
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips, steps and advances the schedule. Returns (was a step taken?, global gradient norm
-        before clipping).
+        """Clips gradients, takes an optimizer step and advances the schedule; returns (was a step
+        taken?, global gradient norm before clipping).
 
-        Gradients that are not finite are refused, on all processes alike, since the norm is global:
-        weights, optimizer state and schedule stay as they are. (Megatron itself looks for them in
-        fp16 only.)
+        Non-finite gradients are refused on all processes alike, since the norm is global: weights,
+        optimizer state and schedule stay as they are. (Megatron itself looks for them in fp16
+        only.)
         """
         taken, grad_norm = False, math.nan
         with span("optimizer step"), self.topology.active():
@@ -441,15 +445,15 @@ class MegatronModelManager:
                     self.residency.changed()
                     self.scheduler.step(1)
                     taken = True
-            # main parameters have gradients of their own; nobody needs them any more
+            # main parameters have gradients of their own, which are not needed any more
             self.optimizer.zero_grad()
         return taken, grad_norm if taken else math.nan
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingTrained, on every process, where no gradient reaches a value model's adapters
-        though its head has one: `ActiveAdapters`.
+        """Raises NothingTrained, on every process, if no gradient reaches a value model's adapters
+        although its head has one (see `ActiveAdapters`).
 
-        A collective, of value models with adapters, until a gradient was once seen there.
+        A collective of value models with adapters, until a gradient was seen once.
         """
         if self.adapters is None or not self.value_model or self._reached.seen:
             return
@@ -468,7 +472,7 @@ class MegatronModelManager:
     def finish_param_sync(self) -> None:
         """Gathers parameters whose gather was left to the next forward pass.
 
-        Whoever else reads them calls it first.
+        Call it before reading them anywhere else.
         """
         if self.cfg.optimizer.overlap_param_gather and self._gather_is_due:
             self._gather_is_due = False
@@ -477,7 +481,7 @@ class MegatronModelManager:
             self.residency.changed()
 
     def weights_changed(self) -> None:
-        """Follows a write to parameters from outside: the optimizer's main parameters follow them."""
+        """Updates the optimizer's main parameters after an outside write to the parameters."""
         self.residency.changed()
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
@@ -493,11 +497,11 @@ class MegatronModelManager:
     def make_data_iterator_list(
         data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1
     ) -> list[Iterator[Any]]:
-        """Returns one iterator a model chunk over the same micro-batches: with interleaving, each
+        """Returns one iterator per model chunk over the same micro-batches: with interleaving, each
         chunk runs all of them.
 
         With `padding`, micro-batches are dicts of tensors, and those of two dimensions are padded
-        with zeros to the longest. (A schedule without interleaving wants the one iterator, not the
+        with zeros to the longest. (A schedule without interleaving takes one iterator, not the
         list.)
         """
         if padding:
@@ -520,8 +524,8 @@ class MegatronModelManager:
         """Runs the pipeline schedule over `micro_batches`, forward and, unless `forward_only`,
         backward.
 
-        `forward_step(iterator, chunk)` gives (output, what to do with it on the last stage); the
-        answers of the latter, in order, on the last stage, and [] on the others.
+        `forward_step(iterator, chunk)` returns (output, a function of it for the last stage).
+        Returns the results of that function, in order, on the last stage, and [] on the others.
         """
         batches = list(micro_batches)
         several = len(self.model) > 1
@@ -532,20 +536,18 @@ class MegatronModelManager:
                 data_iterator=iterators if several else iterators[0],
                 model=self.model if several else self.model[0],
                 num_microbatches=len(batches),
-                seq_length=1,  # ignored: the stages tell each other the shape of each micro-batch
+                seq_length=1,  # ignored: the stages exchange the shape of each micro-batch
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
 
     def offload_megatron_copy_params(self, optimizers: Any) -> None:
-        """Moves the fp32 main ("copy") parameters of a Megatron optimizer, or of several, to the
-        host.
-        """
+        """Moves the fp32 main ("copy") parameters of one or more Megatron optimizers to the host."""
         self.residency.off_tensors(offload.main_parameters(optimizers))
 
     def load_megatron_copy_params(self, optimizers: Any) -> None:
-        """Brings them back."""
+        """Moves the fp32 main parameters back to the device."""
         self.residency.on_tensors(offload.main_parameters(optimizers))
 
 

@@ -1,7 +1,7 @@
 """MegatronRunner runs micro-batches through Megatron's pipeline schedule.
 
-Megatron's contract with `calculate_per_token_loss`: the loss function gives (local sum, local
-integer count, anything); gradients are divided once, by the count of all micro-batches and ranks.
+With `calculate_per_token_loss`, Megatron expects a loss function to return (local sum, local
+integer count, anything), and divides gradients once, by the count of all micro-batches and ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,17 +33,19 @@ from rftmega.runtime.parallel.watchdog import mark
 
 
 class MegatronRunner(ModelRunner):
-    """MegatronRunner is the ModelRunner of a model in any 3D-parallel layout."""
+    """MegatronRunner is the ModelRunner for any 3D-parallel layout."""
 
     def __init__(
         self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None
     ):
-        """`processor` makes `stats` from hidden states; None for a value model."""
+        """Creates the runner; `processor` computes `stats` from hidden states, None for a value
+        model.
+        """
         super().__init__(manager, manager.topology, stats)
         self.manager = manager
         self.topology = manager.topology
         self.processor = processor
-        # The interleaved schedule hands micro-batches round the stages in groups of as many as
+        # The interleaved schedule passes micro-batches through the stages in groups, as many as
         # there are stages.
         self.multiple_of = self.topology.pipeline if len(manager.model) > 1 else 1
         self.at_least = fewest_micro_batches(self.topology.pipeline)
@@ -53,11 +55,11 @@ class MegatronRunner(ModelRunner):
         return packed_length(counts, tensor_multiple=multiple, context=self.topology.context)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
-        """Returns sums to be collected, or statistics, of each micro-batch on the last stage, [] on
+        """Returns the collected sums or the statistics of each micro-batch on the last stage, [] on
         the others.
         """
-        # Narayanan et al. (arXiv:2104.04473, section 2.2): (p - 1) / (v m) of the ideal time, here
-        # as two sums.
+        # Narayanan et al. (arXiv:2104.04473, section 2.2): the bubble is (p - 1) / (v m) of the
+        # ideal time, here as two sums.
         recorder.count("bubble", self.topology.pipeline - 1)
         recorder.count("ideal", len(batches) * len(self.manager.model))
         if self.manager.description.tower is not None:
@@ -68,9 +70,9 @@ class MegatronRunner(ModelRunner):
         return found
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        """Computes one micro-batch in one chunk, for Megatron's schedule.
+        """Runs one micro-batch through one chunk, for Megatron's schedule.
 
-        Returns (output, its function on the last stage).
+        Returns (output, the function that the last stage applies to it).
         """
         mark()
         batch = next(batches)
@@ -86,17 +88,19 @@ class MegatronRunner(ModelRunner):
             logits_processor=self.processor,
             logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
             temperature=batch.temperature,
-            max_batch_seqlen=None,  # the plan has a cap of its own
+            max_batch_seqlen=None,  # the plan has its own cap
             images=self._images(rows, model),
             routes=self._routes(batch),
         )
         finish = partial(self._stats if batch.loss_fn is None else self._loss, batch, output)
-        # the schedule wants to see a tensor; all of them go to `finish`
+        # the schedule expects a tensor; `finish` has all of them
         shown = next(iter(output.values())) if isinstance(output, dict) else output
         return shown, finish
 
     def _routes(self, batch: MicroBatch) -> FedRoutes | None:
-        """Returns what the routers are given, or tell; None where they choose and nobody asks."""
+        """Returns the routes to replay or to record; None if routers choose and nothing is
+        recorded.
+        """
         if batch.rows.routes is None and batch.chosen is None:
             return None
         given: Any = batch.rows.routes
@@ -109,8 +113,8 @@ class MegatronRunner(ModelRunner):
         return FedRoutes(given, batch.chosen)
 
     def _images(self, rows: Rows, model: Any) -> FedImages | FedWaveforms | None:
-        """Returns what the images or waveforms of the rows feed the chunk with; None for a model
-        without a tower.
+        """Returns the chunk's inputs from the rows' images or waveforms; None for a model without a
+        tower.
         """
         tower = self.manager.description.tower
         if tower is None:
@@ -129,11 +133,11 @@ class MegatronRunner(ModelRunner):
         return self.stats(output) if self.processor is None else self.stats(**output)
 
     def _loss(self, batch: MicroBatch, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
-        """Returns Megatron's three: local sum with its graph, integer count, and what is
-        collected.
+        """Returns Megatron's three results: local loss sum with its graph, integer count, and
+        collected values.
         """
         total, count, collected = self.trained(self._stats(batch, output), batch)
-        # Context-parallel processes all have the whole rows, and their gradients add up: one of
+        # Context-parallel processes all have the whole rows, and their gradients are summed: one of
         # them counts.
         counted = count if self.topology.context_rank == 0 else torch.zeros_like(count)
         return total, counted.int(), collected

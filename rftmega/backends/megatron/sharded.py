@@ -1,5 +1,5 @@
-"""Lists the names and boxes that Megatron gives a model's tensors in a distributed checkpoint,
-without their contents.
+"""Lists the names and boxes of a model's tensors in a Megatron distributed checkpoint, without
+their contents.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from rftmega.checkpoints.reader import Reader
 
 @dataclass(frozen=True)
 class CheckpointBox:
-    """A box of one of the checkpoint's tensors, and where it lies in a Megatron tensor of this
+    """CheckpointBox is a box of a checkpoint tensor, with its position in a Megatron tensor of this
     process.
 
     Megatron stacks the layers (and experts) of a name into one tensor; gate and up, fused in the
@@ -28,15 +28,17 @@ class CheckpointBox:
     key: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    shape: tuple[int, ...]  # of the box: leading ones for the stacked axes
+    shape: tuple[int, ...]  # of the box, with leading 1s for the stacked axes
     begin: int  # first element in the Megatron tensor
-    stride: tuple[int, ...]  # there, without the leading ones
-    padded: bool = False  # the vocabulary's: how many rows the tensor has depends on the layout
-    # which of equal holders this process is: stages, tensor- and data-parallel ones
+    stride: tuple[int, ...]  # in the Megatron tensor, without the leading axes
+    padded: bool = False  # a vocabulary: its number of rows depends on the layout
+    # this process's indices among equal holders: pipeline, tensor, data parallel
     replica: tuple[int, int, int] = (0, 0, 0)
 
     def of(self, megatron: Tensor) -> Tensor:
-        """Returns the box of a (contiguous) Megatron tensor, which may be a view of a buffer."""
+        """Returns a view of the box in a (contiguous) Megatron tensor, which may be a view of a
+        buffer.
+        """
         local = self.shape[len(self.shape) - len(self.stride) :]
         return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(
             self.shape
@@ -46,10 +48,10 @@ class CheckpointBox:
 def pieces_of(
     chunks: Sequence[Any], bound: Sequence[Bound]
 ) -> tuple[list[list[CheckpointBox]], list[str]]:
-    """Returns (the pieces of each bound tensor, the names of objects that Megatron expects beside
-    them) of this process's chunks.
+    """Returns (the boxes of each bound tensor, the names of objects that Megatron expects beside
+    them) for this process's chunks.
 
-    To be called before they are wrapped: each tensor still has memory of its own.
+    Call it before they are wrapped, while each tensor still has memory of its own.
     """
     states = [_state_of(chunk) for chunk in chunks]
     for state in states:
@@ -89,8 +91,7 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
     """Fills the chunks from a distributed checkpoint of any layout; each process reads the pieces
     that overlap its shards.
 
-    Raises CheckpointError where the checkpoint lacks a tensor, has it in another shape, or a piece
-    is not as it was written.
+    Raises CheckpointError if the checkpoint lacks a tensor, has it in another shape, or is corrupt.
     """
     reader = Reader(folder)
     owners = {item.parameter.untyped_storage().data_ptr(): item for item in bound}
@@ -105,7 +106,7 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
             filled.add(id(item))
             if not (item.rule.optional and entry.key not in reader):
                 target = entry.data[(None,) * entry.prepend_axis_num]
-                # the tensor itself must stay resizable, to be offloaded
+                # the tensor itself must stay resizable for offloading
                 read = torch.empty_like(target, device="cpu")
                 reader.fill_shard(
                     read,
@@ -121,9 +122,9 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
 
 
 def _state_of(chunk: Any) -> Any:
-    """Megatron's description of a chunk's tensors.
+    """Returns Megatron's sharded state dict of a chunk.
 
-    It asks a last stage for its output head, which a value model has not.
+    Megatron asks a last stage for its output layer, which a value model lacks.
     """
     last = chunk.post_process
     chunk.post_process = last and hasattr(chunk, "output_layer")

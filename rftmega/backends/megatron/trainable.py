@@ -1,4 +1,6 @@
-"""MegatronModel is a model on Megatron-Core as strategy, weights and checkpoints know it."""
+"""MegatronModel is the interface of a Megatron-Core model to strategies, weight sync and
+checkpoints.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -33,19 +35,19 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronModel:
-    """MegatronModel holds what a policy and a value model have in common: see
+    """MegatronModel implements the common part of a policy and a value model: see
     `strategy.backend.Trainable`.
     """
 
     average: AveragedWeights | None = None
-    sum_of_frozen: int | None = None  # of the reference, or of all weights of a reward model
+    sum_of_frozen: int | None = None  # checksum of the reference, or of a reward model
     runner: MegatronRunner
 
     def __init__(self, manager: MegatronModelManager, topology: Topology):
         self.manager, self.topology = manager, topology
 
     def prepare_to_learn(self) -> None:
-        """Gives the model an optimizer and its schedule."""
+        """Builds the model's optimizer and its schedule."""
         self.manager.setup_model_and_optimizer()
         read_main_parameters(self.manager)
 
@@ -87,11 +89,13 @@ class MegatronModel:
 
     @property
     def step(self) -> Callable[..., Metrics]:
-        """Takes one optimizer step: `ModelRunner.step`."""
+        """Returns the function that takes one optimizer step: `ModelRunner.step`."""
         return self.runner.step
 
     def averaged(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which the model holds its average; None where none is kept."""
+        """Returns a context in which the model holds its averaged weights; None if no average is
+        kept.
+        """
         return None if self.average is None else self.average.swapped_in()
 
     def shards(self) -> list[Shard]:
@@ -113,9 +117,9 @@ class MegatronModel:
         yield from optimizer_tensors(self.manager)
 
     def described(self) -> dict[str, Any]:
-        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" that it was built
-        from; of a model with adapters these, and a checksum of its "base"; that of its "reference"
-        where it keeps one.
+        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" of the initial
+        weights; with adapters also "adapters" and a checksum of the "base"; with a frozen reference
+        its checksum.
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {
@@ -140,10 +144,10 @@ class MegatronModel:
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Takes back weights and, where asked for, the optimizer's state and the schedule.
+        """Restores weights and, if requested, the optimizer's state and the schedule.
 
         Without `strict`, weights that the checkpoint lacks stay as they are. Raises CheckpointError
-        where it lacks others, or is not as it was written.
+        if it lacks others, or is corrupt.
         """
         manager = self.manager
         stored.fill(
@@ -152,7 +156,7 @@ class MegatronModel:
             if box.key in stored or (strict and box.key.startswith(f"{WEIGHTS}/"))
         )
         restarts = self.average is not None and not stored.holds(AVERAGE)
-        if restarts or not optimizer:  # what copies the weights finds them on the device alone
+        if restarts or not optimizer:  # weights are copied from the device only
             self.residency.on(PARAMETERS, MAIN_PARAMETERS)
         if self.average is not None and restarts:
             self.average.restart()

@@ -1,5 +1,5 @@
-"""Lists every tensor that training goes on from, as boxes of Hugging Face's tensors: the same names
-under every layout and backend.
+"""Lists the tensors of the training state as boxes of Hugging Face tensors, with the same names in
+every layout and backend.
 """
 
 import math
@@ -26,8 +26,8 @@ MOMENTUM = "momentum_buffer"  # of Muon
 def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
 ) -> Iterator[ShardBox]:
-    """Yields weights and, where one is kept, their average; of a model with adapters theirs alone,
-    since nothing else ever changes.
+    """Yields the trained weights and, if one is kept, their average; with adapters, no other weight
+    ever changes.
     """
     for number, item in enumerate(manager.trained):
         weights = manager.residency.host(item.parameter.detach())
@@ -49,11 +49,13 @@ def _held(
 def _parts(
     manager: MegatronModelManager, number: int, *, sharded: bool = False
 ) -> Iterator[tuple[str, tuple[int, ...], ShardPart, bool]]:
-    """Yields (HF name, shape of the HF tensor, what of it is here, whether this process writes it)
-    of a bound tensor. `sharded`: data-parallel processes hold different ranges of it.
+    """Yields (HF name, shape of the HF tensor, this process's part of it, whether this process
+    writes it) for a trained tensor.
+
+    `sharded`: data-parallel processes hold different ranges of it.
     """
     item = manager.trained[number]
-    # stages, tensor- and data-parallel processes with the same tensor
+    # pipeline-, tensor- and data-parallel processes with the same tensor
     replicas = [replica[:2] if sharded else replica for replica in manager.replicas[number]]
     written = not any(any(replica) for replica in replicas)
     names, shapes = item.hf_names, shapes_of(item.rule)
@@ -65,8 +67,10 @@ def _parts(
 def optimizer_tensors(
     manager: MegatronModelManager, moments: MomentValues | None = None
 ) -> Iterator[ShardBox]:
-    """Yields main parameters, where they are not the weights themselves, and Adam's states, where
-    there are any yet: in float32, however they are kept. `moments` keeps those that are copies.
+    """Yields main parameters, if they are separate from the weights, and the optimizer's moments,
+    if there are any yet.
+
+    Moments are in float32, however they are stored; `moments` keeps those that are copies.
     """
     moments = moments or MomentValues(manager.residency)
     numbers = {id(item.parameter): number for number, item in enumerate(manager.trained)}
@@ -85,10 +89,10 @@ def optimizer_tensors(
 
 @torch.no_grad()
 def read_main_parameters(manager: MegatronModelManager) -> None:
-    """Reads main parameters from the folder where it has more digits than the weights.
+    """Reads main parameters from the folder where it is more precise than the weights.
 
-    Megatron makes them of the weights, which are rounded by then: an optimizer step smaller than
-    their spacing would leave all of them where they are.
+    Megatron derives them from the weights, which are rounded by then: an optimizer step smaller
+    than their spacing would leave all of them where they are.
     """
     path = manager.cfg.model.path
     if is_distributed(path):
@@ -110,19 +114,19 @@ def _moments(inner: Any) -> tuple[str, ...]:
 
 
 def _is_sharded(inner: Any) -> bool:
-    """Returns True where data-parallel processes share the state (Megatron's DistributedOptimizer)."""
+    """Returns whether data-parallel processes share the state (Megatron's DistributedOptimizer)."""
     return hasattr(inner, "model_param_gbuf_map")
 
 
 def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yields (parameter, what the optimizer steps in its place, where in the flattened parameter
-    that begins).
+    """Yields (parameter, the tensor that the optimizer steps in its place, its start in the
+    flattened parameter).
     """
     if inner.optimizer is None:  # a process without trainable parameters
         return
     if _is_sharded(inner):
         for parameter in inner.model_param_gbuf_map:
-            # Megatron's own look-up would make an empty Adam state where there is none yet
+            # Megatron's own look-up would create an empty Adam state
             group, order = inner.model_param_group_index_map[parameter]
             main = inner.optimizer.param_groups[group]["params"][order]
             yield parameter, main, inner._get_model_param_range_map(parameter)["param"].start
@@ -166,12 +170,14 @@ def _range(
 
 
 def _ends_in_padding(part: ShardPart, parameter: Tensor) -> bool:
-    """Returns whether a part is all rows of a matrix, and its first columns: others are of no word."""
+    """Returns whether a part is the first columns of all rows of a matrix; the other columns are
+    padding of the vocabulary.
+    """
     return part.offset == (0, 0) and shape_of(part.box)[0] == len(parameter)
 
 
 def adam_steps(manager: MegatronModelManager) -> int:
-    """Returns the optimizer steps that Adam has counted; 0 where it has no states yet."""
+    """Returns the number of optimizer steps that Adam has counted; 0 if it has no states yet."""
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is not None and inner.optimizer.state and FIRST in _moments(inner):
             state = next(iter(inner.optimizer.state.values()))
@@ -183,25 +189,23 @@ def adam_steps(manager: MegatronModelManager) -> int:
 
 @torch.no_grad()
 def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
-    """Makes Adam's states, whose content is then whatever is copied into them; at 0 steps there are
-    none.
-    """
+    """Creates the optimizer's states, which are filled afterwards; at 0 steps, removes them."""
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is None:
             continue
         if not steps:
             inner.optimizer.state.clear()
             for group in inner.optimizer.param_groups:
-                group.pop("step", None)  # of fused ones
+                group.pop("step", None)  # of fused optimizers
             continue
         _begin_states(inner.optimizer, steps, _moments(inner))
 
 
 def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
-    """Makes the states that an optimizer would have after so many steps; moments are 0."""
+    """Creates the states that an optimizer would have after `steps` steps, with moments of 0."""
     narrow = getattr(optimizer, "moment", None)
-    counts = FIRST in moments  # Muon counts nothing
-    # fused ones count for a whole group
+    counts = FIRST in moments  # Muon counts no steps
+    # fused optimizers count for a whole group
     in_group = counts and narrow is None and not isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:
         if in_group:
@@ -220,7 +224,7 @@ def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:
-    """Returns the optimizer steps whose learning rates are behind: the scheduler is at the next."""
+    """Returns the number of finished optimizer steps by the schedule: the scheduler is at the next."""
     return int(manager.scheduler.num_steps) - 1
 
 

@@ -1,1 +1,1 @@
-"""Megatron's optimizers: built, their moments in fewer bits, and what of them takes memory."""
+"""Megatron's optimizers: construction, low-precision moments, and tensors to offload."""

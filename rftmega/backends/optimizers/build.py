@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from rftmega.backends.optimizers.offload import inner_optimizers
 from rftmega.config import OptimizerConfig
 
-MUON_MOMENTUM = 0.95  # as Muon's author has it, with Nesterov's
+MUON_MOMENTUM = 0.95  # as Muon's author sets it, with Nesterov momentum
 
 
 def build_optimizer(
@@ -21,9 +21,10 @@ def build_optimizer(
     shards: bool,
     overrides: dict[ParamKey, Any] | None,
 ) -> Any:
-    """Returns the optimizer of wrapped chunks of a model, chained where there are several.
+    """Builds the optimizer of a model's wrapped chunks, chained if there are several.
 
     `shards`: processes that hold the same parameters share the states.
+
     `overrides`: exceptions from the learning rate and from weight decay; None: Megatron's own.
     """
     chosen = MegatronOptimizerConfig(
@@ -41,7 +42,7 @@ def build_optimizer(
         overlap_param_gather=options.overlap_param_gather and shards,
         muon_momentum=MUON_MOMENTUM,
         muon_use_nesterov=True,
-        # of whole matrices, not of each shard by itself: the same under every layout
+        # orthogonalises whole matrices instead of shards, for the same result in every layout
         muon_tp_mode="duplicated",
     )
     if options.name == "muon":
@@ -54,7 +55,7 @@ def build_optimizer(
         chosen, list(model), config_overrides=overrides, use_gloo_process_groups=False
     )
     if options.states != "float32":
-        from rftmega.backends.optimizers.low_precision_adam import ADAMS  # it imports torchao
+        from rftmega.backends.optimizers.low_precision_adam import ADAMS  # imports torchao
 
         for inner in inner_optimizers(built):
             if inner.optimizer is not None:  # a process without trainable parameters has none

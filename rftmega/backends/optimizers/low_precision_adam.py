@@ -1,4 +1,4 @@
-"""AdamW with moments of 16 or 8 bits: torchao's, as Megatron's wrappers use an optimizer."""
+"""AdamW with 16-bit or 8-bit moments: torchao's, adapted to Megatron's optimizer wrappers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from rftmega.runtime import device
 
-AT_ONCE = 1 << 16  # blocks that are looked at together: each number takes 20 bytes meanwhile
-LEAST_SCALE = 1e-12  # torchao's, of a block of zeros
+AT_ONCE = 1 << 16  # blocks that are packed together: each number takes 20 bytes meanwhile
+LEAST_SCALE = 1e-12  # torchao's scale of a block of zeros
 
 
 class LowPrecisionAdam(AdamW8bit):
-    """LowPrecisionAdam is AdamW with moments of 8 bits, a scale a block of 256."""
+    """LowPrecisionAdam is AdamW with 8-bit moments and a scale per block of 256."""
 
     def __init__(self, groups: list[dict[str, Any]]):
-        """Takes the groups of another optimizer, which stay the same objects."""
+        """Takes over the parameter groups of another optimizer, which stay the same objects."""
         # torch refuses views, which Megatron's distributed optimizer steps
         super().__init__([torch.empty(0)])
         self.param_groups = groups
@@ -26,16 +26,16 @@ class LowPrecisionAdam(AdamW8bit):
             group.setdefault("amsgrad", False)
         self._rates = [
             torch.tensor(float(group["lr"])) for group in groups
-        ]  # torchao wants tensors
+        ]  # torchao expects tensors
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step with the rates that a schedule wrote into the groups."""
+        """Takes a step with the learning rates that a schedule wrote into the groups."""
         rates = [group["lr"] for group in self.param_groups]
         for tensor, rate in zip(self._rates, rates, strict=True):
             tensor.fill_(rate)
         self._set_rates(self._rates)
         try:
-            # torch.compile takes half a minute a shape on a CPU
+            # torch.compile takes half a minute per shape on a CPU
             stance = "default" if device.current().type == "cuda" else "force_eager"
             with torch.compiler.set_stance(stance):
                 return super().step(closure)
@@ -47,16 +47,16 @@ class LowPrecisionAdam(AdamW8bit):
             group["lr"] = rate
 
     def moment(self, main: Tensor, *, signed: bool) -> Tensor:
-        """Returns a moment of zeros, of the parameter that is stepped."""
+        """Returns a moment of zeros for a main parameter."""
         found: Tensor = self._new_buffer(main, signed)
         return found
 
 
 class SixteenBitAdam(LowPrecisionAdam):
-    """SixteenBitAdam has moments in bfloat16."""
+    """SixteenBitAdam is AdamW with bfloat16 moments."""
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        return torch.zeros_like(p, dtype=torch.bfloat16)  # whatever a layout makes of the size
+        return torch.zeros_like(p, dtype=torch.bfloat16)  # for sizes of any layout
 
 
 ADAMS = {"bfloat16": SixteenBitAdam, "8bit": LowPrecisionAdam}
@@ -64,11 +64,11 @@ ADAMS = {"bfloat16": SixteenBitAdam, "8bit": LowPrecisionAdam}
 
 @torch.no_grad()
 def packed(values: Tensor, like: OptimState8bit) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of 8 bits of a moment in float32.
+    """Quantises a float32 moment to 8-bit codes and scales.
 
-    A block that was made of codes becomes the same numbers again, bit for bit: its scale is looked
-    for among those that its largest number can have had. torchao would take the largest number
-    itself, and rounds the lowest code's down by that each time.
+    A block that was dequantised from codes becomes the same numbers again, bit for bit: its scale
+    is searched among those that its largest number can have had. torchao would take the largest
+    number itself, and rounds the lowest code's down by that each time.
     """
     table = like.qmap.to(values.device)
     parts = values.reshape(-1, like.block_size).split(AT_ONCE)
@@ -93,7 +93,7 @@ def _packed_blocks(blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(largest: Tensor, lowest: float) -> list[Tensor]:
-    """Returns the scales that blocks with these largest numbers can have."""
+    """Returns the possible scales of blocks with these largest numbers."""
     found = [torch.full_like(largest, LEAST_SCALE)]
     for code in (1.0, lowest):
         near = largest / code if code else largest

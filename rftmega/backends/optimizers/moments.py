@@ -1,4 +1,4 @@
-"""Adam's moments in whatever form they are kept: the memory that they take, and their values."""
+"""Adam's moments in any storage format: their memory and their values."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rftmega.runtime.device.residency import Residency
 
 
 def memory_of(moment: Any) -> list[Tensor]:
-    """Returns the plain tensors that a moment consists of: codes and scales, or itself."""
+    """Returns the plain tensors that a moment consists of: codes and scales, or the moment itself."""
     if not is_traceable_wrapper_subclass(moment):
         return [moment]
     names, _ = moment.__tensor_flatten__()
@@ -18,16 +18,16 @@ def memory_of(moment: Any) -> list[Tensor]:
 
 
 class MomentValues:
-    """MomentValues gives a checkpoint the values of moments in float32, and takes them back."""
+    """MomentValues provides the moments to a checkpoint as float32 values, and writes them back."""
 
     def __init__(self, residency: Residency):
-        """`residency`: of the model whose optimizer has them."""
+        """Takes the residency of the model whose optimizer has the moments."""
         self._residency = residency
         self._copies: list[tuple[Any, Tensor]] = []
 
     def of(self, moment: Any) -> Tensor:
-        """Returns the values: a view of the moment itself where that is float32, else a copy on the
-        host, since a save has those of all parameters at once.
+        """Returns a moment's values: a view if it is float32, otherwise a copy on the host, since a
+        save holds those of all parameters at once.
         """
         if is_traceable_wrapper_subclass(moment):
             names, context = moment.__tensor_flatten__()
@@ -44,7 +44,7 @@ class MomentValues:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Writes the copies, which were filled, into their moments."""
+        """Writes the copies, once filled, back into their moments."""
         for moment, copy in self._copies:
             if not is_traceable_wrapper_subclass(moment):
                 self._residency.host(moment).copy_(copy)

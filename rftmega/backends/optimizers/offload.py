@@ -1,4 +1,4 @@
-"""Lists the tensors of a Megatron model and its optimizer, part by part, for `device.residency`."""
+"""Lists the tensors of a Megatron model and its optimizer by component, for `device.residency`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,8 +12,10 @@ from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, P
 def parts_of(
     model: Iterable[Any], optimizer: Any, borrowed: Sequence[Tensor] = ()
 ) -> dict[str, list[Tensor]]:
-    """Lists the parts of a wrapped (or bare) model and its optimizer; None where there is no
-    optimizer. `borrowed` parameters are another model's, and in no part.
+    """Returns the tensors of each component of a wrapped (or bare) model and its optimizer, which
+    may be None.
+
+    `borrowed` parameters belong to another model and are left out.
     """
     chunks = list(model)
     others = {id(tensor) for tensor in borrowed}
@@ -31,7 +33,7 @@ def parts_of(
 
 
 def inner_optimizers(optimizers: Any) -> list[Any]:
-    """Megatron's optimizers inside a chain, a list, or alone."""
+    """Returns Megatron's optimizers inside a chain or a list, or the given one alone."""
     if optimizers is None:
         return []
     if isinstance(optimizers, list | tuple):
@@ -40,8 +42,8 @@ def inner_optimizers(optimizers: Any) -> list[Any]:
 
 
 def main_parameters(optimizers: Any) -> Iterator[Tensor]:
-    """Yields the fp32 copies of half-precision parameters, of any kind of Megatron optimizer; an
-    fp32 one has none.
+    """Yields the fp32 copies of half-precision parameters, for any kind of Megatron optimizer; fp32
+    parameters have none.
     """
     for inner in inner_optimizers(optimizers):
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):

@@ -1,8 +1,8 @@
-"""Two losses in one accumulation, each averaged over its own count, although gradients are divided
-once.
+"""Combines two losses in one gradient accumulation, each averaged over its own count, although
+gradients are divided once.
 
 With A a first loss's sum over n things and B a second's over m: A / n + c B / m = (A + c n / m B) /
-n. So the second is scaled beforehand and counts nothing.
+n. So the second is scaled beforehand and adds nothing to the count.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from rftmega.core.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
 def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, stats: Any) -> LossFn:
-    """Returns the auxiliary loss of any part of its rows, to be summed with `first` of parts of
-    `experience` and divided once.
+    """Returns the auxiliary loss as a function of any part of its rows, to be summed with `first`
+    over `experience` and divided once.
 
-    Where the first loss has nothing to count (all answers left out), the second is counted instead.
-    `stats` as `counted` says.
+    If the first loss counts nothing (all completions left out), the second is counted instead.
+    `stats`: see `counted`.
     """
     count = counted(first, experience, stats)
     own = counted(auxiliary.loss_fn, auxiliary.experience, stats)
@@ -39,8 +39,8 @@ def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, sta
 
 
 def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
-    """Returns what `loss_fn` counts over all of `experience`; it reads `stats` (TokenStats or
-    TokenValues) of any numbers.
+    """Returns the count of `loss_fn` over all of `experience`, computed with `stats` (TokenStats or
+    TokenValues) of zeros.
     """
     names = stats.__dataclass_fields__
     count = 0

@@ -1,5 +1,5 @@
-"""Floating-point operations that a model's mathematics asks for, whatever an implementation
-computes again or pads.
+"""Counts model FLOPs: the floating-point operations of a model's mathematics, without recomputation
+and padding.
 
 A multiplication and an addition are two operations. Counted are the matrix products: of every
 weight that a token meets (of experts, the active ones), and of queries with keys and attention with
@@ -14,13 +14,13 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower, VisionTower
 
 BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weights
-OF_FROZEN = 1  # the same where the weights are frozen, and adapters beside them learn
+OF_FROZEN = 1  # the same if the weights are frozen, and adapters are trained
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
-    """Counts one forward pass over rows of so many tokens each.
+    """Returns the FLOPs of one forward pass over rows of these lengths.
 
-    With `value_head` one number a token in place of the logits.
+    `value_head`: one value per token instead of the logits.
     """
     rows = list(rows)
     head = model.hidden * (1 if value_head else model.vocabulary)
@@ -28,9 +28,9 @@ def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: b
 
 
 def layer_weights(model: ModelDescription) -> int:
-    """Returns the weights in the matrices of all layers that one token is multiplied with.
+    """Returns the number of weights in the layers' matrices that a token is multiplied with.
 
-    No norms, biases, embedding or output head.
+    Excludes norms, biases, embedding and LM head.
     """
     if isinstance(model, TransformersModel):
         return model.matrices
@@ -47,7 +47,7 @@ def layer_weights(model: ModelDescription) -> int:
 
 
 def _projections(model: ModelDescription) -> int:
-    """Returns the weights of one layer's queries, keys, values and output."""
+    """Returns the number of weights of one layer's query, key, value and output projections."""
     if latent := model.latent:
         query = model.heads * (latent.plain_dim + latent.rope_dim)
         rank = latent.query_rank
@@ -59,9 +59,10 @@ def _projections(model: ModelDescription) -> int:
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
-    """Counts all layers' scores and their products with the values, for one row.
+    """Returns the FLOPs of all layers' attention scores and their products with the values, for one
+    row.
 
-    A window bounds what a token sees.
+    A sliding window bounds the tokens attended to.
     """
     latent = model.latent
     width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
@@ -71,11 +72,10 @@ def _attention(model: ModelDescription, tokens: int) -> int:
 
 
 def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> int:
-    """Counts one forward pass of the vision tower over images of so many patches along time,
-    height and width.
+    """Returns the FLOPs of one forward pass of the vision tower over images of (time, height,
+    width) patches.
 
-    Attention is within windows, but for `full_layers`; of a window at the edge what is there is
-    counted.
+    Attention is windowed except in `full_layers`; windows at the edge count their actual patches.
     """
     block = 4 * tower.width**2 + (3 if tower.gated else 2) * tower.width * tower.ffn
     merged = tower.width * tower.merge**2
@@ -94,7 +94,7 @@ def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> in
 
 
 def _windowed(tower: VisionTower, height: int, width: int) -> int:
-    """Returns pairs of patches that attend to each other within the windows of one image."""
+    """Returns the number of patch pairs that attend to each other within the windows of one image."""
     if not tower.window:
         return (height * width) ** 2
     side = tower.window // tower.patch_size
@@ -104,8 +104,8 @@ def _windowed(tower: VisionTower, height: int, width: int) -> int:
 
 
 def ear_flops(tower: AudioTower, hidden: int) -> int:
-    """Counts one forward pass of the tower that hears over one waveform, which fills all of its
-    positions; `hidden` is the decoder's width.
+    """Returns the FLOPs of one forward pass of the audio encoder over one waveform, which fills all
+    positions; `hidden` is the decoder's hidden size.
     """
     width, positions = tower.width, tower.positions
     block = 2 * positions * (4 * width**2 + 2 * width * tower.ffn) + 4 * positions**2 * width

@@ -1,4 +1,4 @@
-"""Tells whether a gradient reaches the adapters of a value model, whose head has one of its own."""
+"""Checks that a gradient reaches the adapters of a value model, whose head has one of its own."""
 
 from collections.abc import Iterable
 
@@ -9,16 +9,16 @@ from rftmega.runtime.parallel.collectives import all_reduce
 
 
 class ActiveAdapters:
-    """ActiveAdapters remembers whether a gradient was once seen in a value model's adapters."""
+    """ActiveAdapters records whether a gradient has ever reached a value model's adapters."""
 
     def __init__(self) -> None:
         self.seen = False
 
     def refuse_lost(self, adapters: Iterable[Tensor], head: Iterable[Tensor]) -> None:
-        """Raises NothingTrained, on every process, where the gradient of a value `head`, whose weight
-        is not 0, is there and none reaches the `adapters`. The norm of all gradients would hide it.
+        """Raises NothingTrained, on every process, if a value `head` with nonzero weights has a
+        gradient and none reaches the `adapters`.
 
-        A collective. The gradients are this process's.
+        The norm of all gradients would hide it. A collective. The gradients are this process's.
         """
         reached, pulls = _anywhere(adapters), _anywhere(head)
         self.seen = bool(reached)
@@ -31,6 +31,6 @@ class ActiveAdapters:
 
 
 def _anywhere(gradients: Iterable[Tensor]) -> float:
-    """Returns 0 where the gradients of all processes are 0."""
+    """Returns 0 if the gradients of all processes are 0, otherwise 1."""
     found = all_reduce(int(any(bool(each.any()) for each in gradients)), "max")
     return float(found)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 
 def fewest_micro_batches(pipeline: int) -> int:
-    """Returns the least number of micro-batches for a pipeline of so many stages: with two a stage,
-    at most a third is bubble.
+    """Returns the minimum number of micro-batches for `pipeline` stages: with two per stage, at
+    most a third is bubble.
     """
     return 2 * pipeline if pipeline > 1 else 1
 
@@ -25,18 +25,18 @@ def plan_micro_batches(
     patch_cap: int | None = None,
     patch_weight: float = 0.0,
 ) -> list[list[list[int]]]:
-    """Plans rows -> [rank][micro-batch] -> row indices.
+    """Assigns rows to micro-batches: [rank][micro-batch] -> row indices.
 
     Every rank gets the same number of micro-batches; some may be empty.
 
-    A row of n tokens and p `patches` of images costs n + attention_weight * n^2 + patch_weight *
-    p (the share of attention in a layer's work grows with the row). Ranks get equal cost by
+    A row of n tokens and p `patches` of images costs n + attention_weight * n^2 + patch_weight * p
+    (the share of attention in a layer's work grows with the row). Ranks get equal cost by
     Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens,
     `attention_cap` squared tokens and `patch_cap` patches. Their number is a multiple of
-    `multiple_of`, which the interleaved pipeline schedule asks for, and `at_least` so many where
-    the rank has the rows for it. Each `group_size` consecutive rows stay together, side by side in
-    their order: a loss over pairs needs both. Raises AssertionError for a group over a cap (the
-    config check refuses it before), and for a last one that is incomplete.
+    `multiple_of`, as the interleaved pipeline schedule requires, and at least `at_least` if the
+    rank has enough rows. Each `group_size` consecutive rows stay together, in their order: a loss
+    over pairs needs both. Raises AssertionError for a group over a cap (the config check refuses it
+    before), and for an incomplete last group.
     """
     assert len(lengths) % group_size == 0, (len(lengths), group_size)
     groups = [
@@ -70,11 +70,12 @@ def plan_micro_batches(
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Items -> `parts` lists of item indices with nearly equal sums, each in ascending order.
+    """Partitions items into `parts` lists of item indices with nearly equal sums, each in ascending
+    order.
 
-    Largest differencing (Karmarkar and Karp, 1982): the two partial solutions that differ most are
-    merged, the heaviest part of one with the lightest of the other, until one is left. Ties go by
-    item index, so that every process finds the same.
+    Largest differencing (Karmarkar and Karp, 1982): the two partial solutions with the largest
+    differences are merged, the heaviest part of one with the lightest of the other, until one is
+    left. Ties go by item index, so that every process finds the same.
     """
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for item, cost in enumerate(costs):
@@ -95,9 +96,10 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 def _first_fit(
     items: Sequence[int], sizes: Sequence[Sequence[int]], caps: Sequence[int | None]
 ) -> list[list[int]]:
-    """Assigns the longest items first, each to the first micro-batch that has room.
+    """Assigns items to micro-batches by first fit: the longest first, each to the first micro-batch
+    with room.
 
-    `sizes` has a list of all items for each of `caps`, of which None bounds nothing.
+    `sizes` has a list of all items for each of `caps`; a cap of None bounds nothing.
     """
     batches: list[list[int]] = []
     held: list[list[int]] = []  # sums of each size

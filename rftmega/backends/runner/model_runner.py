@@ -1,8 +1,8 @@
-"""A model over rows: micro-batches, optimizer steps, results back in the caller's order.
+"""Runs a model over rows: micro-batches, optimizer steps, results in the caller's order.
 
 The contract between a loss and a backend: a micro-batch gives a local sum and a local integer
 count. Gradients of the sums are added up over micro-batches and processes, and divided once, by the
-count of all. So a backend moves rows and sums; what is learnt is the LossFn's business.
+total count. So a backend moves rows and sums; the objective is the LossFn's business.
 """
 
 import math
@@ -42,27 +42,27 @@ COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in
 
 
 class Ranks(Protocol):
-    """Ranks tells which rows this process computes, and whose results count."""
+    """Ranks describes which rows this process computes, and which processes report results."""
 
     @property
     def data(self) -> int:
-        """Returns the number of processes, or groups of them, that rows are split over."""
+        """Returns the number of processes, or process groups, that rows are split over."""
 
     @property
     def data_rank(self) -> int: ...
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process reports the results of its rows: others have none, or the
-        same ones.
+        """Returns whether this process reports the results of its rows; the others have none, or
+        the same ones.
         """
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
-        """Adds up x, in place, over the processes that speak; every process gets the total."""
+        """Sums x in place over the processes that report results; every process gets the total."""
 
 
 class StepModel(Protocol):
-    """StepModel is a model with its optimizer, as a runner steps it."""
+    """StepModel is the interface of a model with its optimizer to a runner."""
 
     cfg: RunConfig
     where: torch.device
@@ -75,7 +75,7 @@ class StepModel(Protocol):
         """Returns the learning rate of the next optimizer step."""
 
     def train(self, learning: bool) -> None:
-        """Switches between learning, which may drop, and scoring."""
+        """Switches between training, which may apply dropout, and scoring."""
 
     def zero_grad(self) -> None: ...
 
@@ -83,62 +83,70 @@ class StepModel(Protocol):
         """Returns (was a step taken?, global gradient norm before clipping)."""
 
     def finish_param_sync(self) -> None:
-        """Completes parameters that the last step left to be gathered."""
+        """Completes a parameter gather that the last step left pending."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """MicroBatch holds rows to compute and what to learn from them; without `experience` they are
-    only scored.
+    """MicroBatch holds rows, with the experience and the loss to train them with; without
+    `experience` they are only scored.
     """
 
     rows: Rows
     temperature: float  # of the distribution that is scored
     experience: Experience | None = None  # on the device
     loss_fn: LossFn | None = None
-    # filled with what this process's layers chose; None: nobody asks
+    # collects the experts that this process's layers choose; None: not recorded
     chosen: list[ChosenExperts] | None = None
 
 
 class ModelRunner:
     """ModelRunner runs scoring passes and optimizer steps of one model; every process calls them
-    with the whole batch. A backend's subclass runs the micro-batches (`_run`).
+    with the whole batch.
+
+    A backend's subclass runs the micro-batches (`_run`).
     """
 
-    # what the number of micro-batches is a multiple of, and at least
+    # divisor and minimum of the number of micro-batches
     multiple_of, at_least = 1, 1
 
     def __init__(self, model: StepModel, ranks: Ranks, stats: Any):
-        """`stats` (TokenStats or TokenValues) is what a forward gives."""
+        """Creates the runner; `stats` (TokenStats or TokenValues) is the type of a forward pass's
+        results.
+        """
         self.stepped, self.ranks, self.stats = model, ranks, stats
         self.names = [each.name for each in fields(stats) if each.name != "routes"]
         self.gives_values = "value" in self.names
         self.cfg = model.cfg
         self.temperature = self.cfg.rollout.temperature
         self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
-        # called once an optimizer step that was taken
+        # called after each optimizer step taken
         self.after_step: Callable[[], None] = lambda: None
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Runs this process's micro-batches, forward and, unless `forward_only`, backward, and
         divides the gradients by the count of all processes.
 
-        Returns `learnt` of each to learn from, `stats` of each to score; [] on a process whose
-        results are another's.
+        Returns the collected part of `trained` for each micro-batch to train, `stats` for each to
+        score; [] on a process whose results another one reports.
         """
         raise NotImplementedError
 
     def _slots(self, counts: Sequence[int]) -> int:
-        """Returns the slots, padding included, that rows of so many tokens take in a forward."""
+        """Returns the number of slots, padding included, that rows of `counts` tokens take in a
+        forward pass.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def score(
         self, rows: Rows[Any], *, temperature: float | None = None, record: bool = False
     ) -> Any:
-        """Returns `stats` of every target on the host, in columns like those of `rows`; no gradient.
+        """Returns `stats` of every target on the host, in columns like those of `rows`, without
+        gradient.
 
-        `temperature`: None for the rollout's. `record`: with the routes that the tokens took.
+        `temperature`: None for the rollout's. `record`: also returns the routes that the tokens
+        took.
         """
         self.stepped.finish_param_sync()
         chosen = self.temperature if temperature is None else temperature
@@ -154,8 +162,9 @@ class ModelRunner:
         return stats
 
     def _fed(self, rows: Rows[Any]) -> Rows:
-        """Returns rows as the model is fed them. Only a policy goes by routes, which are padded when
-        their micro-batch is computed: they are large.
+        """Returns rows as model inputs.
+
+        Only a policy uses routes; being large, they are padded when their micro-batch is computed.
         """
         fed = replace(rows, routes=None).padded()
         return fed if self.gives_values else replace(fed, routes=rows.routes)
@@ -163,7 +172,9 @@ class ModelRunner:
     def _gathered_routes(
         self, rows: Rows[Any], indices: Sequence[Tensor], batches: Sequence[MicroBatch]
     ) -> Any:
-        """Gathers the routes of all rows, one copy a host, from what each process's layers chose."""
+        """Gathers the routes of all rows, one copy per host, from the experts that each process's
+        layers chose.
+        """
         experts = self.stepped.description.experts
         assert experts is not None, "a dense model has no routes"
         kind, shape = expert_routes.kind_of(experts.number), (len(experts.layers), experts.active)
@@ -186,12 +197,12 @@ class ModelRunner:
         return routes.padded(width=rows.tokens.shape[1] - 1, fill=expert_routes.unknown(kind))
 
     def _gathered(self, rows: Rows[Any], indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
-        """Gathers statistics of all rows, one copy a host, from those of this process's
+        """Gathers statistics of all rows, one copy per host, from those of this process's
         micro-batches.
         """
         own = []
         if self.ranks.speaks:
-            for index, stats in zip(indices, found, strict=False):  # an auxiliary's follow
+            for index, stats in zip(indices, found, strict=False):  # those of an auxiliary follow
                 own.append((index, [getattr(stats, name) for name in self.names]))
         targets = (rows.lengths - 1).clamp(min=0)
         columns = host_memory.current().of_rows(targets, len(self.names), own)
@@ -211,10 +222,10 @@ class ModelRunner:
         """Takes one optimizer step on the rows of `experience` and of `auxiliary`; see
         `interfaces.Policy.step`.
 
-        Each `group_size` consecutive rows come before `loss_fn` together. A step with non-finite
+        Each `group_size` consecutive rows reach `loss_fn` together. A step with non-finite
         gradients is skipped on all processes alike, and so is one whose losses count nothing: its
-        gradient is 0, and weight decay alone would move the weights. Raises NothingTrained where a loss that has a
-        gradient gives the adapters none.
+        gradient is 0, and weight decay alone would move the weights. Raises NothingTrained if the
+        loss has a gradient and the adapters get none.
         """
         before = {name: recorder.counted(name) for name in COUNTED}
         learning_rate = self.stepped.learning_rate
@@ -263,8 +274,8 @@ class ModelRunner:
         ]
 
     def trained(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-        """Returns the local sum of a micro-batch's loss with its graph, its integer count, and what
-        is collected: sums and statistics.
+        """Returns a micro-batch's local loss sum with its graph, its integer count, and the
+        collected sums and statistics.
         """
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
         loss = self._loss_of(stats, seen, batch)
@@ -274,15 +285,16 @@ class ModelRunner:
     def _loss_of(self, stats: Any, seen: Any, batch: MicroBatch) -> TokenLoss:
         assert batch.experience is not None and batch.loss_fn is not None
         experience = batch.experience
-        # nothing was learnt since the rollout
+        # no optimizer step since the rollout
         if experience.old_logp is None and not self.gives_values:
             experience = replace(experience, old_logp=seen.logp)
         return batch.loss_fn(stats, experience)
 
     def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
-        """Raises NothingTrained, on every process, where the loss pulls at a log-prob though no
-        parameter has a gradient. Without a pull (a batch whose advantages are all 0) it is a step
-        like any other.
+        """Raises NothingTrained, on every process, if the loss has a gradient at its statistics
+        although no parameter has one.
+
+        A loss without such a gradient (a batch whose advantages are all 0) is a normal step.
         """
         pulled = torch.zeros(1, dtype=torch.int64, device=self.stepped.where)
         for batch, seen in zip(batches, found, strict=False):  # a stage without the loss has none
@@ -303,8 +315,8 @@ class ModelRunner:
     def _micro_batches(
         self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int
     ) -> list[Tensor]:
-        """Returns this process's rows of each; what they cost, over all processes, is counted as so
-        many `passes` forward.
+        """Returns this process's rows of each micro-batch, and counts the cost over all processes
+        as `passes` forward passes.
         """
         lengths, images = batch.lengths, batch.images
         plan = plan_micro_batches(
@@ -329,7 +341,7 @@ class ModelRunner:
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
-        """Counts a pass. `fed`: tokens of each row, by data-parallel rank and micro-batch."""
+        """Counts a pass; `fed` are the tokens of each row, by data-parallel rank and micro-batch."""
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
         recorder.count("slots", sum(self._slots(batch) for batches in fed for batch in batches))
@@ -339,7 +351,7 @@ class ModelRunner:
         )
 
     def _count_images(self, fed: Sequence[RowImages], passes: int) -> None:
-        """Counts the tower's part of a pass. `fed`: the images of each micro-batch, in which a
+        """Counts the tower's part of a pass; `fed` are the images of each micro-batch, in which an
         image of several rows is one.
         """
         tower = self.stepped.description.tower
@@ -358,10 +370,10 @@ class ModelRunner:
         micro_sums: Sequence[dict[str, Tensor]],
         losses: Sequence[tuple[LossFn, Experience[Any]]],
     ) -> Metrics:
-        """Returns the sums of all micro-batches and ranks, divided by the count of all; one
+        """Returns the sums of all micro-batches and ranks, divided by the total count; one
         collective.
         """
-        # Stages that never see the loss learn its metrics' names from a batch of no rows.
+        # Stages that never see the loss get the names of its metrics from an empty batch.
         names = list(
             dict.fromkeys(
                 name for loss_fn, experience in losses for name in self._names(loss_fn, experience)
@@ -388,7 +400,7 @@ class ModelRunner:
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
-    """Returns name -> [2]: the sum and the count of every metric and of the loss, which add up over
+    """Returns name -> [2]: the sum and the count of the loss and of every metric, which add up over
     micro-batches and ranks.
     """
     whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)

@@ -1,1 +1,1 @@
-"""Loads the Python that a user gives: files by their path, functions by reference."""
+"""Loads user code: Python files by path, functions by reference."""

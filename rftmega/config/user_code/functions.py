@@ -1,8 +1,7 @@
-"""Functions of a user's own: rewards, which `reward.functions` names or `rftmega.train` is given,
-and tools.
+"""User-defined functions: rewards, from `reward.functions` or passed to `rftmega.train`, and tools.
 
-A reference is FILE.py:FUNCTION, MODULE:FUNCTION, or for rewards python:FUNCTION for one that
-`rftmega.train` was given.
+A reference is FILE.py:FUNCTION, MODULE:FUNCTION, or for rewards python:FUNCTION for one passed to
+`rftmega.train`.
 """
 
 import importlib
@@ -13,7 +12,7 @@ from rftmega.config.user_code.python_files import module_of
 from rftmega.core.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
-"""f(prompts, completions, **columns) -> a number for each completion, or None where it has none."""
+"""f(prompts, completions, **columns) -> one number per completion, or None if not applicable."""
 
 GIVEN = "python"
 REWARDS = "reward.functions"
@@ -21,9 +20,9 @@ _given: dict[str, RewardFunction] = {}
 
 
 def give(functions: Sequence[RewardFunction]) -> list[str]:
-    """Makes functions known to this process, in place of those before. Returns their references.
+    """Registers functions in this process, replacing earlier ones, and returns their references.
 
-    Raises ConfigError for what can't be called, and for two functions with one name.
+    Raises ConfigError for an object that is not callable, and for two functions with one name.
     """
     _given.clear()
     for function in functions:
@@ -42,10 +41,10 @@ def name_of(reference: str) -> str:
 
 
 def function_of(reference: str, option: str = REWARDS) -> RewardFunction:
-    """Returns the function, or the class, that a reference names.
+    """Returns the function or class that a reference names.
 
-    `option` names it in errors. Raises ConfigError where there is none, or where its file or module
-    can't be read.
+    `option`: its option, for errors. Raises ConfigError if it does not exist, or its file or module
+    cannot be loaded.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
@@ -75,9 +74,9 @@ def _imported(name: str, option: str) -> Any:
 
 
 def _own_name(function: RewardFunction) -> str:
-    """Returns a function's name, without what Python writes around that of a lambda.
+    """Returns a function's name, without the angle brackets of a lambda's.
 
-    Of another callable, the name of its class or of the function inside.
+    For another callable, the name of its class or of the wrapped function.
     """
     inner = getattr(function, "func", function)  # of functools.partial
     name: str = getattr(inner, "__name__", type(inner).__name__)

@@ -1,4 +1,4 @@
-"""Imports Python files that an option names."""
+"""Imports the Python files that an option names."""
 
 import importlib.util
 import sys
@@ -10,9 +10,9 @@ from rftmega.core.errors import ConfigError
 
 
 def module_of(path: str, option: str) -> ModuleType:
-    """Returns the module of a Python file, which is read once as long as it does not change.
+    """Returns the module of a Python file, which is loaded once as long as it does not change.
 
-    `option` names it in errors. Raises ConfigError where the file is missing or broken.
+    `option`: its option, for errors. Raises ConfigError if the file is missing or broken.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -22,12 +22,12 @@ def module_of(path: str, option: str) -> ModuleType:
 
 @cache
 def _module(path: str, changed: int, option: str) -> ModuleType:
-    """Reads the file. `changed` is when it was written, so that another one of that name is read."""
+    """Loads the file. `changed`: its modification time, so that a changed file is loaded again."""
     name = f"rftmega_plugin_{Path(path).stem}_{abs(hash((path, changed)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{option}: {path} is no Python file. Give one that ends in .py.")
-    # dataclasses and inspect look it up there
+    # dataclasses and inspect look it up in sys.modules
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

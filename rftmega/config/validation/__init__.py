@@ -1,6 +1,6 @@
-"""`violations` lists all that can be wrong with a config; of a model it reads config.json alone.
+"""Checks a config for all problems before a run; of a model it reads only config.json.
 
-Each section's rules have a file of their own. Importing this costs nothing: no torch.
+Each section's rules are in a file of their own. Importing this is cheap: no torch.
 """
 
 from rftmega.config.schema import RunConfig
@@ -29,17 +29,17 @@ from rftmega.config.validation.without_rollouts import unread_without_rollouts
 
 
 def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
-    """Returns all reasons why `config` can't run on `world_size` processes, each with what to
-    change; empty when there are none.
+    """Returns all reasons why `config` cannot run on `world_size` processes, each with a suggested
+    change; empty if there are none.
 
-    `data=False`: whatever data and weights there are.
+    `data=False`: without checks of data and weights.
     """
-    if has_nul(config):  # other checks would ask the file system
+    if has_nul(config):  # other checks would access the file system
         return [without_credentials(reason) for reason in paths(config)]
     unknown, numbers = choices_and_ranges(config)
     if world_size < 1:
         numbers.append(f"--processes {world_size} must be at least 1.")
-    if not numbers:  # the arithmetic below needs sizes that make sense
+    if not numbers:  # the arithmetic below needs valid sizes
         numbers = (
             backend(config, world_size)
             + layout(config.parallel, world_size)

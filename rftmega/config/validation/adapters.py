@@ -1,4 +1,4 @@
-"""Checks of adapters: what has none, and what they can't be on."""
+"""Checks of LoRA adapters."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,9 @@ TOWERS = ("vision_config", "audio_config")
 
 
 def adapters(config: RunConfig) -> list[str]:
-    """Lists what is wrong with model.lora; which layers a model has, its table says later."""
+    """Returns the problems of model.lora; which layers a model has is checked later, with its
+    conversion table.
+    """
     lora = config.model.lora
     if not lora.rank:
         plain = LoRA()
@@ -66,7 +68,7 @@ def _base_on_host(config: RunConfig) -> list[str]:
 
 
 def _fields(config: RunConfig) -> dict[str, object]:
-    """Reads config.json; others tell where it can't be read."""
+    """Returns config.json; {} if it cannot be read, which other checks report."""
     try:
         return read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):
@@ -115,7 +117,7 @@ def _targets(config: RunConfig) -> list[str]:
 
 
 def _evaluated(config: RunConfig) -> list[str]:
-    """Lists what is wrong with adapters that answer beside the policy's."""
+    """Returns the problems of adapters that are evaluated beside the policy's."""
     lora = config.model.lora
     if not lora.evaluated:
         return []
@@ -146,7 +148,7 @@ def _named(name: str, config: RunConfig) -> list[str]:
 
 
 def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
-    """Lists why a folder of frozen adapters can't be read; an empty one means that there are none."""
+    """Returns why a folder of frozen adapters cannot be used; an empty name means no adapters."""
     if not folder:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Options of the algorithm that refuse each other, or that nothing reads."""
+"""Checks of algorithm options that contradict each other or have no effect."""
 
 from rftmega.config.options.algorithms import CPGD, Clip, NoImportance
 from rftmega.config.schema import RunConfig
@@ -17,7 +17,7 @@ SWITCHED = (  # an option, and the one that must be above 0 for it to be read
 
 
 def algorithm_options(config: RunConfig) -> list[str]:
-    """Returns options that the others leave unread, and those that contradict each other."""
+    """Returns the options without effect, and those that contradict each other."""
     algorithm = config.algorithm
     advantage, loss, kl = algorithm.advantage, algorithm.policy_loss, algorithm.kl
     found = []
@@ -57,7 +57,7 @@ def algorithm_options(config: RunConfig) -> list[str]:
 
 
 def _types(trait: str, *, has: bool = True) -> list[str]:
-    """Returns the types of advantage estimators that have a trait (or that don't)."""
+    """Returns the types of advantage estimators that have a trait (or lack it)."""
     return [
         name
         for name, part in unions()["algorithm.advantage"].items()
@@ -66,8 +66,8 @@ def _types(trait: str, *, has: bool = True) -> list[str]:
 
 
 def groups_of_one(config: RunConfig) -> list[str]:
-    """Returns why groups are too small: an answer without siblings has the advantage 0, and only
-    weight decay would act.
+    """Returns a problem if groups are too small: a completion alone in its group has the advantage
+    0, and only weight decay would act.
     """
     advantage, given = (
         config.algorithm.advantage,

@@ -1,11 +1,11 @@
-"""Rules of asynchronous rollouts."""
+"""Checks of asynchronous training."""
 
 from rftmega.config.schema import RolloutConfig, RunConfig
 
 
 def asynchronous(config: RunConfig) -> list[str]:
-    """Lists what does not go with trainer.max_staleness, rollout.ahead, rollout.on_update and
-    rollout.order.
+    """Returns the conflicts of trainer.max_staleness, rollout.ahead, rollout.on_update and
+    rollout.order with other options.
     """
     most, ahead = config.trainer.max_staleness, config.rollout.ahead
     found = []
@@ -41,7 +41,7 @@ def asynchronous(config: RunConfig) -> list[str]:
 
 
 def _colocated(config: RunConfig) -> list[str]:
-    """Lists what does not go with engines that have no device while the trainer learns."""
+    """Returns the conflicts with colocated engines, which have no device while the trainer trains."""
     rollout, found = config.rollout, []
     if rollout.ahead:
         found.append(

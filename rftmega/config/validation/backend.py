@@ -1,4 +1,4 @@
-"""Checks of what the chosen backend knows."""
+"""Checks of options that the chosen backend does not support."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ MEGATRONS = ("distributed", "overlap_grad_reduce", "overlap_param_gather")
 
 
 def backend(config: RunConfig, world_size: int) -> list[str]:
-    """Lists options that are another backend's."""
+    """Returns the options that belong to another backend."""
     of_critic = config.algorithm.advantage.needs_critic
     sections = ["", "critic."] if of_critic else [""]
     found = []
@@ -34,7 +34,7 @@ def _megatron(config: RunConfig, section: str) -> list[str]:
 
 
 def _fp8(config: RunConfig, section: str) -> list[str]:
-    """Lists what Transformer Engine's products of 8 bits do not go with."""
+    """Returns the conflicts with Transformer Engine's FP8 matmuls."""
     if config.model.fp8 == "none":
         return []
     found, said = [], f"model.fp8={config.model.fp8}"
@@ -91,7 +91,7 @@ def _models(config: RunConfig) -> list[str]:
 def _given(
     config: RunConfig, section: str, kind: type, names: tuple[str, ...] | list[str]
 ) -> list[tuple[str, object]]:
-    """Returns the options of a section that are not their defaults."""
+    """Returns the options of a section that differ from their defaults."""
     chosen, plain = value_of(config, section), kind()
     pairs = [(name, getattr(chosen, name)) for name in names]
     return [(name, value) for name, value in pairs if value != getattr(plain, name)]

@@ -1,4 +1,4 @@
-"""Checks of what is saved of a run, and what it goes on from."""
+"""Checks of checkpoint options."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +9,7 @@ OF_RESUMES = ("every", "resume")
 
 
 def checkpoints(config: RunConfig) -> list[str]:
-    """Lists options of saves that are never made, and a folder to go on from that there is not."""
+    """Returns options without effect because nothing is saved, and a missing folder to resume from."""
     chosen, found = config.checkpoint, []
     if not chosen.every:
         found += [

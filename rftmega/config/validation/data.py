@@ -1,4 +1,4 @@
-"""Data files and the folders of models."""
+"""Checks of data files and model folders."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_weight_map
 
-READ_FROM = {  # which of data's keys are read, by algorithm.task
+READ_FROM = {  # algorithm.task -> options of data that it reads
     "rl": ("label_key", "kind_key", "trailing_assistant", "columns"),
     "sft": ("response_key", "trained_turns", "tools_key"),
     "reward_model": ("chosen_key", "rejected_key", "trailing_assistant", "tools_key"),
@@ -17,7 +17,9 @@ READ_FROM = {  # which of data's keys are read, by algorithm.task
 
 
 def training_data(config: RunConfig) -> list[str]:
-    """Lists what is wrong with the training data, and keys of records that the task doesn't read."""
+    """Returns the problems of the training data options, including keys that the task does not
+    read.
+    """
     data, task, found = config.data, config.algorithm.task, []
     if data.sources and data.train:
         found.append(
@@ -52,8 +54,8 @@ def training_data(config: RunConfig) -> list[str]:
 
 
 def _beside_rewards(config: RunConfig) -> list[str]:
-    """Lists what given answers beside rewards lack: a weight, and an example for each optimizer
-    step.
+    """Returns the problems of supervised data beside rewards: a missing weight, or too few examples
+    for the optimizer steps.
     """
     algorithm, found = config.algorithm, []
     if bool(algorithm.ptx_coef) != bool(config.data.ptx):
@@ -72,7 +74,7 @@ def _beside_rewards(config: RunConfig) -> list[str]:
 
 
 def files(config: RunConfig) -> list[str]:
-    """Lists files and folders that are not there."""
+    """Returns the files and folders that do not exist."""
     found = []
     folder = Path(config.model.path)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Checks that an environment has what it needs: tools, an agent, another library's Python."""
+"""Checks of an environment's requirements: tools, an agent, another library's Python."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from rftmega.core.errors import ConfigError
 
 
 def environment(config: RunConfig) -> list[str]:
-    """Lists what is wrong with the environment; of a tool's server it asks nothing."""
+    """Returns the problems of the environment, without contacting tool servers."""
     chosen = config.environment
     if isinstance(chosen, Tools):
         return _tools(chosen)
@@ -73,7 +73,7 @@ def _verifiers(chosen: Verifiers) -> list[str]:
 
 
 def _missing(reference: str, option: str) -> str:
-    """Explains why there is no such function; "" where there is one."""
+    """Returns why a function does not exist; "" if it does."""
     try:
         function_of(reference, option)
     except ConfigError as error:

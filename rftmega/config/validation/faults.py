@@ -1,12 +1,12 @@
-"""Checks of what only a run that saves can do about faults."""
+"""Checks of fault tolerance options."""
 
 from rftmega.config.schema import FaultsConfig, RolloutConfig, RunConfig
 
-TAKEN = (1, 2, 86)  # a fault, a refusal, the watchdog's end: see docs/fault_tolerance.md
+TAKEN = (1, 2, 86)  # a fault, a configuration error, the watchdog: see docs/fault_tolerance.md
 
 
 def faults(config: RunConfig) -> list[str]:
-    """Lists options that nothing would come of, and an exit code that says something else already."""
+    """Returns options without effect, and an exit code that is already in use."""
     chosen, found = config.faults, []
     repeats = chosen.rollout_repeats
     if repeats != FaultsConfig.rollout_repeats and not config.environment.may_reward:

@@ -1,4 +1,4 @@
-"""Checks of how the processes are shared out: to the policy, to the critic, to engines."""
+"""Checks of the parallel layout of policy, critic and engines."""
 
 import math
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from rftmega.config.tree import value_of
 
 
 def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
-    """Lists sizes that don't divide `world_size`, and options of stages or slices that there are
-    not.
+    """Returns sizes that do not divide `world_size`, and options that need several pipeline stages
+    or tensor-parallel processes.
     """
     found = []
     experts = (
@@ -51,13 +51,13 @@ def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 
 def _product(factors: Iterable[int]) -> str:
-    """Returns "2 x 3 = 6", or "6" where there is nothing to multiply."""
+    """Returns "2 x 3 = 6", or "6" for a single factor."""
     factors = list(factors)
     return " x ".join(map(str, factors)) + (f" = {math.prod(factors)}" if len(factors) > 1 else "")
 
 
 def overlap(optimizer: OptimizerConfig) -> list[str]:
-    """Lists what overlapping needs."""
+    """Returns the missing prerequisites of overlapped parameter gathering."""
     missing = [
         name for name in ("distributed", "overlap_grad_reduce") if not getattr(optimizer, name)
     ]
@@ -70,9 +70,9 @@ def overlap(optimizer: OptimizerConfig) -> list[str]:
 
 
 def critic(config: RunConfig, world_size: int) -> list[str]:
-    """Lists what is wrong with the critic's layout and optimizer.
+    """Returns the problems of the critic's layout and optimizer.
 
-    Without a critic, what nothing reads.
+    Without a critic, the critic's options, which have no effect.
     """
     critic = config.critic
     if config.algorithm.advantage.needs_critic:
@@ -105,7 +105,7 @@ def critic(config: RunConfig, world_size: int) -> list[str]:
 
 
 def engine(config: RunConfig, world_size: int) -> list[str]:
-    """Lists what the engine's kind and number rule out."""
+    """Returns the conflicts with the kind and number of engines."""
     found = []
     if "" in config.rollout.stop:
         found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")

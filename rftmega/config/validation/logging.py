@@ -1,18 +1,18 @@
-"""Checks of who else is told of the metrics, and which steps are recorded."""
+"""Checks of metric loggers and of the recorded steps."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 from rftmega.config.schema import LoggingConfig, RunConfig
 
 PORTS = 65535
-# of an option; one of them is enough
+# option -> packages, of which one is enough
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow-skinny", "mlflow"), "trackio": ("trackio",)}
-NO_PROJECT = "/\\#?%:"  # what wandb refuses in the name of a project
+NO_PROJECT = "/\\#?%:"  # characters that wandb rejects in project names
 LONGEST_PROJECT = 128
 
 
 def logging_options(config: RunConfig) -> list[str]:
-    """Ranges of steps and ports, a package that is not there, and what nothing reads."""
+    """Returns invalid ranges of steps and ports, missing packages, and options without effect."""
     logging, found = config.logging, []
     if logging.timeline:
         first, last = logging.timeline if len(logging.timeline) == 2 else (0, 0)

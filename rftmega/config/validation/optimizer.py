@@ -1,14 +1,14 @@
-"""Checks of optimizers: what a package, a backend or a number rules out."""
+"""Checks of optimizers against packages, backend and numeric limits."""
 
 from importlib.util import find_spec
 
 from rftmega.config.schema import OptimizerConfig, RunConfig
 
-LEAST_CHANGE = 2.0**-9  # half of bfloat16's spacing: a number that shrinks by less stays
+LEAST_CHANGE = 2.0**-9  # half of bfloat16's spacing: a smaller relative change is rounded away
 
 
 def optimizer(config: RunConfig) -> list[str]:
-    """Lists what is wrong with the optimizers of policy and critic."""
+    """Returns the problems of the optimizers of policy and critic."""
     found = _options("optimizer", config.optimizer, config)
     if config.algorithm.advantage.needs_critic:
         of_critic = config.critic.optimizer

@@ -1,11 +1,9 @@
-"""Options that are paths: an empty one would be the folder that the run was started in, or the
-root.
-"""
+"""Checks of options that are paths: an empty one would be the working directory or the root."""
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.tree import value_of
 
-PATHS = {  # option -> whether an empty one means that there is none
+PATHS = {  # option -> whether an empty path means none
     "model.path": False,
     "model.lora.path": True,
     "critic.path": True,
@@ -27,7 +25,7 @@ PATHS = {  # option -> whether an empty one means that there is none
 
 
 def given_paths(config: RunConfig) -> list[tuple[str, str, bool]]:
-    """Return (option, path, whether an empty one means that there is none) of every path."""
+    """Returns (option, path, whether an empty path means none) of every path."""
     given = [(name, value_of(config, name), may_be_empty) for name, may_be_empty in PATHS.items()]
     given += [("data.sources: a source", source, False) for source in config.data.sources]
     given += [(f"data.evals.{name}", source, False) for name, source in config.data.evals.items()]
@@ -39,12 +37,12 @@ def given_paths(config: RunConfig) -> list[tuple[str, str, bool]]:
 
 
 def has_nul(config: RunConfig) -> bool:
-    """Return whether a path has a NUL, so that the file system can't be asked about it."""
+    """Returns whether a path contains a NUL, with which the file system cannot be queried."""
     return any("\0" in value for _, value, _ in given_paths(config))
 
 
 def paths(config: RunConfig) -> list[str]:
-    """Lists paths that are none."""
+    """Returns the problems of invalid paths."""
     found = []
     for name, value, may_be_empty in given_paths(config):
         if not value.strip() and not (may_be_empty and not value):

@@ -1,11 +1,11 @@
-"""Checks of engines that compute with numbers of 8 bits."""
+"""Checks of engines that compute in FP8."""
 
 from rftmega.config.options.algorithms import NoImportance
 from rftmega.config.schema import RunConfig
 
 
 def quantization(config: RunConfig) -> list[str]:
-    """Lists what rollout.quantization can't be had with."""
+    """Returns the conflicts with rollout.quantization."""
     rollout = config.rollout
     if rollout.quantization == "none":
         return []

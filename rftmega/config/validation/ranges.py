@@ -1,6 +1,4 @@
-"""Choices and bounds, which stand beside each field: pydantic checks them, and they are told in
-words of ours.
-"""
+"""Checks of choices and bounds in the fields' annotations, by pydantic, with messages of our own."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ from rftmega.config.tree import (
 )
 
 LARGEST = 2**31
-# error of pydantic -> what the number must be
+# pydantic's error type -> requirement in the message
 BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
     "greater_than_equal": lambda bound: f"at least {bound['ge']:g}",
     "greater_than": lambda bound: f"above {bound['gt']:g}" if bound["gt"] else "positive",
@@ -31,7 +29,7 @@ BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
 
 
 def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yields dotted name and value of every number of a config, those in lists and dicts included."""
+    """Yields dotted name and value of every number of a config, including those in lists and dicts."""
     named: Iterable[tuple[Any, Any]]
     if is_dataclass(given):
         named = [(field.name, getattr(given, field.name)) for field in fields(given)]
@@ -48,10 +46,9 @@ def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def not_finite(config: RunConfig) -> list[str]:
-    """Lists numbers that are infinite or NaN: no option means anything by them, and a loss that
-    sees one learns nothing.
+    """Returns messages for numbers that are infinite or NaN.
 
-    The weights of data.sources are looked at with their files (data.py).
+    The weights of data.sources are checked with their files (data.py).
     """
     found = [(name, value) for name, value in numbers(config) if not math.isfinite(value)]
     return [
@@ -62,7 +59,9 @@ def not_finite(config: RunConfig) -> list[str]:
 
 
 def too_large(config: RunConfig) -> list[str]:
-    """Lists whole numbers that no count, size or seed of torch, NumPy and vLLM holds."""
+    """Returns messages for integers that do not fit the counts, sizes or seeds of torch, NumPy and
+    vLLM.
+    """
     return [
         f"{name}={value} must be below 2^31."
         for name, value in numbers(config)
@@ -71,7 +70,7 @@ def too_large(config: RunConfig) -> list[str]:
 
 
 def choices_and_ranges(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Returns (names that there are not, numbers outside their range), the critic's own included."""
+    """Returns (unknown choices, numbers outside their range), including the critic's own."""
     unknown, outside = [], not_finite(config) + too_large(config)
     for error in _refused(config):
         name = _option(error["loc"], config)
@@ -112,7 +111,7 @@ def _plugins(config: RunConfig) -> tuple[type, ...]:
 
 
 def _option(place: Sequence[int | str], config: RunConfig) -> str:
-    """Returns the dotted name of where pydantic found an error, which tells a union's type after
+    """Returns the dotted name of a pydantic error's location, which contains a union's type after
     the union's own name.
     """
     known, found = unions(_plugins(config)), ""
@@ -123,6 +122,8 @@ def _option(place: Sequence[int | str], config: RunConfig) -> str:
 
 
 def _is_the_policys(config: RunConfig, name: str, value: Any) -> bool:
-    """Says that this is the critic's and equal to the policy's, of which that tells already."""
+    """Returns whether an option is the critic's and equal to the policy's, for which it is already
+    reported.
+    """
     own = name.removeprefix("critic.")
     return own != name and own.startswith(AS_THE_POLICY) and value == value_of(config, own)

@@ -1,4 +1,4 @@
-"""Parts of the reward, what they need, and what does without labels."""
+"""Checks of reward components and of rewards without labels."""
 
 from dataclasses import fields
 from urllib.parse import urlsplit
@@ -8,7 +8,7 @@ from rftmega.config.secrets import has_credentials, shown
 from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
 
-REWARD_OPTIONS = {  # option -> the parts that read it
+REWARD_OPTIONS = {  # option -> components that read it
     "format_pattern": ("format",),
     "math_seconds": ("math",),
     "code_seconds": ("code",),
@@ -27,12 +27,14 @@ REWARD_OPTIONS = {  # option -> the parts that read it
         )
     },
 }
-COMPARING = {"exact_match", "math", "multiple_choice", "code"}  # an answer with its label
+COMPARING = {"exact_match", "math", "multiple_choice", "code"}  # a response with its label
 NAMES_OF_METRICS = ("reward", "majority", "model", "accuracy")
 
 
 def reward_parts(config: RunConfig) -> list[str]:
-    """Lists what is wrong with weights, what their parts need, and what no part reads."""
+    """Returns the problems of weights, missing requirements of components, and options without
+    effect.
+    """
     reward, parts = config.reward, config.reward.parts()
     own = {f"reward.custom.{name}.weight": part.weight for name, part in reward.custom.items()}
     flat = {f"reward.{name}": getattr(reward, name) for name in (*reward.built_in(), "model")} | own
@@ -123,7 +125,9 @@ def reward_parts(config: RunConfig) -> list[str]:
 
 
 def _functions(reward: RewardConfig) -> list[str]:
-    """Lists functions that are not there, names that are taken, and weights that fit no function."""
+    """Returns functions that do not exist, names that are taken, and weights that match no
+    function.
+    """
     found, names = [], reward.function_names()
     for reference in reward.functions:
         try:
@@ -149,7 +153,7 @@ def _functions(reward: RewardConfig) -> list[str]:
 
 
 def _judge(reward: RewardConfig) -> list[str]:
-    """Lists what is wrong with the judge's address and scale; templates are read with the reward."""
+    """Returns the problems of the judge's address and scale; templates are read with the reward."""
     found, scale = [], reward.judge_scale
     if reward.judge_url and not _is_address(reward.judge_url):
         found.append("reward.judge_url is no address. Write http://host:port/v1, or https://...")
@@ -168,19 +172,19 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # an invalid port
         return False
 
 
 def _reads_labels(config: RunConfig) -> bool:
-    """Says that evaluation compares answers with labels."""
+    """Returns whether evaluation compares responses with labels."""
     judging = COMPARING & config.reward.used()
     return bool(judging) or config.trainer.eval_accuracy not in config.reward.function_names()
 
 
 def _beside_labels(config: RunConfig) -> list[str]:
-    """Lists what is wrong with rewards that compare no answer with a label, and with what looks at
-    rewards once all are there.
+    """Returns the problems of rewards without labels, and of options that need whole groups of
+    rewards.
     """
     reward, found = config.reward, []
     sampled = config.algorithm.dynamic_sampling

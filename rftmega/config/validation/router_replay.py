@@ -1,10 +1,10 @@
-"""Checks of where the routes of a mixture come from."""
+"""Checks of router replay in MoE models."""
 
 from rftmega.config.schema import RunConfig
 
 
 def router_replay(config: RunConfig) -> list[str]:
-    """Lists what rollout.router_replay can't be had with."""
+    """Returns the conflicts with rollout.router_replay."""
     chosen = config.rollout.router_replay
     if chosen == "none":
         return []

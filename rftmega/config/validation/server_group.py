@@ -1,4 +1,4 @@
-"""Rules of servers, and of how weights reach them."""
+"""Checks of engine servers and of the weight transport to them."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def server_group(config: RunConfig) -> list[str]:
-    """Lists what does not go with the servers that are asked for."""
+    """Returns the conflicts with the requested servers."""
     rollout, found = config.rollout, []
     separate = config.strategy == "separate"
     for option in (*ELSEWHERE, "transport"):
@@ -65,7 +65,7 @@ def server_group(config: RunConfig) -> list[str]:
 
 
 def _sglang(config: RunConfig) -> list[str]:
-    """Lists what SGLang servers can't do."""
+    """Returns the options that SGLang servers do not support."""
     rollout, found = config.rollout, []
     if rollout.engine != "sglang":
         return []
@@ -90,7 +90,7 @@ def _sglang(config: RunConfig) -> list[str]:
 
 
 def _unread(config: RunConfig) -> list[str]:
-    """Lists options of another transport."""
+    """Returns options that belong to another transport."""
     found = []
     read_by = {"listen": ("network",), "weights_folder": ("disk", "checkpoint")}
     for option, transports in read_by.items():

@@ -1,4 +1,4 @@
-"""The record of another run's order (rollout.order) that this run is to take."""
+"""Checks of rollout.order, the recorded training order of another run."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from rftmega.core.json_files import NotJSON, parse_json
 
 
 def trained_order(config: RunConfig) -> list[str]:
-    """Lists why rollout.order is no record that this run can take."""
+    """Returns why the record of rollout.order cannot be used by this run."""
     given = config.rollout.order
     if not given:
         return []
@@ -48,7 +48,7 @@ def trained_order(config: RunConfig) -> list[str]:
 
 
 def _is_step(said: Any) -> bool:
-    """Returns whether a line has the groups of a step, as `trainer.trained_order` reads them."""
+    """Returns whether a line describes the groups of a step, as `trainer.trained_order` reads them."""
     if not isinstance(said, dict) or not isinstance(said.get("step"), int):
         return False
     taken, versions, dropped = (said.get(name) for name in ("taken", "versions", "dropped"))

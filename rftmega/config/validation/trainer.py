@@ -1,4 +1,4 @@
-"""Checks of what a step holds, how many there are, and how they are evaluated."""
+"""Checks of the size and number of steps, and of evaluation."""
 
 import re
 from dataclasses import fields
@@ -8,7 +8,7 @@ from rftmega.config.schema import OptimizerConfig, RunConfig, TrainerConfig
 
 
 def step_rows(config: RunConfig) -> list[str]:
-    """Lists what of a step's rows does not fit micro-batches, optimizer steps and schedules."""
+    """Returns the conflicts of a step's rows with micro-batches, optimizer steps and schedules."""
     found = []
     task = config.algorithm.task
     answers = (
@@ -34,7 +34,7 @@ def step_rows(config: RunConfig) -> list[str]:
         )
     longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
-    # a score has a place of its own
+    # a score has a position of its own
     longest += int(task == "reward_model" or bool(config.reward.model))
     attention_cap = config.trainer.max_attention_per_micro_batch
     if attention_cap and attention_cap < together * longest**2:
@@ -83,7 +83,7 @@ def _schedule(
 
 
 def held_out_prompts(config: RunConfig) -> list[str]:
-    """Lists options of evaluation without held-out prompts, and names of these files that can't be."""
+    """Returns evaluation options without evaluation prompts, and invalid names of evaluation sets."""
     trainer, found = config.trainer, []
     if not config.data.held_out:
         options = [option.name for option in fields(trainer) if option.name.startswith("eval_")]
@@ -105,7 +105,7 @@ def held_out_prompts(config: RunConfig) -> list[str]:
 
 
 def exports(config: RunConfig) -> list[str]:
-    """Lists what keeps the trained model from being written or uploaded as it is to be."""
+    """Returns the problems that would prevent the export or upload of the trained model."""
     trainer, found = config.trainer, []
     if trainer.push_to_hub and not re.fullmatch(r"[\w-]+/[\w.-]+", trainer.push_to_hub):
         found.append(
@@ -123,7 +123,7 @@ def exports(config: RunConfig) -> list[str]:
 
 
 def _replaced(config: RunConfig) -> list[str]:
-    """Lists models that the run reads from where it writes its own."""
+    """Returns models that the run reads from the folder to which it writes its own."""
     read = {
         "model.path": config.model.path,
         "model.lora.path": config.model.lora.path,
@@ -140,7 +140,7 @@ def _replaced(config: RunConfig) -> list[str]:
 
 
 def evaluation(config: RunConfig) -> list[str]:
-    """Samples of an evaluation, and what calls an answer right."""
+    """Returns the problems of evaluation sampling, and of the component that judges correctness."""
     trainer, found = config.trainer, []
     if not config.data.held_out:
         return []
@@ -168,7 +168,7 @@ def evaluation(config: RunConfig) -> list[str]:
             )
     parts = config.reward.parts()
     if trainer.eval_accuracy not in parts and config.environment.may_reward:
-        pass  # the environment may give it
+        pass  # the environment may return it
     elif trainer.eval_accuracy not in parts:
         found.append(
             f"trainer.eval_accuracy={trainer.eval_accuracy} is no part of the reward. Choose one of: {', '.join(parts)}."

@@ -1,4 +1,4 @@
-"""Checks of options about images and waveforms, against a model that sees, hears, or does neither."""
+"""Checks of options for images, videos and waveforms against the model's modalities."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +33,9 @@ TOWERS: Options = {
 
 
 def vision(config: RunConfig) -> list[str]:
-    """Lists what can't be; nothing where the model's config.json can't be read, which others tell."""
+    """Returns the conflicts with the model's modalities; nothing if its config.json cannot be read,
+    which other checks report.
+    """
     try:
         fields = read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):
@@ -55,14 +57,14 @@ def vision(config: RunConfig) -> list[str]:
 
 
 def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
-    """Lists the options that are set though the model is not what they need."""
+    """Returns the options that are set although the model lacks what they need."""
     found = []
     for section, (defaults, names) in options.items():
         chosen: Any = config
         for part in section.split("."):
             chosen = getattr(chosen, part)
         for name in names:
-            # a list's default is made anew for each config, and empty
+            # a list's default is an empty list, created for each config
             if (value := getattr(chosen, name)) != getattr(defaults, name, []):
                 found.append(
                     f"{section}.{name}={value} needs {needed}; {config.model.path} is none. Leave it out."
@@ -71,7 +73,9 @@ def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
 
 
 def _with_audio_processor(config: RunConfig, positions: int) -> list[str]:
-    """`positions`: what a waveform fills in the tower."""
+    """Returns the conflicts with an audio-language model; `positions`: those of a waveform in the
+    audio encoder.
+    """
     found = _without(config, VIDEOS, "a model that sees")
     found += _of_tower(config)
     if config.strategy == "separate" and config.rollout.max_images:
@@ -113,7 +117,7 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
 
 
 def _of_tower(config: RunConfig) -> list[str]:
-    """Lists what no model with a tower can have."""
+    """Returns the conflicts with any vision tower or audio encoder."""
     found = []
     if config.model.dropout:
         found.append(

@@ -1,4 +1,6 @@
-"""Tasks without rollouts (algorithm.task=sft and reward_model): what they leave unread."""
+"""Checks of tasks without rollouts (algorithm.task=sft and reward_model) for options without
+effect.
+"""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -22,14 +24,14 @@ OF_ROLLOUTS = (
     "eval_accuracy",
     "trajectories_mib",
 )
-READ_OF_GIVEN = {  # options of algorithm, rollout and reward that a task without rollouts reads
+READ_OF_GIVEN = {  # options of algorithm and rollout that a task without rollouts reads
     "sft": (*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
     "reward_model": (*OF_EVERY_TASK, *LENGTHS),
 }
 
 
 def unread_without_rollouts(config: RunConfig) -> list[str]:
-    """Lists what a task without rollouts does not read."""
+    """Returns the options that a task without rollouts does not read."""
     task = config.algorithm.task
     read = READ_OF_GIVEN[task]
     before, now = leaves(RunConfig()), leaves(config)
@@ -41,7 +43,7 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
     trainer = [
         (f"trainer.{name}", getattr(config.trainer, name), getattr(TrainerConfig(), name))
         for name in OF_ROLLOUTS
-        # which `held_out_prompts` has refused already
+        # `held_out_prompts` has rejected these already
         if config.data.held_out or not name.startswith("eval_")
     ]
     whole = [
@@ -57,7 +59,7 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
 
 
 def leaves(config: RunConfig) -> dict[str, Any]:
-    """Returns dotted name -> value of all options, tables whole."""
+    """Returns dotted name -> value of all options; tables stay whole."""
     found: dict[str, Any] = {}
 
     def collect(part: Any, prefix: str) -> None:

@@ -159,9 +159,7 @@ class MessageExporter:
     def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
         """Returns the tokens after the last completion if `messages` reply to it."""
         assert self.renderer is not None
-        hidden: Messages = self.tokenizer.control.hidden(
-            messages, words=True
-        )  # as the run said them
+        hidden: Messages = self.tokenizer.control.hidden(messages, words=True)  # as in the run
         bridge = self.renderer.bridge(
             talk.context, talk.completion, hidden, self.tools, history=talk.messages
         )

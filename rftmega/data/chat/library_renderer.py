@@ -151,7 +151,7 @@ class LibraryRenderer:
             found = self.inner.bridge_to_next_turn(
                 list(previous_ids), list(completion_ids), messages, tools=specs
             )
-        except Exception as error:  # the library's, whatever is said
+        except Exception as error:  # the library's, for whatever messages
             logger.debug("the renderer %s can't go on", self.name, exc_info=error)
             return None
         if found is None or found.token_ids[: len(known)] != known:

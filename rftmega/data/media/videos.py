@@ -13,7 +13,7 @@ from rftmega.core.errors import DataError
 from rftmega.core.media_positions import Frames
 from rftmega.data.media.files import MOST_PIXELS, content_of, read_image, size_of
 
-# FFmpeg would take any other file for a possible playlist, and fetch its URLs.
+# Other files are refused: FFmpeg might read a playlist and fetch its URLs.
 HEADS = {
     "mp4 or mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     "avi": (8, (b"AVI ",)),

@@ -48,8 +48,8 @@ class AgentEnvironment:
             self._function = function_of(options.function, "environment.function")
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
-        """Runs the agent. Raises EnvironmentFailed if the agent sent no request; re-raises its
-        errors if `agent_errors` is "raise".
+        """Runs the agent. Raises EnvironmentFailed if the agent obtained no completion; re-raises
+        its errors if `agent_errors` is "raise".
         """
         session = Session(model, self.renderer)
         key = await self.endpoint.open(session)

@@ -11,7 +11,7 @@ from rftmega.data.chat.replies import Messages, Reply, calls_of
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "n": 1}
 
 
-class RequestRefused(Exception):  # noqa: N818  it is told to the agent, and ends nothing
+class RequestRefused(Exception):  # noqa: N818  reported to the agent, ends nothing
     """A request that can't be served; the agent gets `status` and the message."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):

@@ -1,1 +1,1 @@
-"""The hf_folders room reads and writes folders of Hugging Face: their tensors, and what is told of them."""
+"""Reads and writes Hugging Face folders: their tensors and metadata."""

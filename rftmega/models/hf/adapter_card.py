@@ -1,4 +1,4 @@
-"""The card (README.md) of a PEFT folder, as the hub shows it."""
+"""Writes the model card (README.md) of a PEFT folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ model = PeftModel.from_pretrained(model, "this folder")
 SERVED = """
 vLLM serves them beside the model: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules name=this_folder`.
 """
-# PEFT's name of a task -> the hub's, and transformers' class
+# PEFT's task type -> the hub's task and transformers' class
 TASKS = {
     "CAUSAL_LM": ("text-generation", "AutoModelForCausalLM"),
     "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
@@ -45,8 +45,9 @@ def write_card(
     targets: Sequence[str],
     whole: Sequence[str],
 ) -> None:
-    """Writes the card. `whole`: modules that learnt whole beside the pairs. The hub links to `base`
-    where that is a name of its own, and no folder.
+    """Writes the card; the hub links to `base` if it is a name on the hub and no folder.
+
+    `whole`: modules that were trained in full beside the pairs.
     """
     pipeline, auto = TASKS[task]
     of_hub = base.count("/") == 1 and not Path(base).exists()

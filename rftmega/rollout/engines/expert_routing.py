@@ -91,7 +91,7 @@ class CapturedRoutes:
             begin += count
 
     def _slots(self, number: int, length: int) -> Tensor:
-        """Returns the cache slots of the first `length` positions of the batch's request `number`."""
+        """Returns the cache slots of the first `length` positions of request `number`."""
         table = self._runner.input_batch.block_table[0]
         positions = torch.arange(length)
         blocks = torch.from_numpy(table.get_numpy_array()[number].copy()).long()

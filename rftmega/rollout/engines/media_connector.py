@@ -10,7 +10,7 @@ from rftmega.rollout.engines.shared_media import SharedPixels
 
 
 class SharedMediaConnector:
-    """SharedMediaConnector replaces vLLM's media connector, which would read files or fetch URLs."""
+    """SharedMediaConnector replaces vLLM's media connector, which would read files or URLs."""
 
     def __init__(self, **given: Any):
         """Accepts and ignores the arguments of vLLM's connector."""

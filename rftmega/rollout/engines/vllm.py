@@ -320,7 +320,7 @@ class VLLMEngine(Engine):
         return core.model_executor.driver_worker.worker.model_runner
 
     def _routes(self, completion: Any, asked: RunningRequest) -> Tensor | None:
-        """Returns the routes of all tokens fed for a completion; None if routes are not recorded."""
+        """Returns the routes of all tokens fed for a completion; None if they are not recorded."""
         fed = asked.tokens + len(completion.token_ids) - 1
         if self._routed is None or not completion.token_ids:
             return None

@@ -15,7 +15,9 @@ sum_of_all: Any = partial(all_reduce, op="sum")
 
 
 class Phases(Protocol):
-    """Phases hands the device over between trainer and engine (`strategy.phases.DevicePhases`)."""
+    """Phases hands the device over between trainer and engine
+    (`run.placement.phases.DevicePhases`).
+    """
 
     def rollout(self) -> None: ...
 

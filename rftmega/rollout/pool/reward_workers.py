@@ -24,7 +24,7 @@ Scores = list[dict[str, float]]
 
 
 class FinishedBatch(NamedTuple):
-    """FinishedBatch holds rollouts that finished together; `scores` is None if they are not scored."""
+    """FinishedBatch holds rollouts that finished together; `scores` is None without a reward."""
 
     places: Sequence[int]
     rollouts: Sequence[Rollout]

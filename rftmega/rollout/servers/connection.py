@@ -30,7 +30,7 @@ class CompletionRefused(EngineError):
 
 
 class ServerConnection:
-    """ServerConnection is one WebSocket, opened at the first request. It belongs to one event loop."""
+    """ServerConnection is one WebSocket, opened at the first request, in one event loop."""
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None

@@ -86,11 +86,11 @@ class ServerClient:
 
     @property
     def alive(self) -> bool:
-        """Returns whether the server may respond: always True here, since only a request can tell."""
+        """Returns whether the server may respond: always True here, as only a request can tell."""
         return True
 
     def wait(self) -> None:
-        """Waits until the server responds. Raises EngineFault if it does not within START_SECONDS."""
+        """Waits for the server to respond. Raises EngineFault if it does not in START_SECONDS."""
         begin = time.monotonic()
         while time.monotonic() - begin < START_SECONDS:
             if self.there():

@@ -338,7 +338,7 @@ class ServerEngine(Engine):
         return found
 
     def late(self) -> list[WaitingEngine]:
-        """Returns, paused for a push, the remote servers that joined since the last push."""
+        """Returns the remote servers without the last push, paused for it."""
         self.server_group.pushing = True
         return self._all_stopped(self.server_group.late)
 

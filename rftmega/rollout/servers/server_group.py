@@ -47,8 +47,8 @@ class ServerGroupMember:
         return self.health.state
 
     def note_taken(self, error: ServerTaken) -> None:
-        """Records that another run holds the server; sets `refusal` if that run renewed its lease
-        since.
+        """Records that another run holds the server. Sets `refusal` if that run has renewed its
+        lease since it was first found to hold it.
         """
         now = time.monotonic()
         self.taken = self.taken or now
@@ -164,7 +164,7 @@ class ServerGroup:
         return next((each for each in self.members if each.server is server), None)
 
     def named(self, name: str) -> ServerGroupMember:
-        """Returns the member with this name. Raises EngineFault if it has left or restarted since."""
+        """Returns the member of this name. Raises EngineFault if it has left or restarted since."""
         found = next((each for each in self.members if each.name == name), None)
         if found is None:
             raise EngineFault(f"{name} has left.")

@@ -35,8 +35,8 @@ class ServerRequests:
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
 
     def hold(self, requests: Requests, ask: Ask) -> bool:
-        """Serves requests until no server can serve any that are left, or they are stopped. Returns
-        whether they were stopped. The event loop does not run while methods of `requests` do.
+        """Serves requests until none is left that a server could serve, or they are stopped.
+        Returns whether they were stopped. The event loop does not run during calls of `requests`.
         """
         room = self.most * len(self.servers)
         known = list(requests.take(room))

@@ -23,7 +23,7 @@ class Load:
     """Load is the batch size of one process."""
 
     tokens: int  # of a micro-batch, all context-parallel processes together
-    micro_batches: int  # of an optimizer step, a data-parallel rank
+    micro_batches: int  # per optimizer step and data-parallel rank
 
 
 def layer_bytes(

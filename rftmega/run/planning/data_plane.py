@@ -6,7 +6,7 @@ from rftmega.config import RunConfig
 from rftmega.core.expert_routes import kind_of
 from rftmega.model_providers.description import Experts
 
-COMPLETIONS = 4 + 1 + 4 + 4  # bytes of a token: id, mask, log-prob, version of the policy
+COMPLETIONS = 4 + 1 + 4 + 4  # bytes per token: id, mask, log-prob, version of the policy
 NUMBER = 4  # bytes of a log-prob, an entropy, a value, an advantage
 # bytes per token while the log-prob mismatch of engine and trainer is computed: numbers in
 # float64, their sorted copy, and their inputs

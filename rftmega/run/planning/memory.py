@@ -43,7 +43,7 @@ class Budget:
 class Cache:
     """Cache is the KV cache of one engine."""
 
-    budget: float  # bytes a process that vLLM may take
+    budget: float  # bytes that vLLM may take on each process
     bytes: int  # left for the cache; negative if weights and working memory leave none
     sequences: float  # of maximum length that fit into it at once
 

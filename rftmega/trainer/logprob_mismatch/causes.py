@@ -139,7 +139,7 @@ def _bounds(name: str, wrong: Sequence[SliceChecksums]) -> str:
 
 
 def _tokens(evidence: Evidence, limits: Limits) -> Cause | None:
-    # a short answer of a good engine may look like another prompt's: rounding, within the limits
+    # a short completion of a correct engine may match another prompt: rounding, within the limits
     gap = (evidence.behaviour_logp - evidence.old_logp).abs().where(evidence.mask, 0)
     beyond = ~(gap.amax(-1) <= limits.percentile)  # NaN too
     found = (evidence.other_prompt >= 0) & beyond

@@ -69,7 +69,7 @@ def set_adapter(
 
 
 class AdapterWorker:
-    """AdapterWorker extends a server's vLLM worker with adapter loading (`--worker-extension-cls`)."""
+    """AdapterWorker adds adapter loading to a server's vLLM worker (`--worker-extension-cls`)."""
 
     def take_adapter(self, payload: bytes, version: int) -> str:
         """Replaces an adapter; each tensor-parallel worker gets all of it, and vLLM shards it.

@@ -15,7 +15,7 @@ BLOCK = 128  # rows and columns that share a scale
 
 
 def described(kept: Sequence[str]) -> dict[str, Any]:
-    """Returns the quantization_config of an fp8 model; `kept`: the modules that are not quantised."""
+    """Returns the quantization_config of an fp8 model; `kept`: the unquantised modules."""
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -38,7 +38,7 @@ def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 
 def rounded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors with the weights of linear layers rounded to fp8 and converted back to fp32."""
+    """Yields tensors with the weights of linear layers rounded to fp8, converted back to fp32."""
     given = quantised(tensors)
     for name, tensor in given:
         if is_linear(name):

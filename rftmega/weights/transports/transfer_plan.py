@@ -79,7 +79,7 @@ def packed_plan(
 
 
 class ReceivedBucket:
-    """ReceivedBucket is a bucket on the worker's side: its tensors and the layout of each message."""
+    """ReceivedBucket is a bucket on the worker's side, with the layout of each message."""
 
     def __init__(self, told: ToldBucket):
         dtypes = [(name, _dtype(dtype), shape) for name, dtype, shape in told.tensors]

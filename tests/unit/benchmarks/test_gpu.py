@@ -1,5 +1,5 @@
-"""The benchmark of one GPU, at small sizes on a CPU: every part's rows are measured, written at
-once, and shown in a table.
+"""The benchmark of one GPU, at small sizes on a CPU: every part's rows are measured and written at
+once.
 """
 
 import importlib
@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import table
 from benchmarks.gpu.completions import agreement
 from benchmarks.gpu.loop import environment, summary
 from benchmarks.gpu.models import TINY, TINY_MOE, save_zeros
@@ -135,10 +134,10 @@ def test_the_part_of_transformer_engine_runs_over_its_stub(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["engine", "answers", "loop", "features"])
+@pytest.mark.parametrize("name", ["engine", "completions", "loop", "features"])
 def test_parts_with_vllm_run_on_a_cpu(name: str, tmp_path: Path) -> None:
     rows = found_by(tmp_path, [name])
-    if name == "answers":
+    if name == "completions":
         assert [row["equal"] for row in rows[name].values()] == [4, 4]
 
 
@@ -335,39 +334,9 @@ def test_a_runs_metrics_are_summed_up() -> None:
     assert {name: value for name, value in found.items() if value is not None} == wanted
 
 
-def test_the_table_takes_what_was_measured_and_keeps_what_was_not(tmp_path: Path) -> None:
-    empty = f"before\n{table.BEGIN}\n{table.END}\nafter\n"
-    first = table.written(empty, tmp_path)
-    assert first.startswith(f"before\n{table.BEGIN}\n") and first.endswith(f"{table.END}\nafter\n")
-    wanted = [
-        f"| {name} | {row} | not yet measured: `python -m benchmarks.gpu {name}` |"
-        for name, p in PARTS.items()
-        for row in p.rows
-    ]
-    assert [line for line in first.splitlines() if "not yet measured" in line] == wanted
-    told = "Transformer Engine 2.20 " + "and more " * 20  # too long for a line
-    sheet = Sheet(tmp_path / "log_probs.json", {"tokens": 16384}, told=told.strip())
-    sheet.row("fused", lambda: {"seconds": 0.123456, "peak_gib": None, "where": "a|b"})
-    sheet.skip("dense", "vllm: no")
-    second = table.written(first, tmp_path)
-    assert "| log_probs | fused | seconds 0.1235, where a/b |" in second
-    assert "| log_probs | dense | skipped: vllm: no |" in second
-    assert (
-        "| log_probs | fused against dense | not yet measured: `python -m benchmarks.gpu log_probs` |"
-        in second
-    )
-    note = second.partition("- `log_probs`")[2].partition("\n\n")[0]
-    assert all(len(line) <= table.WIDTH for line in note.splitlines())
-    said = " ".join(note.split())
-    assert said.endswith(f"torch {torch.__version__}, {told.strip()}; tokens 16384")
-    sheet.file.unlink()
-    assert table.written(second, tmp_path) == second, "another day's figures are lost"
-    with pytest.raises(ValueError, match="no table"):
-        table.written("text", tmp_path)
-
-
-def test_the_results_have_a_row_for_each_of_the_benchmarks() -> None:
-    text = (ROOT / "docs/results.md").read_text()
-    for name, part in PARTS.items():
-        for row in part.rows:
-            assert f"\n| {name} | {row} | " in text
+def test_the_results_have_rows_of_each_part_and_no_others() -> None:
+    records = json.loads((ROOT / "docs/results/gpu_speed.json").read_text())
+    listed = {record["row"] for record in records if "row" in record}
+    rows = {name: {f"gpu/{name}: {row}" for row in part.rows} for name, part in PARTS.items()}
+    assert all(rows[name] & listed for name in PARTS)
+    assert listed <= set().union(*rows.values())

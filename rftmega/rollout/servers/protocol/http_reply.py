@@ -1,4 +1,4 @@
-"""Sends HTTP requests to a server and reads its reply, which may come from a proxy or be truncated."""
+"""Sends HTTP requests to a server. Its reply may come from a proxy or be truncated."""
 
 import time
 from typing import Any, NamedTuple

@@ -21,7 +21,7 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StaleReply(EngineFault):
-    """StaleReply is raised for a completion generated with other weights than the server was given."""
+    """StaleReply is raised for a completion generated with weights of another push or run."""
 
 
 def answered(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-OWNER = "/owner"  # handled in `auth`: POST {"run": ..., "name": ...} claims; without a name, it releases
+OWNER = "/owner"  # see `auth`: POST {"run": ..., "name": ...} claims; without a name, it releases
 HEADER = "x-rftmega-run"  # header of every request of an owner
 LEASE_SECONDS = 60.0  # without renewal, after which another run may claim the server
 TAKEN = 409  # status
