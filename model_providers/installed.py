@@ -1,4 +1,6 @@
-"""Detects the installed optional CUDA packages, and the fused kernels of Megatron that they enable."""
+"""Detects the installed optional CUDA packages, and the fused kernels of Megatron that they
+enable.
+"""
 
 import functools
 import importlib

@@ -24,7 +24,9 @@ def allow_recomputation(model: Any) -> None:
 
 
 def learn(model: nn.Module, learning: bool) -> None:
-    """Switches a model between training and scoring, which differ in gradient checkpointing alone."""
+    """Switches a model between training and scoring, which differ in gradient checkpointing
+    alone.
+    """
     model.eval()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

@@ -92,7 +92,9 @@ def _refused(kind: str, reason: str) -> CheckpointError:
 
 
 def _spread(number: int) -> Tensor:
-    """Returns probe logits of both signs, from small to so large that any bound would change them."""
+    """Returns probe logits of both signs, from small to so large that any bound would change
+    them.
+    """
     half = torch.logspace(0, 1, (number + 1) // 2, base=LARGEST / SMALLEST) * SMALLEST
     return torch.cat([-half.flip(0), half])[:number]
 

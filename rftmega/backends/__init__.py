@@ -1,1 +1,3 @@
-"""Training backends: Megatron-Core and FSDP2, with the model runner and optimizers that they share."""
+"""Training backends: Megatron-Core and FSDP2, with the model runner and optimizers that they
+share.
+"""

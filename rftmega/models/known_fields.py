@@ -1,5 +1,5 @@
-"""Tells fields of a config.json that have no effect from those that might: what transformers' own
-class of the architecture does not know, nothing of it reads.
+"""Identifies fields of a config.json without effect: those that transformers' own class of the
+architecture does not know.
 """
 
 import json
@@ -26,19 +26,19 @@ _ignored: set[str] = set()
 
 
 def ignore(names: Iterable[str]) -> None:
-    """Lets this process pass over fields with these names (model.ignore_config_fields), in place of
-    those that it was told before.
+    """Sets the names of fields that this process ignores (model.ignore_config_fields), replacing
+    earlier ones.
     """
     _ignored.clear()
     _ignored.update(names)
 
 
 def without_effect(given: Mapping[str, Any], unread: Sequence[str], section: str = "") -> list[str]:
-    """Returns which of the `unread` fields have no effect, and logs them once: those to ignore, and
-    those that transformers' class of the model does not know. Where `auto_map` names code of the
-    folder's own, that may read any field.
+    """Returns the `unread` fields that have no effect, and logs them once: ignored ones, and those
+    that transformers' class of the model does not know.
 
-    `given`: config.json; `section`: the one of it that the fields are in, as vision_config.
+    If `auto_map` names code of the folder's own, that may read any field. `given`: config.json;
+    `section`: its section with the fields, such as vision_config.
     """
     named = sorted(name for name in unread if name in _ignored)
     rest = [name for name in unread if name not in _ignored]
@@ -70,7 +70,7 @@ def without_strange_sections(given: dict[str, Any]) -> dict[str, Any]:
 @cache
 def _known(model: str, section: str) -> frozenset[str] | None:
     """Returns the fields that transformers' class knows, of a section or of the whole config; None
-    where it has no class of that model.
+    if it has no class of that model.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -95,6 +95,6 @@ def _shown(values: Mapping[str, Any], names: Sequence[str], section: str) -> str
 
 @cache
 def _tell(text: str) -> None:
-    """Logs a message once, by the first process of a run."""
+    """Logs a message once, on the first process of a run."""
     if os.environ.get("RANK", "0") == "0":
         log.warning("%s", text)

@@ -19,6 +19,8 @@ EMPTY = {
     "field(default_factory=list)": "[]",
 }
 
+INDENT = " " * 6
+
 
 def option_reference(plugins: Plugins = ()) -> str:
     """Returns one block per section: name, default, and the docstring under the field.
@@ -39,25 +41,33 @@ def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterato
     told = documented(schema).get(name, ("", ""))
     parts, table = members(hint, plugins), tabled(hint, plugins)
     if parts:
-        yield f"  {dotted}.type = {default_type(dotted)}\n      {told[1]} One of: {', '.join(parts)}."
+        yield f"  {dotted}.type = {default_type(dotted)}\n{_wrapped(told[1])} One of: {', '.join(parts)}."
         for tag, part in parts.items():
-            yield f"    {dotted}: {{type: {tag}}}\n      {inspect.getdoc(part)}"
+            yield f"    {dotted}: {{type: {tag}}}\n{_wrapped(inspect.getdoc(part) or '')}"
             yield from _own(part, f"{dotted}.", plugins)
     elif table is not None:
-        yield f"  {dotted}.*\n      {told[1]}"
+        yield f"  {dotted}.*\n{_wrapped(told[1])}"
         for tag, part in table.items():
-            yield f"    {dotted}: {{{tag}: ...}}\n      {inspect.getdoc(part)}"
+            yield f"    {dotted}: {{{tag}: ...}}\n{_wrapped(inspect.getdoc(part) or '')}"
             yield from _own(part, f"{dotted}.{tag}.", plugins)
     elif is_dataclass(hint) and schema is CriticConfig:  # described once, with the policy's options
-        yield f"  {dotted}.*\n      {told[1]}"
+        yield f"  {dotted}.*\n{_wrapped(told[1])}"
     elif is_dataclass(hint):
         yield from _own(hint, f"{dotted}.", plugins)
     elif (element := listed(hint)) is not None:
-        yield f"  {dotted} = []\n      {told[1]}"
+        yield f"  {dotted} = []\n{_wrapped(told[1])}"
         yield from _own(element, f"{dotted}[].", plugins)
     else:
         default = told[0].removeprefix(MADE).removesuffix(")") if MADE in told[0] else told[0]
-        yield f"  {dotted} = {EMPTY.get(default, default)}\n      {told[1]}"
+        yield f"  {dotted} = {EMPTY.get(default, default)}\n{_wrapped(told[1])}"
+
+
+def _wrapped(text: str) -> str:
+    """Returns the paragraphs of a docstring, indented below the option that they describe."""
+    return "\n".join(
+        textwrap.fill(" ".join(part.split()), 100, initial_indent=INDENT, subsequent_indent=INDENT)
+        for part in inspect.cleandoc(text).split("\n\n")
+    )
 
 
 def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:

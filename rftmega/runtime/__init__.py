@@ -1,1 +1,1 @@
-"""TODO rftmega/runtime."""
+"""Devices, processes and communication of a run."""

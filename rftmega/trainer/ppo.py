@@ -1,5 +1,6 @@
-"""One step, top to bottom; GRPO, PPO and their family are the maker and the learner that it is
-given.
+"""The training step of all RL algorithms: rollout, score, update, push.
+
+GRPO, PPO and their family differ in the maker and the learner that the trainer is given.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,7 @@ from rftmega.trainer.rollout_schedules import Synchronous, groups_of
 
 @dataclass(frozen=True)
 class StepSampling:
-    """StepSampling says how a step's answers are drawn; the same ones whenever a step is run with the same seed."""
+    """Sampling of a step's completions, which repeat whenever a step runs with the same seed."""
 
     samples_per_prompt: int
     temperature: float
@@ -42,13 +43,13 @@ class StepSampling:
 
 @dataclass(frozen=True)
 class StepParts:
-    """StepParts holds what a step may have besides.
+    """Optional components of a training step.
 
-    refill: decides which of the answers to a prompt are learnt from; all are scored. gate: stops
-    the run where engine and trainer differ; without it any gap is learnt from. late_scoring:
-    log-probs before the update are those of the update's own forward pass, instead of a pass for
-    them alone; right for one optimizer step a rollout, without dropout, replay, or a KL in the
-    reward. journal: that of the trainer's engine, maker and learner. schedule: when answers are
+    refill: selects which scored completions of a prompt to train on. gate: stops the run if the
+    log-probs of engine and trainer differ too much; None accepts any mismatch. late_scoring: take
+    the log-probs before the update from the update's own forward pass instead of a separate pass;
+    valid for one optimizer step per rollout without dropout, replay, or a KL in the reward.
+    journal: that of the trainer's engine, maker and learner. schedule: when completions are
     generated.
     """
 
@@ -61,8 +62,21 @@ class StepParts:
     schedule: Synchronous = field(default_factory=Synchronous)
 
 
+@dataclass
+class ScoredStep:
+    """The experience of a step, and its log-prob mismatch once both sides' log-probs are known."""
+
+    experience: Experience[Ragged]
+    gap: Gap | None
+
+    @property
+    def measured(self) -> Gap:
+        assert self.gap is not None, "the update did not score the experience"
+        return self.gap
+
+
 class PPOTrainer(Trainer):
-    """PPOTrainer drives one policy and one engine.
+    """PPOTrainer trains one policy with completions of one engine.
 
     `step` is the version of the engine's weights.
     """
@@ -98,7 +112,7 @@ class PPOTrainer(Trainer):
         )
         self.supply = PromptQueue()
         self.lengths = ExpectedLengths()
-        self._lost = 0  # rollouts of this step that were left out
+        self._lost = 0  # rollouts of this step that were dropped
 
     def prepare(self, batches: Iterable[list[Prompt]]) -> PromptQueue:
         self.weights.push(version=self.step)
@@ -133,46 +147,70 @@ class PPOTrainer(Trainer):
 
         Replaced groups take their prompts from `supply`, which gets unused ones back.
         """
+        samples, seen = self._roll_out(batch)
+        scored = self._score(samples)
+        trained, replayed = self._beside_replayed(scored)
+        metrics = self._update(samples, scored, trained)
+        self.step += 1
+        self._join()
+        with self.phase("push"):
+            metrics |= replayed | self.weights.push(version=self.step)
+        for callback in self.callbacks:
+            callback.on_experience(self, samples, scored.experience)
+        return metrics | scored.measured.metrics | seen
+
+    def _roll_out(self, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
+        """Returns the scored rows of a step's rollouts, and the metrics of making them."""
         self._lost = 0
         with self.phase("rollout"):
             samples, seen = self.schedule.samples(self, batch)
         if self._lost:
             seen["rollouts_lost"] = float(self._lost)
-        # Where no token is the present policy's, the gate asks for new answers, which an update
-        # that is under way can't bear.
+        return samples, seen
+
+    def _score(self, samples: Samples[Ragged]) -> "ScoredStep":
+        """Returns the experience of the samples, and its log-prob mismatch where log-probs before the
+        update are known: under late scoring the update's own forward pass finds them.
+        """
+        # Where no token is the present policy's, the gate asks for new completions, which an update
+        # in progress can't provide.
         present = self.host.once(lambda: bool(chosen_by(samples, self.step).flat.any()))
         late = self.late_scoring and present and self.step >= self.learner.frozen_steps
         with self.phase("score"):
             experience = self.maker.make(samples, old_log_probs=not late)
-        gap: Gap | None = None if late else self._gap(samples, experience)
-        trained, replayed = experience, Metrics()
-        if self.replay is not None:
-            with self.phase("replay"):
-                trained, replayed = self.replay.beside(experience, self.step)
+        return ScoredStep(experience, None if late else self._gap(samples, experience))
 
-        def scored(whole: Experience[Ragged]) -> None:
-            nonlocal experience, gap
-            experience, gap = whole, self._gap(samples, whole)
+    def _beside_replayed(self, scored: "ScoredStep") -> tuple[Experience[Ragged], Metrics]:
+        """Returns the rows that the policy trains on: the step's and replayed ones."""
+        if self.replay is None:
+            return scored.experience, {}
+        with self.phase("replay"):
+            return self.replay.beside(scored.experience, self.step)
+
+    def _update(
+        self, samples: Samples[Ragged], scored: "ScoredStep", trained: Experience[Ragged]
+    ) -> Metrics:
+        """Takes the optimizer steps; completes `scored` where it has no log-probs yet."""
+
+        def complete(whole: Experience[Ragged]) -> None:
+            scored.experience, scored.gap = whole, self._gap(samples, whole)
 
         with self.phase("update"):
-            metrics = self.learner.update(experience, self.step, trained, scored=scored)
+            metrics = self.learner.update(scored.experience, self.step, trained, scored=complete)
         if self.replay is not None:
-            self.replay.keep(experience, samples.group)
-        self.step += 1
+            self.replay.keep(scored.experience, samples.group)
+        return metrics
+
+    def _join(self) -> None:
+        """Ends the rollouts that ran beside the update, where the schedule has such."""
         if self.schedule.joins:
             with self.phase("join"):
                 self.schedule.join()
-        with self.phase("push"):
-            metrics |= replayed | self.weights.push(version=self.step)
-        for callback in self.callbacks:
-            callback.on_experience(self, samples, experience)
-        assert gap is not None
-        return metrics | gap.metrics | seen
 
     def _gap(self, samples: Samples[Ragged], experience: Experience[Ragged]) -> Gap:
-        """Measures the gap between engine and trainer.
+        """Returns the log-prob mismatch of engine and trainer.
 
-        Raises GapExceeded, before anything is learnt, where a gate finds it too large.
+        Raises GapExceeded before the update if a gate finds it too large.
         """
         logp = experience.old_logp
         assert logp is not None
@@ -181,8 +219,8 @@ class PPOTrainer(Trainer):
         return self.gate.check(samples, logp, self.step)
 
     def rollout(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
-        """Returns `samples_per_prompt` scored answers a prompt; the same ones whenever these tasks
-        are run with this seed and these weights. With `wanted` it may end with these groups only.
+        """Returns `samples_per_prompt` scored completions per prompt, the same ones whenever these
+        tasks run with this seed and these weights. With `wanted` it may end with these groups only.
         """
         groups = self.groups(prompts)
         requests = [group.prompt for group in groups for _ in group.seeds]
@@ -199,22 +237,22 @@ class PPOTrainer(Trainer):
         return self.collected(requests, rollouts)
 
     def groups(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """Returns a group a prompt."""
+        """Returns one group per prompt."""
         return groups_of(prompts, seed=self.seed, samples_per_prompt=self.samples_per_prompt)
 
     def begin(self, stream: RolloutStream, groups: Sequence[RolloutGroup]) -> None:
-        """Begins groups, whose answers are scored as they come."""
+        """Begins groups, whose completions are scored as they arrive."""
         stream.begin(groups, sampling=Sampling(self.temperature), reward=self._at_once)
 
     def collected(
         self, requests: Sequence[Prompt], rollouts: Sequence[Rollout | None]
     ) -> Samples[Ragged]:
-        """Returns the scored rows of all whole groups of these answers."""
+        """Returns the scored rows of all complete groups of these rollouts."""
         self.lengths.learn(requests, rollouts)
         versions = {own for rollout in rollouts if rollout for own in rollout.versions}
         oldest = self.schedule.oldest(self.step)
         assert versions <= set(range(oldest, self.step + 1)), (
-            f"answers of policies {sorted(versions)} at step {self.step}: a push was missed"
+            f"completions of policies {sorted(versions)} at step {self.step}: a push was missed"
         )
         self._lost += sum(rollout is not None and bool(rollout.lost) for rollout in rollouts)
         collected = self._collector(requests).collected(rollouts)
@@ -225,7 +263,7 @@ class PPOTrainer(Trainer):
 
     @property
     def _at_once(self) -> Reward | None:
-        """Returns what scores answers as they come. What compares them can't begin before all are
-        there.
+        """The reward to apply to each completion as it arrives; None if the reward compares the
+        completions of a group.
         """
         return None if getattr(self.reward, "whole_groups", False) else self.reward

@@ -75,7 +75,9 @@ def _own(x: Tensor, group: Any) -> Tensor:
 
 
 def copied(x: Tensor, group: Any) -> Tensor:
-    """Returns x, which is the same on every process of `group`; their gradients of it are summed."""
+    """Returns x, which is the same on every process of `group`; their gradients of it are
+    summed.
+    """
     found: Tensor = _Copied.apply(x, group)
     return found
 

@@ -1,4 +1,6 @@
-"""Builds the packed or padded inputs of a transformers decoder, and the positions of its targets."""
+"""Builds the packed or padded inputs of a transformers decoder, and the positions of its
+targets.
+"""
 
 from dataclasses import dataclass
 from typing import Any

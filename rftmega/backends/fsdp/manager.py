@@ -256,7 +256,9 @@ class FSDPModelManager:
 
     @property
     def adam_steps(self) -> int:
-        """Returns the number of optimizer steps that Adam has counted; 0 if it has no states yet."""
+        """Returns the number of optimizer steps that Adam has counted; 0 if it has no states
+        yet.
+        """
         if self.optimizer is None or not self.optimizer.state:
             return 0
         return int(next(iter(self.optimizer.state.values()))["step"])

@@ -73,7 +73,9 @@ class Edges:
 
 
 class Unpackable(Exception):
-    """Unpackable is raised if a layer needs what attention over packed rows does not support."""
+    """Unpackable is raised if a layer needs a feature that attention over packed rows does not
+    support.
+    """
 
 
 def attend_rows(

@@ -1,4 +1,6 @@
-"""Megatron-Core backend: models are built, wrapped, run through the pipeline schedule and stepped."""
+"""Megatron-Core backend: models are built, wrapped, run through the pipeline schedule and
+stepped.
+"""
 
 import rftmega.runtime.device.before_megatron  # noqa: F401
 

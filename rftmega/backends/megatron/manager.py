@@ -543,7 +543,9 @@ class MegatronModelManager:
             )
 
     def offload_megatron_copy_params(self, optimizers: Any) -> None:
-        """Moves the fp32 main ("copy") parameters of one or more Megatron optimizers to the host."""
+        """Moves the fp32 main ("copy") parameters of one or more Megatron optimizers to the
+        host.
+        """
         self.residency.off_tensors(offload.main_parameters(optimizers))
 
     def load_megatron_copy_params(self, optimizers: Any) -> None:

@@ -224,7 +224,9 @@ def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:
-    """Returns the number of finished optimizer steps by the schedule: the scheduler is at the next."""
+    """Returns the number of finished optimizer steps by the schedule: the scheduler is at the
+    next.
+    """
     return int(manager.scheduler.num_steps) - 1
 
 

@@ -10,7 +10,9 @@ from rftmega.runtime.device.residency import Residency
 
 
 def memory_of(moment: Any) -> list[Tensor]:
-    """Returns the plain tensors that a moment consists of: codes and scales, or the moment itself."""
+    """Returns the plain tensors that a moment consists of: codes and scales, or the moment
+    itself.
+    """
     if not is_traceable_wrapper_subclass(moment):
         return [moment]
     names, _ = moment.__tensor_flatten__()

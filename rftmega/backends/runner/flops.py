@@ -94,7 +94,9 @@ def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> in
 
 
 def _windowed(tower: VisionTower, height: int, width: int) -> int:
-    """Returns the number of patch pairs that attend to each other within the windows of one image."""
+    """Returns the number of patch pairs that attend to each other within the windows of one
+    image.
+    """
     if not tower.window:
         return (height * width) ** 2
     side = tower.window // tower.patch_size

@@ -291,8 +291,8 @@ class ModelRunner:
         return batch.loss_fn(stats, experience)
 
     def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
-        """Raises NothingTrained, on every process, if the loss has a gradient at its statistics
-        although no parameter has one.
+        """Raises NothingTrained, on every process, if the loss has a gradient with respect to a
+        statistic, such as a log-prob, although no parameter has one.
 
         A loss without such a gradient (a batch whose advantages are all 0) is a normal step.
         """
@@ -341,7 +341,9 @@ class ModelRunner:
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
-        """Counts a pass; `fed` are the tokens of each row, by data-parallel rank and micro-batch."""
+        """Counts a pass; `fed` are the tokens of each row, by data-parallel rank and
+        micro-batch.
+        """
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
         recorder.count("slots", sum(self._slots(batch) for batches in fed for batch in batches))

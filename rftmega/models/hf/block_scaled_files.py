@@ -1,7 +1,7 @@
-"""Reads folders whose weights are 8-bit floating-point numbers with one scale a block.
+"""Reads folders with FP8 weights that have one scale per block.
 
-A weight is read as its numbers in float32 times their block's scale, in the model's dtype: a band
-of blocks at a time, so that no more than the weight itself is in memory.
+A weight is read as its FP8 numbers in float32 times their block's scale, in the model's dtype: a
+band of blocks at a time, so that no more than the weight itself is in memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ STORED = "F8_E4M3"
 
 
 class ScaledSlice:
-    """ScaledSlice reads what is asked for of one weight."""
+    """ScaledSlice reads slices of one block-scaled weight."""
 
     def __init__(
         self, stored: Any, scales: Tensor, shape: tuple[int, ...], layout: BlockScales
@@ -45,8 +45,8 @@ class ScaledSlice:
 
 
 class BlockScaledFolder(HFFolder):
-    """BlockScaledFolder is a folder whose scales are no tensors of their own, but a part of what
-    they scale.
+    """BlockScaledFolder is a folder whose scales are part of the weights instead of tensors of
+    their own.
     """
 
     def __init__(self, folder: str | Path, layout: BlockScales):
@@ -95,7 +95,9 @@ class BlockScaledFolder(HFFolder):
         return ScaledSlice(stored, scales, tuple(shape), self._layout)
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads a tensor as HFFolder does; the checksum is of what was read, not of the file."""
+        """Reads a tensor as HFFolder does; the checksum is of the dequantised weight, not of the
+        file.
+        """
         if not self._is_scaled(name):
             return super().fill(targets, name, shape)
         weight, found, start = self.slice_of(name, shape), xxhash.xxh3_64(), 0

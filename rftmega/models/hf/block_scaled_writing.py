@@ -1,6 +1,4 @@
-"""Writes weights as 8-bit floating-point numbers with one scale a block, as DeepSeek-V3's makers
-publish theirs.
-"""
+"""Writes FP8 weights with one scale per block, like DeepSeek-V3's published weights."""
 
 from collections.abc import Iterable, Iterator, Set
 
@@ -15,14 +13,16 @@ from rftmega.models.kernels.block_scaled import NUMBERS, quantise
 
 
 class Quantising:
-    """Quantising makes two tensors of each weight that a folder has quantised: numbers and scales."""
+    """Quantising turns each weight that a folder has quantised into two tensors: numbers and
+    scales.
+    """
 
     def __init__(self, layout: BlockScales, names: Set[str]):
-        """`names`: the weights that are quantised."""
+        """Takes the `names` of the weights to quantise."""
         self._layout, self._names = layout, names
 
     def planned(self, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
-        """Returns what `quantised` will give for such a stream, in its order."""
+        """Returns the tensors that `quantised` yields for such a stream, in order."""
         found = []
         for tensor in planned:
             if tensor.name not in self._names:
@@ -35,9 +35,10 @@ class Quantising:
         return found
 
     def quantised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields numbers and then scales of a weight that is quantised, and all else as it is.
+        """Yields the numbers and then the scales of each weight to quantise, and all other tensors
+        unchanged.
 
-        Raises CheckpointError for such a weight that is not finite.
+        Raises CheckpointError for a weight to quantise that is not finite.
         """
         for name, tensor in tensors:
             if name not in self._names:

@@ -1,4 +1,4 @@
-"""Checksums of the files of a Hugging Face folder: our own in a file beside them, or the hub's,
+"""Checksums of the files of a Hugging Face folder: rftmega's in a file beside them, or the hub's,
 which its downloads keep.
 """
 
@@ -16,14 +16,14 @@ from rftmega.core.json_files import read_json_object
 from rftmega.models.hf.hf_folder import CHECKSUMS, OF_WEIGHTS, draft_of, land
 
 FORMAT = 1
-AT_ONCE = 16 * 2**20  # bytes
-# as "sha256:..."
+AT_ONCE = 16 * 2**20  # bytes read at once
+# pattern of each kind of digest; checksums are written as "sha256:..."
 KINDS = {"xxh3": r"[0-9a-f]{32}", "sha256": r"[0-9a-f]{64}", "git": r"[0-9a-f]{40}"}
 
 
 def known_sums(folder: Path) -> dict[str, str]:
-    """Returns file -> checksum, from CHECKSUMS, or else from the hub's download where that has one
-    of every file of weights; or nothing.
+    """Returns file -> checksum from CHECKSUMS, or else from the hub's download if that has one of
+    every weight file; otherwise nothing.
 
     Raises CheckpointError for a CHECKSUMS that can't be read.
     """
@@ -45,9 +45,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) -> str:
-    """Returns a file's checksum of a kind; `step` is called at every few megabytes.
+    """Returns a file's checksum of a kind; `step` is called every few megabytes.
 
-    Raises CheckpointError where it can't be read.
+    Raises CheckpointError if the file can't be read.
     """
     try:
         made: Any = (
@@ -67,9 +67,9 @@ def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) 
 
 
 def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Writes CHECKSUMS, of all files where `sums` are not given.
+    """Writes CHECKSUMS, of all files if `sums` are not given.
 
-    Raises CheckpointError where it can't.
+    Raises CheckpointError if it can't be written.
     """
     if sums is None:
         sums = {path.name: sum_of(path, "xxh3") for path in files_of(folder)}
@@ -108,8 +108,8 @@ def _seal(said: Mapping[str, Any]) -> str:
 
 
 def _hubs(path: Path) -> str | None:
-    """Returns the checksum that the hub gave a file: its cache names files by it, a download to a
-    folder notes it.
+    """Returns the hub's checksum of a file, or None: the hub's cache names files by it, and a
+    download to a folder records it.
     """
     if path.is_symlink() and (target := path.resolve()).parent.name == "blobs":
         return _kinded(target.name)
@@ -129,5 +129,5 @@ def _kinded(digest: str) -> str | None:
 
 
 def _git(path: Path) -> Any:
-    """Starts the hash of a blob in git, by which the hub names small files."""
+    """Starts the hash of a git blob, by which the hub identifies small files."""
     return hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)

@@ -1,5 +1,5 @@
-"""Finds where a folder's tensors lie in a model of transformers, by its own conversion mapping: for
-those that `transformers.named_as_in_a_folder` does not name.
+"""Finds the tensors of a folder in a transformers model by its conversion mapping, for those that
+`transformers.named_as_in_a_folder` does not name.
 """
 
 import re
@@ -19,11 +19,11 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class ConvertedNames:
-    """ConvertedNames gives views of a model's parameters for tensors of a folder."""
+    """ConvertedNames returns views of a model's parameters for tensors of a folder."""
 
     def __init__(self, model: PreTrainedModel):
         kept = model.state_dict().keys()
-        # without duplicates: a tied head is the embedding
+        # without duplicates: a tied LM head is the embedding
         named = [*model.named_parameters(), *model.named_buffers()]
         self._state = {name: tensor.detach() for name, tensor in named if name in kept}
         transforms = get_model_conversion_mapping(model)
@@ -35,7 +35,7 @@ class ConvertedNames:
         self._prefix = model.base_model_prefix
 
     def place_of(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the part of a parameter that is a folder's tensor of this name and shape; None where
+        """Returns the view of a parameter that is a folder's tensor of this name and shape; None if
         there is none.
         """
         target, pattern = rename_source_key(

@@ -1,6 +1,4 @@
-"""A folder that an export makes whole under another name first, and that a later export replaces,
-where it is an export's.
-"""
+"""Export folders: completed under another name first; a later export replaces only exports."""
 
 import logging
 import shutil
@@ -12,14 +10,14 @@ log = logging.getLogger(__name__)
 
 
 def is_anothers(folder: Path) -> bool:
-    """Returns whether something is there that no export made."""
+    """Returns whether the path holds something that no export made."""
     if folder.is_symlink() or not folder.is_dir():
         return folder.exists() or folder.is_symlink()
     return not (folder / MARK).is_file() and any(folder.iterdir())
 
 
 def begin(folder: Path) -> Path:
-    """Makes an empty folder to export to, which gets its name in `settle`.
+    """Creates an empty draft folder to export to, which `settle` renames.
 
     Raises OSError.
     """
@@ -34,11 +32,9 @@ def begin(folder: Path) -> Path:
 
 
 def settle(draft: Path, folder: Path) -> Path:
-    """Gives the draft its name, which it has now.
+    """Renames a complete draft, replacing an earlier export, and returns its path.
 
-    Gives it one beside where that is taken by what no export made.
-
-    Raises OSError.
+    If something else has the name, the draft gets a numbered name beside it. Raises OSError.
     """
     if is_anothers(folder):
         free = folder

@@ -1,5 +1,5 @@
-"""Hugging Face model folders: safetensors files read slice by slice or tensor by tensor, and
-written as a stream.
+"""Hugging Face model folders: safetensors files read by slice or by tensor, and written as a
+stream.
 """
 
 import json
@@ -33,7 +33,7 @@ WEIGHTS = {
     ".distcp",
     ".part",
 }
-# What describes the weights of a folder rather than the model: each folder has its own.
+# Files that describe a folder's weights rather than the model: each folder has its own.
 CHECKSUMS = "checksums.json"  # of the files
 OF_WEIGHTS = {CHECKSUMS, "manifest.json", "progress.jsonl", "metadata.json", ".metadata"}
 DTYPES = {
@@ -55,7 +55,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: 
 
 
 class PlannedTensor(NamedTuple):
-    """PlannedTensor is a tensor that will be written."""
+    """PlannedTensor describes a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -67,10 +67,10 @@ class PlannedTensor(NamedTuple):
 
 
 class HFFolder:
-    """The safetensors files of a model folder, opened lazily and once each."""
+    """HFFolder reads the safetensors files of a model folder, opened lazily and once each."""
 
     def __init__(self, folder: str | Path):
-        """Raises CheckpointError where the folder holds no weights."""
+        """Raises CheckpointError if the folder holds no weights."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -116,7 +116,7 @@ class HFFolder:
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """Returns a lazy slice of tensor `name`.
 
-        Raises CheckpointError where it is missing or of another shape.
+        Raises CheckpointError if it is missing or of another shape.
         """
         file = self._holder(name)
         self.dtype_of(name)
@@ -127,18 +127,17 @@ class HFFolder:
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads tensor `name` into memory of its own: a mapped file would stay resident.
 
-        Raises CheckpointError as `slice_of`.
+        Raises CheckpointError as `slice_of` does.
         """
         tensor = torch.empty(shape, dtype=self.dtype_of(name))
         self.fill([tensor], name, shape)
         return tensor
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads tensor `name` into contiguous tensors, its consecutive rows.
+        """Reads tensor `name` into contiguous tensors of consecutive rows, and returns the checksum
+        of all of it.
 
-        Returns the checksum of all of it.
-
-        Raises CheckpointError as `slice_of`.
+        Raises CheckpointError as `slice_of` does.
         """
         file, said = self._holder(name), self._said(name)
         self.dtype_of(name)
@@ -155,7 +154,9 @@ class HFFolder:
         return str(found.hexdigest())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Raises CheckpointError for what is no floating-point number: weights are quantised, or no
+        """Returns a tensor's dtype.
+
+        Raises CheckpointError unless it is a floating-point dtype: others are quantised, or no
         weights.
         """
         said = self._said(name)["dtype"]
@@ -170,7 +171,7 @@ class HFFolder:
         return tuple(self._said(name)["shape"])
 
     def _said(self, name: str) -> Any:
-        """Returns what the header of its file says of a tensor."""
+        """Returns a tensor's entry in the header of its file."""
         file = self._holder(name)
         _, header = self._header(file)
         if name not in header:
@@ -201,8 +202,8 @@ class HFFolder:
         return self._open[name]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
-        """Returns (where data begins, the header) of a file, which `safe_open` has checked against
-        its length.
+        """Returns (start of the data, header) of a file, which `safe_open` has checked against its
+        length.
         """
         if file not in self._headers:
             self._file(file)
@@ -220,7 +221,7 @@ class HFFolder:
 def read_into(stream: Any, tensor: Tensor, what: str) -> None:
     """Fills a contiguous tensor from an unbuffered file.
 
-    Raises CheckpointError where the file ends early.
+    Raises CheckpointError if the file ends early.
     """
     view = memoryview(bytes_of(tensor))
     while len(view):
@@ -242,15 +243,15 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Returns XXH3 (64 bits) of a tensor's bytes: read as fast as memory, where a CRC takes longer
+    """Returns the XXH3 (64 bits) of a tensor's bytes: as fast as memory, where a CRC takes longer
     than the disk.
     """
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
 
 
 def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, list[PlannedTensor]]:
-    """Yields file name -> tensors, in order, up to `shard_bytes` a file (a larger tensor is a file
-    of its own).
+    """Returns file name -> tensors, in order, up to `shard_bytes` per file (a larger tensor gets a
+    file of its own).
     """
     shards: list[list[PlannedTensor]] = []
     size = 0
@@ -267,20 +268,20 @@ def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, l
 
 
 def draft_of(path: Path) -> Path:
-    """Returns the path of a file while it is written."""
+    """Returns the temporary path of a file that is being written."""
     return path.with_name(path.name + ".part")
 
 
 def land(path: Path) -> None:
-    """Gives a written file its name, once it is on the disk."""
+    """Renames a written file to its final name, once it is on the disk."""
     with draft_of(path).open("rb") as stream:
         os.fsync(stream.fileno())
     draft_of(path).rename(path)
 
 
 class WrittenFile(NamedTuple):
-    """Checksums of a written file: XXH3 (64 bits) of each tensor by name, and XXH3 (128 bits) of
-    all its bytes, in hex.
+    """WrittenFile holds the checksums of a written file: XXH3 (64 bits) of each tensor by name, and
+    XXH3 (128 bits) of all its bytes, in hex.
     """
 
     tensors: dict[str, str]
@@ -290,9 +291,7 @@ class WrittenFile(NamedTuple):
 def write_shard(
     path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> WrittenFile:
-    """Writes the next tensors of a stream, of which one is in memory at a time.
-
-    Gives their checksums.
+    """Writes the next tensors of a stream, one in memory at a time, and returns their checksums.
 
     The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor
     that is not finite.
@@ -332,8 +331,8 @@ def write_shard(
 
 
 class _Summed:
-    """A raw stream, and the checksum of what was written to it: the bytes are in the processor's
-    caches then.
+    """_Summed is a raw stream with a checksum of the bytes written to it, computed while they are
+    in the processor's caches.
     """
 
     def __init__(self, stream: Any):
@@ -351,7 +350,7 @@ def write_all(stream: Any, tensor: Tensor) -> None:
 
 
 def write_bytes(stream: Any, content: Any) -> None:
-    """Writes all of them: a raw stream takes what it likes at a call, 2 GiB at most."""
+    """Writes all bytes: a raw stream may take fewer in one call, 2 GiB at most."""
     view = memoryview(content)
     while len(view):
         view = view[stream.write(view) :]
@@ -368,11 +367,11 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
 
 
 def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> str | None:
-    """Copies config, tokenizer and generation files: everything but weights and what describes
-    them. `quantised`: the weights are written as config.json says that they are quantised.
+    """Copies config, tokenizer and generation files: everything but weights and their descriptions.
 
-    Gives what config.json says otherwise than before, where layers that are left out were counted
-    in it or weights were quantised, as text.
+    `quantised`: the weights are written quantised, as config.json describes. Returns the changes to
+    config.json as text, or None: layers that are left out are not counted, and quantisation of
+    weights that are written unquantised is removed.
     """
     said = None
     for path in source.iterdir():
@@ -392,8 +391,8 @@ def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> s
 
 
 def _as_written(config: Path, *, quantised: bool) -> str | None:
-    """Rewrites a copy of config.json where it counts layers that are left out, or says how weights
-    were quantised; says so.
+    """Rewrites a copy of config.json if it counts layers that are left out, or describes quantised
+    weights; returns the changes as text, or None.
     """
     content = read_json_object(config)
     changes = written(content)

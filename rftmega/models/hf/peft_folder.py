@@ -1,4 +1,4 @@
-"""A folder of adapters as PEFT writes and reads it: adapter_model.safetensors, adapter_config.json."""
+"""Adapter folders as PEFT writes and reads them: adapter_model.safetensors, adapter_config.json."""
 
 import json
 import math
@@ -31,11 +31,11 @@ from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, write_shard
 
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # before the name of a module of transformers' model
-# copies of frozen weights, which PEFT writes beside the pairs of embedding and head
+PREFIX = "base_model.model."  # prefix of module names in transformers' model
+# copies of frozen weights, which PEFT writes beside the pairs of embedding and LM head
 COPY = f".base_layer{WEIGHT}"
 COPIES = tuple(name + COPY for name in OF_VOCABULARY)
-WRITTEN: dict[str, Any] = {  # of what an adapter could be besides, as PEFT says that it is not
+WRITTEN: dict[str, Any] = {  # further options of adapters, which PEFT writes as unused
     **{"use_dora": False, "fan_in_fan_out": False, "lora_bias": False},
     **{"bias": "none", "modules_to_save": None, "layers_to_transform": None},
     **{"rank_pattern": {}, "alpha_pattern": {}},
@@ -43,8 +43,10 @@ WRITTEN: dict[str, Any] = {  # of what an adapter could be besides, as PEFT says
 
 
 def beginning(seed: int) -> Whole:
-    """Returns what adapters begin with, so that they change nothing yet: B is zero, A is drawn from
-    PEFT's distribution, by its name. Of an embedding A is zero, and B drawn.
+    """Returns the initial matrices of adapters that change nothing yet: B is zero, A is drawn from
+    PEFT's distribution, seeded by its name.
+
+    Of an embedding A is zero, and B drawn.
     """
 
     def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -60,8 +62,8 @@ def beginning(seed: int) -> Whole:
 
 
 class LookedAt(NamedTuple):
-    """LookedAt holds names of tensors of a folder: those that a process has read, and copies of frozen
-    weights that are not the model's.
+    """LookedAt holds names of a folder's tensors: those that a process has read, and copies of
+    frozen weights that differ from the model's.
     """
 
     read: set[str]
@@ -72,9 +74,9 @@ class PEFTFolder:
     """PEFTFolder reads the adapters of one folder."""
 
     def __init__(self, folder: str | Path, *, option: str = ""):
-        """`option`: which option names the folder, for messages.
+        """Opens a folder; `option` is the option that names it, for messages.
 
-        Raises CheckpointError for adapters of a kind that is not known here.
+        Raises CheckpointError for adapters of an unsupported kind.
         """
         self.folder = Path(folder)
         self._named = f"{option}: " if option else ""
@@ -103,7 +105,7 @@ class PEFTFolder:
         raise CheckpointError(f"{self._named}{self.folder / CONFIG}: {'; '.join(reasons)}.")
 
     def _refuse_odd(self, targets: Sequence[str]) -> None:
-        """Raises CheckpointError for tensors that are no matrix of a whole pair, or of a pair on a
+        """Raises CheckpointError for tensors that belong to no complete pair, or to a pair on a
         module that is none of the `targets`.
         """
         names = set(self.files.names)
@@ -116,7 +118,7 @@ class PEFTFolder:
                 self._refuse([f"a pair is on {module!r}, which target_modules do not name"])
 
     def check(self, lora: LoRA, targets: Iterable[str]) -> None:
-        """Raises CheckpointError where the options ask for other adapters, on other modules than
+        """Raises CheckpointError if the options ask for other adapters, or for other modules than
         `targets`.
         """
         pairs = (("r", "rank"), ("lora_alpha", "alpha"), ("use_rslora", "rslora"))
@@ -134,7 +136,7 @@ class PEFTFolder:
 
     @property
     def scaling(self) -> float:
-        """Returns what a pair's product is multiplied by."""
+        """Returns the factor of a pair's product."""
         return scaling_of(self.rank, self.alpha, rslora=self.rslora)
 
     @property
@@ -147,10 +149,10 @@ class PEFTFolder:
         ]
 
     def pair(self, module: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Reads (A [rank, columns], B [rows, rank]) of a module, whose weight is [rows, columns]. An
-        embedding's pair is turned around: PEFT's A looks up its rows.
+        """Reads (A [rank, columns], B [rows, rank]) of a module, whose weight is [rows, columns].
 
-        Raises CheckpointError where one is missing or of another shape.
+        An embedding's pair is swapped and transposed: PEFT's A looks up its rows. Raises
+        CheckpointError if a matrix is missing or of another shape.
         """
         down, up = pair_names(module)
         if down.endswith(EMBEDDING_DOWN):
@@ -160,16 +162,16 @@ class PEFTFolder:
         return a, self.whole(up, (rows, self.rank))
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Reads a tensor, by its name without PEFT's prefix.
+        """Reads a tensor by its name without PEFT's prefix.
 
-        Raises CheckpointError where it is missing or of another shape.
+        Raises CheckpointError if it is missing or of another shape.
         """
         self._read.add(PREFIX + name)
         return self.files.whole(PREFIX + name, shape)
 
     def compare(self, weight: str, shape: tuple[int, ...], held: Callable[[Tensor], bool]) -> None:
-        """Looks at PEFT's copy of a frozen weight, where there is one. `held` says whether it is what
-        this process holds of the model's own.
+        """Compares PEFT's copy of a frozen weight, if there is one, with the model's; `held`
+        returns whether it equals this process's part.
         """
         name = PREFIX + weight.removesuffix(WEIGHT) + COPY
         if name in self.files:
@@ -179,12 +181,12 @@ class PEFTFolder:
 
     @property
     def looked_at(self) -> LookedAt:
-        """Returns what this process has read, for `refuse_rest`."""
+        """Returns the names of tensors that this process has read, for `refuse_rest`."""
         return LookedAt(self._read, self._changed)
 
     def refuse_copies(self, everyones: Sequence[LookedAt]) -> None:
-        """Raises CheckpointError for copies of frozen weights that are others than the model's: the
-        adapter was learnt beside those.
+        """Raises CheckpointError for copies of frozen weights that differ from the model's: the
+        adapter was trained beside those.
         """
         if changed := sorted(set().union(*(each.changed for each in everyones))):
             self._refuse(
@@ -195,7 +197,9 @@ class PEFTFolder:
             )
 
     def refuse_rest(self, everyones: Sequence[LookedAt]) -> None:
-        """Raises CheckpointError for tensors that no process has read, and as `refuse_copies`."""
+        """Raises CheckpointError for tensors that no process has read, and for copies as
+        `refuse_copies` does.
+        """
         self.refuse_copies(everyones)
         if rest := sorted(set(self.files.names).difference(*(each.read for each in everyones))):
             self._refuse(
@@ -211,25 +215,25 @@ def _told(value: float | bool) -> str:
 
 
 def names_of_pairs(names: Iterable[str]) -> set[str]:
-    """Returns the names of matrices that belong to a pair: a second one alone is of a tensor that
-    has no adapter, and zeros.
+    """Returns the names of matrices that belong to a pair; a second matrix alone is of a tensor
+    without an adapter, and zeros.
     """
     known = set(names)
     return {name for name in known if pair_names(module_of(name))[0] in known}
 
 
 def trained_whole(names: Iterable[str]) -> list[str]:
-    """Returns those of the names that are no matrix of a pair: of a value head."""
+    """Returns the names that are no matrix of a pair: those of a value head."""
     return [name for name in names if not name.endswith((*DOWNS, *UPS))]
 
 
 def write_pairs(
     folder: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> set[str]:
-    """Writes the tensors of a stream, which are the `planned` ones in their order; returns the
-    modules that pairs are on.
+    """Writes the tensors of a stream, which are the `planned` ones in their order, and returns the
+    modules with pairs.
 
-    Of a weight some of whose HF tensors have an adapter, the second matrix has zeros for the others:
+    If only some HF tensors of a weight have an adapter, the second matrix has zeros for the others:
     those are left out.
     """
     pairs = names_of_pairs(each.name for each in planned)
@@ -241,7 +245,7 @@ def write_pairs(
 
 
 def described(*, rank: int, alpha: float, targets: Iterable[str], rslora: bool) -> dict[str, Any]:
-    """Returns what adapter_config.json says of the pairs."""
+    """Returns the fields of adapter_config.json that describe the pairs."""
     return {
         "peft_type": "LORA",
         "r": rank,
@@ -262,8 +266,8 @@ def write_config(
     rslora: bool = False,
     whole: Sequence[str] = (),
 ) -> None:
-    """Writes adapter_config.json, and a card. `whole`: the names of a value head's tensors,
-    `trained_whole`.
+    """Writes adapter_config.json and a model card; `whole`: the names of a value head's tensors
+    (`trained_whole`).
     """
     modules = sorted({name.rpartition(".")[0] for name in whole})
     said = {
@@ -289,7 +293,7 @@ def write_config(
 
 
 def _task_of(whole: Sequence[str]) -> str:
-    """Returns PEFT's name of what the model of transformers is whose tensors `whole` are."""
+    """Returns PEFT's task type for a model whose fully trained tensors are `whole`."""
     if not whole:
         return "CAUSAL_LM"
     # transformers' sequence classifiers have no bias

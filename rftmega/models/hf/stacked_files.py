@@ -1,7 +1,7 @@
-"""Reads and writes stacks of a folder by the matrix.
+"""Reads and writes the matrices of a folder's stacked expert tensors.
 
-What was published and what transformers 5 writes are both read. What was published is written:
-every release of transformers, and vLLM, reads that.
+Both the published layout and that of transformers 5 are read. The published one is written: every
+release of transformers, and vLLM, reads it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum, read_
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
-    """Opens the weights of a folder, whose names are those of the family's table then.
+    """Opens the weights of a folder, with the names of the architecture's conversion table.
 
     Raises CheckpointError as HFFolder, UnstackedFolder and BlockScaledFolder do, and for a folder
-    that would be both of these.
+    that would need both of the latter.
     """
     stacks, scales = stacks_of(hf_config), block_scales(hf_config)
     if stacks and scales:
@@ -37,7 +37,7 @@ def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
 
 
 class MatrixSlice:
-    """MatrixSlice reads what is asked for of one matrix."""
+    """MatrixSlice reads slices of one matrix in a stack."""
 
     def __init__(self, stored: Any, place: Place):
         self._stored, self._place = stored, place
@@ -108,7 +108,7 @@ class UnstackedFolder(HFFolder):
         return checksum(matrix)
 
     def _expert(self, place: Place) -> Tensor:
-        """Reads all matrices of an expert in a stack, which lie together."""
+        """Reads all matrices of an expert in a stack, which are contiguous."""
         name = place.stack.name
         file, said = self._holder(name), self._said(name)
         start, _ = self._header(file)
@@ -128,11 +128,11 @@ class UnstackedFolder(HFFolder):
 
 
 def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
-    assert tuple(shape) == place.stack.shape, (name, shape)  # both are config.json's
+    assert tuple(shape) == place.stack.shape, (name, shape)  # both are from config.json
 
 
 class Stacking:
-    """Stacking puts the matrices of experts into the tensors that a folder has of them."""
+    """Stacking merges the matrices of experts into a folder's stacked tensors."""
 
     def __init__(self, stacks: Sequence[Stack]):
         self._places = {
@@ -140,7 +140,7 @@ class Stacking:
         }
 
     def planned(self, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
-        """Returns what `stacked` will give for such a stream, in its order."""
+        """Returns the tensors that `stacked` yields for such a stream, in order."""
         found, missing = [], _Missing()
         for tensor in planned:
             place = self._places.get(tensor.name)
@@ -151,15 +151,15 @@ class Stacking:
         return found
 
     def matrices(self, names: Iterable[str]) -> set[str]:
-        """Returns the names of what a folder's tensors of these names are made of."""
+        """Returns the names of the matrices that a folder's tensors of these names consist of."""
         chosen = set(names)
         inside = {name for name, place in self._places.items() if place.stack.name in chosen}
         return inside | (chosen - {place.stack.name for place in self._places.values()})
 
     def stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields a stack as soon as its last matrix came, and all else at once.
+        """Yields a stack as soon as its last matrix has arrived, and all other tensors at once.
 
-        It holds the stacks whose matrices come, one layer's where a stream goes layer by layer.
+        It holds incomplete stacks: one layer's, if the stream goes layer by layer.
         """
         missing, held = _Missing(), dict[str, Tensor]()
         for name, tensor in tensors:
@@ -175,13 +175,13 @@ class Stacking:
 
 
 class _Missing:
-    """_Missing counts the matrices of stacks."""
+    """_Missing counts the missing matrices of stacks."""
 
     def __init__(self) -> None:
         self._left: dict[str, int] = {}
 
     def is_last(self, place: Place) -> bool:
-        """Counts a matrix; says whether it is the last of its stack."""
+        """Counts a matrix, and returns whether it is the last of its stack."""
         stack = place.stack
         left = self._left.get(stack.name, len(stack.matrices) * len(stack.matrices[0])) - 1
         self._left[stack.name] = left

@@ -1,1 +1,1 @@
-"""Kernels that every training backend shares: they know tensors and process groups, and no model."""
+"""Kernels shared by all training backends; they take tensors and process groups, and no models."""

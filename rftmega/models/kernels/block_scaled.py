@@ -1,5 +1,5 @@
-"""Numbers of 8 bits with one scale a block of a matrix: in e4m3, as DeepSeek-V3's makers publish
-theirs (arXiv:2412.19437, section 3.3.2), or whole ones.
+"""Block-scaled 8-bit quantisation of matrices: FP8 (e4m3), like DeepSeek-V3's published weights
+(arXiv:2412.19437, section 3.3.2), or int8.
 
 Legend: R rows, C columns of a weight.
 """
@@ -14,9 +14,10 @@ LARGEST = torch.finfo(NUMBERS).max
 def quantise(
     weight_RC: Tensor, high: int, wide: int, numbers: torch.dtype = NUMBERS
 ) -> tuple[Tensor, Tensor]:
-    """Returns `numbers` [R, C] (e4m3 or int8) and scales [blocks down, blocks across] in float32: the
-    largest of a block of `high` rows and `wide` columns becomes the largest number. A block of zeros
-    has scale 1.
+    """Returns `numbers` [R, C] (e4m3 or int8) and scales [blocks down, blocks across] in float32.
+
+    The largest of a block of `high` rows and `wide` columns becomes the largest number. A block of
+    zeros has scale 1.
     """
     largest = LARGEST if numbers is NUMBERS else torch.iinfo(numbers).max
     rows, columns = weight_RC.shape
@@ -33,7 +34,7 @@ def quantise(
 
 
 def dequantised(numbers_RC: Tensor, scales: Tensor, high: int, wide: int) -> Tensor:
-    """Returns what the numbers and their scales stand for, [R, C] float32."""
+    """Returns the dequantised weight [R, C] in float32."""
     rows, columns = numbers_RC.shape
     spread = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
     return numbers_RC.float() * spread

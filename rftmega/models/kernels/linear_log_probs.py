@@ -1,5 +1,5 @@
-"""Log-probabilities and entropy straight from hidden states: the logits exist for a chunk of tokens
-at a time.
+"""Log-probs and entropy directly from hidden states: the logits exist for one chunk of tokens at a
+time.
 
 Legend: N tokens, H hidden size, V this rank's part of the vocabulary, c tokens of a chunk.
 """
@@ -18,15 +18,15 @@ CHUNK = 1024  # tokens whose logits exist at once: memory is O(CHUNK x V), whate
 
 
 class VocabularyShard(NamedTuple):
-    """VocabularyShard says which columns of the vocabulary a rank holds."""
+    """VocabularyShard is the range of the vocabulary that a rank holds."""
 
     first: int  # id of the first column
-    real: int  # columns that are words; those behind them are padding
+    real: int  # columns of the vocabulary; those behind them are padding
     group: Any  # the tensor-parallel group; None for a group of one
 
     @classmethod
     def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "VocabularyShard":
-        """Returns the place of this rank's `width` columns in `group`.
+        """Returns the shard of this rank's `width` columns in `group`.
 
         `vocabulary` is the true size.
         """
@@ -47,11 +47,12 @@ def linear_stats(
     """Returns (log-prob of each target, entropy), both [N] float32, of softmax((hidden @ weight.T +
     bias) / temperature); differentiable.
 
-    `bias` [V] is of this rank's columns. Of a `pair` of low rank, inner [N, r] and up [V, r], inner @
+    `bias` [V] is of this rank's columns. Of a low-rank `pair`, inner [N, r] and up [V, r], inner @
     up.T is added to hidden @ weight.T; inner's gradient is this rank's share as well.
+
     `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero
-    gradient. The gradient of `hidden` is this rank's share: a sum over the tensor-parallel ranks is
-    the caller's (Megatron's mappings do it).
+    gradient. The gradient of `hidden` is this rank's share: the caller sums it over the
+    tensor-parallel ranks (Megatron's mappings do it).
     """
     if not isinstance(temperature, Tensor):
         temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
@@ -63,8 +64,8 @@ def linear_stats(
 
 
 class _LinearStats(torch.autograd.Function):
-    """With p the softmax and H its entropy: d logp / d logit = [target] - p, d H / d logit = -p
-    (log p + H).
+    """_LinearStats implements `linear_stats`: with p the softmax and H its entropy, d logp / d
+    logit = [target] - p, d H / d logit = -p (log p + H).
     """
 
     @staticmethod
@@ -88,7 +89,7 @@ class _LinearStats(torch.autograd.Function):
         shift = largest - top  # from this rank's largest logit to the largest of all
         scale = shift.exp()
         normaliser, weighted, target = sums
-        # A rank of padding only has -inf as its largest: its sums are 0, and 0 * -inf is not.
+        # A rank with padding only has -inf as its largest: its sums are 0, and 0 * -inf is not.
         totals = torch.stack(
             [
                 scale * normaliser,
@@ -114,7 +115,7 @@ class _LinearStats(torch.autograd.Function):
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(logits.hidden)
         grad_inner = None if logits.inner is None else torch.empty_like(logits.inner)
-        # of those that are not frozen
+        # of weights that are not frozen
         grad_weight = _zeros_for(logits.weight, ctx.needs_input_grad[1])
         grad_bias = _zeros_for(logits.bias, ctx.needs_input_grad[2])
         grad_up = _zeros_for(logits.up, ctx.needs_input_grad[4])
@@ -130,7 +131,7 @@ class _LinearStats(torch.autograd.Function):
             grad, of_targets = _fused(_gradient)(
                 given, known, temperature[part], normaliser, column, pulled, shard.real
             )  # fmt: skip
-            # what a target is pulled by is added before rounding: beside it, 1 - p may be little
+            # a target's own term is added before rounding: beside it, 1 - p may be small
             of_targets = (of_targets + pull[part, None]).to(grad.dtype)
             grad.scatter_(-1, column, torch.where(held, of_targets, grad.gather(-1, column)))
             grad_hidden[part] = grad @ logits.weight
@@ -142,7 +143,7 @@ class _LinearStats(torch.autograd.Function):
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_up is not None:
                 _add_product(grad_up, grad.T, given.inner)
-            del grad  # before the next one is made
+            del grad  # before the next one is allocated
         of_weight = None if grad_weight is None else grad_weight.to(logits.weight.dtype)
         of_bias = None if grad_bias is None else grad_bias.to(logits.bias.dtype)
         of_up = None if grad_up is None else grad_up.to(logits.up.dtype)
@@ -150,7 +151,7 @@ class _LinearStats(torch.autograd.Function):
 
 
 class _Logits(NamedTuple):
-    """_Logits is what logits [N, V] are made of."""
+    """_Logits holds the factors of the logits [N, V]."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
@@ -159,7 +160,7 @@ class _Logits(NamedTuple):
     up: Any = None  # [V, r], or None
 
     def of(self, part: slice) -> "_Logits":
-        """Returns the same of some tokens."""
+        """Returns the same factors for some tokens."""
         inner = None if self.inner is None else self.inner[part]
         return self._replace(hidden=self.hidden[part], inner=inner)
 
@@ -174,7 +175,7 @@ class _Logits(NamedTuple):
 
 
 def _zeros_for(weight: Tensor | None, learns: bool) -> Tensor | None:
-    """Returns what the gradient of a weight that learns is added up in."""
+    """Returns the fp32 accumulator of a weight's gradient; None if the weight is not trained."""
     return torch.zeros_like(weight, dtype=torch.float32) if weight is not None and learns else None
 
 
@@ -185,17 +186,16 @@ def _local_sums(
     shard: VocabularyShard,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns this rank's largest logit m [N], and [3, N]: sum of exp(x - m), sum of exp(x - m) (x
-    - m), the target's logit or 0.
+    """Returns this rank's largest logit m [N]; [3, N]: sum of exp(x - m), sum of exp(x - m) (x -
+    m), the target's logit or 0; and x - m of the last chunk [c, V], or None.
 
-    Third, x - m of the last chunk [c, V]: it costs no more than a chunk does anyway, and backward
-    need not compute it again.
+    The last chunk takes no more memory than any chunk, and the backward pass need not recompute it.
     """
     last = None
     hidden = logits.hidden
     largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     sums = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
-    parts = _parts(len(hidden), chunk) if shard.real else []  # there are ranks of padding only
+    parts = _parts(len(hidden), chunk) if shard.real else []  # some ranks hold padding only
     for part in parts:
         column, held = _columns(targets[part], shard)
         largest[part], sums[0, part], sums[1, part], target, last = _fused(_row_sums)(
@@ -206,18 +206,20 @@ def _local_sums(
 
 
 class _Pulled(NamedTuple):
-    """_Pulled says how the loss pulls at each token of a chunk, all [c] float32."""
+    """_Pulled holds the loss's gradients and the entropy at each token of a chunk, all [c]
+    float32.
+    """
 
-    pull: Tensor  # at its log-prob, by temperature
-    spread: Tensor | None  # at its entropy, by temperature
+    pull: Tensor  # gradient of its log-prob, by temperature
+    spread: Tensor | None  # gradient of its entropy, by temperature
     entropy: Tensor
 
 
 def _row_sums(
     given: _Logits, temperature: Tensor, column: Tensor, real: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns each token's largest logit x of the first `real` columns, m [c], sum of exp(x - m), sum of
-    exp(x - m) (x - m), the logit at `column` [c, 1], and with `keep` x - m itself [c, V].
+    """Returns each token's largest logit x of the first `real` columns, m [c], sum of exp(x - m),
+    sum of exp(x - m) (x - m), the logit at `column` [c, 1], and with `keep` x - m itself [c, V].
     """
     logits = given.made(temperature)
     target = logits.gather(-1, column)
@@ -238,10 +240,10 @@ def _gradient(
     pulled: _Pulled,
     real: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the logits [c, V] but for the pull at each target itself, 0 on padding,
-    and what it is at `column`, unrounded [c, 1].
+    """Returns the gradient of the logits [c, V] without each target's own term, 0 on padding, and
+    its value at `column`, unrounded [c, 1].
 
-    `known`: the logits, where they need not be computed again; they are changed. `normaliser` [c] is
+    `known`: the logits, if they need not be recomputed; they are modified. `normaliser` [c] is
     subtracted from them.
     """
     if known is None:
@@ -254,7 +256,7 @@ def _gradient(
 
 
 def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:
-    """Returns -p (spread (log p + H) + pull). Changes `log_p`."""
+    """Returns -p (spread (log p + H) + pull); modifies `log_p`."""
     grad = log_p.exp()
     if pulled.spread is None:
         return grad.mul_(-pulled.pull[:, None])
@@ -263,7 +265,7 @@ def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Adds a product to `total` in float32."""
+    """Adds a matrix product to `total` in float32."""
     if one.dtype == torch.float32:
         total.addmm_(one, other)
     else:
@@ -271,7 +273,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a chunk as few kernels, where the device has a compiler."""
+    """Returns a function of a chunk compiled to few kernels, if the device has a compiler."""
     return _compiled(function, device.current())
 
 
@@ -281,7 +283,7 @@ def _compiled(function: Callable[..., Any], where: device.Device) -> Callable[..
 
 
 def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Returns each target's column here (0 where another rank has it), and whether it is here, both
+    """Returns each target's local column (0 if another rank has it), and whether it is local, both
     [c, 1].
     """
     local = targets - shard.first

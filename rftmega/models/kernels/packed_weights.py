@@ -1,4 +1,4 @@
-"""Weights that never change, kept on the host in 8 bits."""
+"""Frozen weights, kept on the host in int8."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +13,22 @@ from rftmega.runtime import device
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """PackedWeight is a weight as whole numbers [R, C], and a scale for each `wide` columns of a row."""
+    """PackedWeight is a weight as int8 numbers [R, C], with a scale for each `wide` columns of a
+    row.
+    """
 
-    weight: Tensor  # [R, C], on the device or away
+    weight: Tensor  # [R, C], on the device or offloaded
     wide: int
     numbers: Tensor  # int8, on the host
     scales: Tensor  # float32, on the host
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Fills the weight, which must be on the device."""
+        """Dequantises into the weight, which must be on the device."""
         self.weight.copy_(self._on(self.weight.device))
 
     def unpacked(self) -> Tensor:
-        """Returns what the weight holds, on the host."""
+        """Returns the dequantised weight on the host."""
         return self._on(torch.device("cpu")).to(self.weight.dtype)
 
     @property
@@ -41,12 +43,13 @@ class PackedWeight:
 
 @torch.no_grad()
 def pack(weights: Sequence[Tensor], *, wide: int) -> tuple[list[PackedWeight], float]:
-    """Packs matrices, and gives each what its numbers stand for: it is the same from now on,
-    wherever it has been. Returns them, and the root mean square of the error over that of the
-    weights.
+    """Packs matrices, and sets each to its dequantised values, so that offloading does not change
+    it.
+
+    Returns the packed weights, and the root mean square of the error over that of the weights.
     """
     blocks = [-(-weight.shape[1] // wide) for weight in weights]
-    # one buffer of each kind: a pinned one costs a call of the driver
+    # one buffer of each kind: pinning one costs a call of the driver
     numbers = device.current().host_buffer(sum(each.numel() for each in weights), torch.int8)
     together = sum(len(weight) * across for weight, across in zip(weights, blocks, strict=True))
     scales = device.current().host_buffer(together, torch.float32)

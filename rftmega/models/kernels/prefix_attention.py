@@ -1,9 +1,8 @@
-"""Causal attention of queries whose row began before them, by kernels that never hold a score for
-longer than a block.
+"""Causal attention of queries in the middle of a row, by kernels that never materialise the scores.
 
-Those kernels know a square under the diagonal and a rectangle without a mask. A chunk of a row
-needs both: all that came before it, and itself. Each half gives its output and the logarithm of its
-softmax's denominator, from which the whole follows.
+Those kernels support a square with a causal mask and a rectangle without a mask. A chunk of a row
+needs both: all that came before it, and itself. Each half returns its output and the logarithm of
+its softmax's denominator, from which the whole follows.
 """
 
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-WIDEST = 256  # heads, of CUDA's kernel
+WIDEST = 256  # largest head size of CUDA's kernel
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Returns whether the kernels take such tensors, without dropout: on CUDA of half precision and
-    narrow heads.
+    """Returns whether the kernels support such tensors, without dropout: on CUDA in half precision,
+    with head sizes up to WIDEST.
     """
     if query.device.type != "cuda":
         return True
@@ -28,13 +27,14 @@ def has_kernel(query: Tensor) -> bool:
 def attend_to_prefix(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attends [b, heads, q, d] over [b, groups, k, d], q below k, to [b, heads, q, d of values].
+    """Computes attention of [b, heads, q, d] over [b, groups, k, d], q below k, to [b, heads, q, d
+    of values].
 
     The last query sees the last key.
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # one width for all, which CUDA's kernel can load
+    # one size for all, which CUDA's kernel can load
     widest = -(-max(query.shape[-1], width) // 8) * 8
     query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     attended: Tensor = _Joined.apply(query, key, value, scale)
@@ -42,9 +42,11 @@ def attend_to_prefix(
 
 
 class _Joined(torch.autograd.Function):
-    """The softmax over both halves is each half's, weighted by its share of the denominator; so is
-    the backward pass, where a kernel that is given the whole's output and denominator computes its
-    half's gradients.
+    """_Joined computes the softmax over both halves: each half's output is weighted by its share of
+    the denominator.
+
+    So is the backward pass, where a kernel that gets the whole's output and denominator computes
+    its half's gradients.
     """
 
     @staticmethod
@@ -82,7 +84,7 @@ class _Joined(torch.autograd.Function):
             ctx.scale,
         )
         to_query = _beside(first[0], query) + second[0]
-        # by the heads of a group
+        # summed over the heads of a group
         shared = (x.unflatten(1, (groups, -1)).sum(2) for x in second[1:])
         to_key, to_value = (torch.cat(both, 2) for both in zip(first[1:], shared, strict=True))
         return to_query, to_key, to_value, None
@@ -95,19 +97,20 @@ def _halves(
 
 
 def _behind(x: Tensor, groups: int) -> Tensor:
-    """Maps [b, heads, q, ...] to [b, groups, heads of a group * q, ...]: without a mask they are so
-    many more queries of one head, and no key need be copied for each.
+    """Maps [b, heads, q, ...] to [b, groups, heads of a group * q, ...].
+
+    Without a mask these are more queries of one head, and no key need be copied for each.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _beside(x: Tensor, query: Tensor) -> Tensor:
-    """Goes the way back, to the heads of `query`."""
+    """Maps the result of `_behind` back to the heads of `query`."""
     return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a key and a value for every head."""
+    """Repeats keys and values for every head."""
     repeat = query.shape[1] // key.shape[1]
     return (
         (key, value)
@@ -119,8 +122,8 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Returns (output, logarithms of the denominators [b, heads, q], what the backward pass wants
-    besides).
+    """Returns (output, logarithms of the denominators [b, heads, q], further inputs of the backward
+    pass).
     """
     if query.device.type == "cuda":
         out, denominator, *seeds, _ = aten._scaled_dot_product_flash_attention(

@@ -1,1 +1,1 @@
-"""Modules that Megatron's layers are built of here: attention, norms and rotary embeddings."""
+"""Custom modules for Megatron's layers: attention, norms, rotary embeddings and adapters."""

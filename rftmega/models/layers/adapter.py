@@ -1,12 +1,12 @@
-"""An adapter on a linear layer that is split over tensor-parallel ranks: scaling * b a x is added to
-what the layer gives (LoRA, arXiv:2106.09685).
+"""LoRA adapters (arXiv:2106.09685) on linear layers that are split over tensor-parallel ranks:
+scaling * b a x is added to the layer's output.
 
 A column-parallel layer has `a` whole and its own rows of `b`, a row-parallel one its own columns of
-`a` and `b` whole. What one process has whole is no shard: its gradient is counted once, and with
-sequence parallelism, where each rank sees its own tokens, summed over the ranks.
+`a` and `b` whole. A matrix that every process has whole is no shard: its gradient is counted once,
+and with sequence parallelism, where each rank sees its own tokens, summed over the ranks.
 
-An expert's layers talk to nobody: the dispatcher gives all processes that share an expert the same
-tokens, and adds up what they give.
+An expert's layers do not communicate: the dispatcher gives all processes that share an expert the
+same tokens, and sums their outputs.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 
 class LowRankAdapter(nn.Module):
-    """LowRankAdapter holds the two matrices of one layer. [s, b, in] -> [s, b, out]."""
+    """LowRankAdapter holds the two matrices of one layer's adapter: [s, b, in] -> [s, b, out]."""
 
     members: Tensor
 
@@ -43,9 +43,11 @@ class LowRankAdapter(nn.Module):
         of_expert: bool,
         group: Any,
     ):
-        """`weight` [out, in] is this process's of the layer. `members` [out, pairs] has a 1 where a
-        row belongs to a pair of matrices: q, k and v have one each, and lie in one weight. `group`:
-        the processes that share the layer.
+        """Creates the adapter with zero matrices.
+
+        `weight` [out, in] is this process's part of the layer. `members` [out, pairs] has a 1 where
+        a row belongs to a pair of matrices: q, k and v have one each, and lie in one weight.
+        `group`: the processes that share the layer.
         """
         super().__init__()
         out, into = weight.shape
@@ -75,8 +77,8 @@ class LowRankAdapter(nn.Module):
     def _of_all_tokens(self, given: Tensor) -> Tensor:
         """Returns this process's part of an expert's sum, or its rows.
 
-        Tokens and sums are the dispatcher's, in both directions. What is left to do is to sum the
-        gradient of the matrix that every process has whole.
+        The dispatcher handles tokens and sums in both directions. Only the gradient of the matrix
+        that every process has whole must be summed here.
         """
         a, b = self.a, self.by_pair()
         if self.row_parallel:
@@ -86,18 +88,18 @@ class LowRankAdapter(nn.Module):
         return self.scaling * F.linear(F.linear(self._dropped(given), a), b)
 
     def delta(self, rows: slice, columns: slice) -> Tensor:
-        """Returns what is added to rows and columns of the weight, in float32."""
+        """Returns the delta of rows and columns of the weight, in float32."""
         up, down = self.by_pair()[rows].float(), self.a[:, columns].float()
         return self.scaling * (up @ down)
 
     def by_pair(self) -> Tensor:
-        """Returns b as [out, pairs * rank]: each row where its pair's part of a's rows is."""
+        """Returns b as [out, pairs * rank]: each row in the columns of its pair."""
         if self.one_pair:
             return self.b
         return (self.members[:, :, None] * self.b[:, None]).flatten(1)
 
     def _for_shards(self, inner: Tensor) -> Tensor:
-        """Returns all tokens' values, whose gradient is a sum over the shards of `b`."""
+        """Returns all tokens' values, whose gradient is summed over the shards of `b`."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
                 inner, tensor_parallel_output_grad=True, group=self.group
@@ -105,7 +107,7 @@ class LowRankAdapter(nn.Module):
         return copy_to_tensor_model_parallel_region(inner, group=self.group)
 
     def _summed(self, inner: Tensor) -> Tensor:
-        """Returns the sum over the shards of `a`: r columns travel, not those of the layer."""
+        """Returns the sum over the shards of `a`, which sends r columns instead of the layer's."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
@@ -113,7 +115,7 @@ class LowRankAdapter(nn.Module):
     def _dropped(self, given: Tensor) -> Tensor:
         if not (self.training and self.dropout):
             return given
-        if self.of_expert:  # how many tokens a process has is its own, and so is how often it draws
+        if self.of_expert:  # each process draws for its own number of tokens
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 return F.dropout(given, self.dropout)
         if self.row_parallel or self.sequence_parallel:  # ranks have other columns, or other tokens
@@ -123,7 +125,9 @@ class LowRankAdapter(nn.Module):
 
 
 def _mark(parameter: Any, split: int | None, sequence_parallel: bool) -> None:
-    """Tells Megatron along which dimension a parameter is split; None: every rank has it whole."""
+    """Sets Megatron's attributes for the split dimension of a parameter; None: every rank has it
+    whole.
+    """
     parameter.tensor_model_parallel = split is not None
     parameter.partition_dim = -1 if split is None else split
     parameter.partition_stride = 1
@@ -131,11 +135,12 @@ def _mark(parameter: Any, split: int | None, sequence_parallel: bool) -> None:
 
 
 def _mark_of_expert(parameter: Any, split: int | None, weight: Any, group: Any) -> None:
-    """Tells Megatron that a parameter is an expert's: its gradient is summed where the weight's is.
+    """Sets Megatron's attributes for an expert's parameter: its gradient is summed where the
+    weight's is.
 
-    The norm of gradients counts what is split wherever it is, and what is not split where the rank
-    among the shards of dense layers is 0, which some experts are on no process of. So every matrix
-    is said to be split, and the copies of a whole one to be shared, which are not counted.
+    Megatron's gradient norm counts split parameters on every process, and others only where the
+    rank among the shards of dense layers is 0; some experts are on no such process. So every matrix
+    is marked as split, and the further copies of a whole one as shared, which are not counted.
     """
     parameter.allreduce = getattr(weight, "allreduce", True)
     parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
@@ -145,7 +150,7 @@ def _mark_of_expert(parameter: Any, split: int | None, weight: Any, group: Any) 
 
 
 class AdaptedLinear:
-    """AdaptedLinear adds what an adapter gives to what the linear layer that it is mixed into does."""
+    """AdaptedLinear is a mixin that adds an adapter's output to that of a linear layer."""
 
     def __init__(self, *given: Any, **named: Any):
         super().__init__(*given, **named)
@@ -156,7 +161,7 @@ class AdaptedLinear:
         return [self.weight]  # type: ignore[attr-defined]
 
     def adapt(self, number: int, adapter: LowRankAdapter) -> None:
-        """Puts an adapter beside one of `adaptable`."""
+        """Adds an adapter to weight `number` of `adaptable`."""
         self.lora = adapter
 
     def forward(self, given: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
@@ -167,8 +172,8 @@ class AdaptedLinear:
 
 
 class AdaptedExperts:
-    """AdaptedExperts adds what the adapters of experts give to what the layer of all of them does
-    that it is mixed into: one whose tokens lie expert by expert, as Transformer Engine's grouped one.
+    """AdaptedExperts is a mixin that adds the outputs of the experts' adapters to that of a grouped
+    layer, whose tokens are sorted by expert, such as Transformer Engine's.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -180,13 +185,13 @@ class AdaptedExperts:
         return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]  # type: ignore[attr-defined]
 
     def adapt(self, number: int, adapter: LowRankAdapter) -> None:
-        """Puts an adapter beside one of `adaptable`."""
+        """Adds an adapter to weight `number` of `adaptable`."""
         self.lora[str(number)] = adapter
 
     def forward(
         self, given: Tensor, tokens: list[int], *others: Any, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """`tokens`: of each expert."""
+        """Runs the layer with its adapters; `tokens` are the numbers of tokens of each expert."""
         output, bias = super().forward(given, tokens, *others, **named)  # type: ignore[misc]
         if not self.lora or any(adapter.off for adapter in self.lora.values()):
             return output, bias
@@ -196,21 +201,21 @@ class AdaptedExperts:
 
 @cache
 def with_adapter(linear: type) -> type:
-    """Returns a class of linear layers that can have an adapter."""
+    """Returns a subclass of a linear layer that can have an adapter."""
     return type(f"{linear.__name__}WithAdapter", (AdaptedLinear, linear), {})
 
 
 @cache
 def with_adapters(grouped: type) -> type:
-    """Returns a class of layers of all experts, each of which can have an adapter."""
+    """Returns a subclass of a grouped layer whose experts can have an adapter each."""
     return type(f"{grouped.__name__}WithAdapters", (AdaptedExperts, grouped), {})
 
 
 def let_gradients_begin(embedding: nn.Module) -> None:
-    """Makes what a frozen embedding gives require a gradient.
+    """Makes a frozen embedding's output require a gradient.
 
-    A layer that is recomputed whole has a gradient only where what it is given has one. Behind a
-    frozen embedding no adapter would get any, without a word.
+    A layer under full gradient checkpointing gets a gradient only if its input has one. Behind a
+    frozen embedding no adapter would get any, silently.
     """
     embedding.register_forward_hook(_requiring_gradient)
 

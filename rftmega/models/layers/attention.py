@@ -2,8 +2,8 @@
 computed.
 
 Under context parallelism each process has two chunks of every row, the c-th from the front and the
-c-th from the back (zig-zag: all processes have equally much to do under a causal mask), and gathers
-the keys and values of the others.
+c-th from the back (zig-zag: equal work for all processes under a causal mask), and gathers the keys
+and values of the others.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from rftmega.core.errors import ConfigError
 from rftmega.models.kernels.prefix_attention import attend_to_prefix, has_kernel
 
-BLOCK = 128  # queries at least that share a mask of their window
-LONGEST = 8192  # tokens of a row whose chunks may have a mask each
+BLOCK = 128  # minimum number of queries that share a window mask
+LONGEST = 8192  # longest row whose chunks may have a mask each
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal, grouped-query.
+    """PackedAttention computes causal, grouped-query attention.
 
     Drop-in for Megatron's DotProductAttention on a CPU and on CUDA without Transformer Engine.
     """
@@ -50,7 +50,7 @@ class PackedAttention(torch.nn.Module):
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # tokens, with one's own
+        # in tokens, including the token itself
         self.window = config.window_size[0] + 1 if windowed and config.window_size else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
@@ -65,12 +65,11 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attends, packed with `cu_seqlens_q`: [tokens, heads, d] -> [tokens, heads * d].
+        """Computes attention of packed rows (`cu_seqlens_q`): [tokens, heads, d] -> [tokens, heads
+        * d].
 
-        Else [s, b, heads, d] -> [s, b, heads * d].
-
-        Under context parallelism tokens are this process's, and `cu_seqlens_q` speaks of the whole
-        rows.
+        Without them [s, b, heads, d] -> [s, b, heads * d]. Under context parallelism tokens are
+        this process's, and `cu_seqlens_q` describes the whole rows.
         """
         assert attention_bias is None, "attention_bias is not supported"
         if packed_seq_params is None:
@@ -88,7 +87,7 @@ class PackedAttention(torch.nn.Module):
                 torch.cat([key, value], -1), group=self.context_group
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-        # rows of one length lie one behind the other: nothing is copied
+        # rows of one length are contiguous: nothing is copied
         if len(parts) == 1 and self.context_group is None:
             rows = (
                 x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value)
@@ -105,7 +104,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends [b, heads, q, d] over [b, groups, k, d] to [b, heads, q, d].
+        """Computes attention of [b, heads, q, d] over [b, groups, k, d] to [b, heads, q, d].
 
         The last query sees the last key.
         """
@@ -119,8 +118,8 @@ class PackedAttention(torch.nn.Module):
         return attend_to_prefix(query, key, value, self.scale)
 
     def _attend_within(self, window: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends likewise, of tokens that see `window` of them: blocks of queries over the keys
-        that their window reaches.
+        """Computes attention within a sliding window: blocks of queries over the keys in their
+        window.
         """
         queries, keys = query.shape[2], key.shape[2]
         before = keys - queries
@@ -144,7 +143,7 @@ class PackedAttention(torch.nn.Module):
     def _kernel(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        # Heads differ between tensor-parallel processes, so what is dropped must differ, too.
+        # Heads differ between tensor-parallel processes, so dropout must differ, too.
         stream = (
             tensor_parallel.get_cuda_rng_tracker().fork()
             if self._dropout
@@ -163,8 +162,8 @@ class PackedAttention(torch.nn.Module):
             )
 
     def _refuse_long_rows(self, query: Tensor, packed: PackedSeqParams) -> None:
-        """Raises ConfigError for rows whose mask would not fit: chunks of them that no kernel
-        without a mask can serve.
+        """Raises ConfigError for rows whose mask would not fit, because no kernel without a mask
+        supports their chunks.
         """
         masked = self.window is None and (self._dropout or not has_kernel(query))
         if masked and packed.max_seqlen_q > LONGEST:
@@ -181,17 +180,18 @@ class PackedAttention(torch.nn.Module):
 
 
 def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
-    """Returns True where a query sees a key: up to its own place, and `window` of them.
+    """Returns the attention mask: True where a query sees a key, up to its own position, `window`
+    keys at most.
 
-    The last query is the last key's.
+    The last query is at the position of the last key.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=where).tril(keys - queries)
     return seen.triu(keys - queries - window + 1) if window < keys else seen
 
 
 class Part(NamedTuple):
-    """Equally long stretches of rows, one a row, that attend together; each sees its row up to its
-    own end.
+    """Part holds equally long stretches of rows, one per row, that attend together; each sees its
+    row up to its own end.
     """
 
     queries: Tensor  # [rows, q] indices into this process's tokens
@@ -199,11 +199,11 @@ class Part(NamedTuple):
 
 
 def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
-    """Returns all stretches of this context-parallel `rank`: whole rows alone, two chunks a row
-    with others.
+    """Returns all stretches of this context-parallel `rank`: whole rows without context
+    parallelism, otherwise two chunks per row.
 
-    Rows of one length are one part: a call a row would cost more than the attention of short rows.
-    Kept with the micro-batch, so that its layers share one look at the lengths, which
+    Rows of one length are one part: a call per row would cost more than the attention of short
+    rows. Cached with the micro-batch, so that its layers read the lengths once, which
     `packed.edges` has on the host (see `pack`).
     """
     parts: list[Part] | None = getattr(packed, "parts", None)
@@ -223,14 +223,14 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
 def _parts_of_length(
     length: int, starts: list[int], total: int, rank: int, processes: int
 ) -> list[Part]:
-    """Returns them on the host."""
-    begin = torch.tensor(starts)[:, None] // processes  # of each row among a process's tokens
+    """Returns the stretches of rows of one length, on the host."""
+    begin = torch.tensor(starts)[:, None] // processes  # first token of each row among a process's
     if processes == 1:
         index = begin + torch.arange(length)
         return [Part(index, index)]
     chunk = length // (2 * processes)
     within = torch.arange(chunk)
-    gathered = []  # where the row's chunks lie, in the order of the row
+    gathered = []  # indices of the row's chunks, in the order of the row
     for number in range(2 * processes):
         holder, second = (number, 0) if number < processes else (2 * processes - 1 - number, 1)
         gathered.append(holder * (total // processes) + begin + second * chunk + within)

@@ -1,7 +1,7 @@
-"""Adapters on the embedding and on the output head, whose words are split over tensor-parallel ranks
-(LoRA, arXiv:2106.09685).
+"""LoRA adapters (arXiv:2106.09685) on the embedding and on the LM head, whose vocabulary is split
+over tensor-parallel ranks.
 
-The embedding is a row-parallel layer of what it looks up, the head a column-parallel one.
+The embedding is a row-parallel layer of its lookups, the head a column-parallel one.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from rftmega.models.layers.adapter import LowRankAdapter
 
 
 class EmbeddingAdapter(LowRankAdapter):
-    """EmbeddingAdapter holds `a` [rank, words of this process] and `b` [hidden, rank]. It drops
-    nothing, as PEFT's.
+    """EmbeddingAdapter holds `a` [rank, vocabulary of this process] and `b` [hidden, rank], without
+    dropout, as in PEFT.
     """
 
     def __init__(self, embedding: VocabParallelEmbedding, *, rank: int, scaling: float):
-        """`embedding`: the layer that it is beside."""
+        """Creates the adapter of `embedding`."""
         weight = embedding.weight
         super().__init__(
             weight.T,
@@ -37,10 +37,12 @@ class EmbeddingAdapter(LowRankAdapter):
         self.padding: int | None = getattr(embedding, "padding_token", None)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns what is added to the embedding's output, in its layout. `ids`: [b, s]."""
+        """Returns the adapter's output for `ids` [b, s], in the layout of the embedding's
+        output.
+        """
         first, stop = self.words
         here = (ids >= first) & (ids < stop)
-        # torch's embedding adds up its gradient in any order on a GPU
+        # torch's embedding sums its gradient in any order on a GPU
         found = self.a.T[torch.where(here, ids - first, 0)]
         if self.padding is not None:  # its row learns nothing, as in PEFT
             found = torch.where((ids == self.padding)[..., None], found.detach(), found)
@@ -50,36 +52,38 @@ class EmbeddingAdapter(LowRankAdapter):
         return self.scaling * F.linear(self._summed(found), self.b)
 
     def delta(self, rows: slice, columns: slice) -> Tensor:
-        """Returns what is added to rows and columns of the weight [words, hidden], in float32."""
+        """Returns the delta of rows and columns of the weight [vocabulary, hidden], in float32."""
         return super().delta(columns, rows).T
 
 
 class HeadAdapter(LowRankAdapter):
-    """HeadAdapter holds `a` [rank, hidden] and `b` [words of this process, rank]."""
+    """HeadAdapter holds `a` [rank, hidden] and `b` [vocabulary of this process, rank]."""
 
     def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Returns (scaling a x [s, b, rank] of all tokens, b), whose product is added to the logits:
-        `linear_stats` never holds these.
+        """Returns (scaling a x [s, b, rank] of all tokens, b), whose product is added to the
+        logits; `linear_stats` never materialises it.
         """
         inner = self._for_shards(F.linear(self._dropped(given), self.a))
         return self.scaling * inner, self.by_pair()
 
 
 def adapt_embedding(embedding: VocabParallelEmbedding, adapter: EmbeddingAdapter) -> None:
-    """Adds what an adapter gives to the output of an embedding."""
+    """Adds an adapter's output to the output of an embedding."""
     embedding.lora = adapter
     embedding.register_forward_hook(_added_to_vectors)
 
 
 def adapt_head(head: nn.Module, adapter: HeadAdapter) -> None:
-    """Adds what an adapter gives to the logits of an output head [s, b, words]."""
+    """Adds an adapter's output to the logits of an LM head [s, b, vocabulary]."""
     head.lora = adapter
     head.register_forward_hook(_added_to_logits)
 
 
 def pair_of_head(chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns ([N, rank], [words, rank]) of the adapter on a chunk's output head, given what that
-    would be given [s, b, hidden]: their product is added to the logits. None without one that is on.
+    """Returns the factors ([N, rank], [vocabulary, rank]) of the adapter on a chunk's LM head, for
+    its input `hidden` [s, b, hidden]; None without an active adapter.
+
+    Their product is added to the logits.
     """
     adapter = getattr(chunk.output_layer, "lora", None)
     if adapter is None or adapter.off:

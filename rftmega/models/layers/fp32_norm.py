@@ -1,8 +1,8 @@
-"""Norms of queries and of keys over all heads at once, as OLMo 2 has them (arXiv:2501.00656).
+"""Norms of queries and of keys over all heads at once, as in OLMo 2 (arXiv:2501.00656).
 
 Megatron-Core 0.16 normalises every head by itself. Here the squares are summed over the
 tensor-parallel ranks, each of which has some of the heads. The weights are whole on every rank:
-Megatron adds up the gradients of what is called q_layernorm and k_layernorm over the ranks.
+Megatron sums the gradients of parameters named q_layernorm and k_layernorm over the ranks.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class QueryNorm(FP32Norm):
     """QueryNorm normalises the queries of all heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
-        """`hidden_size` is the width of a head."""
+        """Creates the norm; `hidden_size` is the size of a head."""
         super().__init__(config, config.num_attention_heads, hidden_size, eps)
 
 
@@ -56,5 +56,5 @@ class KeyNorm(FP32Norm):
     """KeyNorm normalises the keys of all key-value heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
-        """`hidden_size` is the width of a head."""
+        """Creates the norm; `hidden_size` is the size of a head."""
         super().__init__(config, config.num_query_groups or 1, hidden_size, eps)

@@ -1,7 +1,7 @@
-"""The row of the padding token in Megatron's embedding, which learns nothing, as in transformers.
+"""Freezes the row of the padding token in Megatron's embedding, as in transformers.
 
 A policy may sample that token. Its row is often zeros, where a norm's gradient is a thousand times
-those of other rows: it alone would decide how far all gradients are clipped.
+those of other rows: it alone would determine the clipping of all gradients.
 """
 
 from functools import partial
@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Gives the embedding's row of a token no gradient from what is looked up. Where the output head
-    is the same matrix, the row still has the head's.
+    """Stops the gradient from lookups of a token in the embedding.
+
+    If the LM head is the same matrix, the row still has the head's gradient.
     """
     embedding.padding_token = token
     embedding.register_forward_hook(partial(_without_gradient, token=token))
@@ -22,8 +23,8 @@ def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
 def _without_gradient(
     embedding: Any, given: tuple[Tensor, ...], output: Tensor, *, token: int
 ) -> None:
-    """Zeros the gradient of the output at the token's places, in the output's layout: [b, s, hidden],
-    or [s / ranks, b, hidden] under sequence parallelism.
+    """Zeros the gradient of the output at the token's positions, in the output's layout: [b, s,
+    hidden], or [s / ranks, b, hidden] under sequence parallelism.
     """
     if not output.requires_grad:
         return

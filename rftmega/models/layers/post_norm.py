@@ -1,4 +1,4 @@
-"""Norms behind attention and the MLP, in front of the residual connection, as OLMo 2 has them
+"""Norms behind attention and the MLP, in front of the residual connection, as in OLMo 2
 (arXiv:2501.00656).
 
 Megatron-Core 0.16 has norms in front of them only. A row-parallel layer, the last of both, sums
@@ -15,7 +15,7 @@ from rftmega.models.layers.norm import RMSNorm
 
 
 class NormBehind:
-    """NormBehind normalises what the linear layer that it is mixed into gives."""
+    """NormBehind is a mixin that normalises the output of a linear layer."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **given: Any
@@ -30,5 +30,5 @@ class NormBehind:
 
 @cache
 def with_norm_behind(linear: type) -> type:
-    """Returns a class of row-parallel layers with a norm behind them."""
+    """Returns a subclass of a row-parallel layer with a norm behind it."""
     return type(f"{linear.__name__}WithNorm", (NormBehind, linear), {})

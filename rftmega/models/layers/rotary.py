@@ -1,4 +1,4 @@
-"""Rotary embeddings of packed rows, all at once."""
+"""Rotary embeddings of all packed rows at once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 
 class PackedRotary(nn.Module):
-    """PackedRotary gives the angles of each packed token, so that one call rotates all rows of a
+    """PackedRotary returns the angles of each packed token, so that one call rotates all rows of a
     micro-batch.
 
-    Megatron's unfused rotation of packed rows cuts the table of angles row by row, for queries and
-    for keys of every layer: thousands of calls for small rows. It does so by the edges of *padded*
-    rows where it is given any. Told of one row as long as all of them, it makes one cut, of angles
-    that are already in the tokens' order.
+    Megatron's unfused rotation of packed rows slices the table of angles row by row, for queries
+    and for keys of every layer: thousands of calls for small rows. It does so by the edges of
+    *padded* rows if there are any. Given one row as long as all of them, it takes one slice, of
+    angles that are already in the tokens' order.
     """
 
     def __init__(self, table: nn.Module):
-        """`table` is Megatron's module: length -> angles [length, 1, 1, D], or a tuple that begins
-        with them.
+        """Wraps Megatron's module `table`: length -> angles [length, 1, 1, D], or a tuple that
+        begins with them.
         """
         super().__init__()
         self.table = table
@@ -28,13 +28,13 @@ class PackedRotary(nn.Module):
         self._context = (0, 1)
 
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
-        """Prepares the next forward pass, of tokens at `positions` [N] in their rows: what
-        context-parallel rank `rank` of `ranks` has.
+        """Prepares the next forward pass, with tokens at `positions` [N] in their rows: those of
+        context-parallel rank `rank` of `ranks`.
 
         Changes the padded edges of `sequence`, which nothing else reads where this is used.
         """
         self._positions, self._context = positions, (rank, ranks)
-        # on the host: Megatron asks for its numbers
+        # on the host: Megatron reads its numbers
         edges = torch.tensor([0, ranks * len(positions)], dtype=torch.int32)
         sequence.cu_seqlens_q_padded = sequence.cu_seqlens_kv_padded = edges
 
@@ -54,8 +54,8 @@ class PackedRotary(nn.Module):
         return self._placed(angles[self._positions])
 
     def _placed(self, mine: Tensor) -> Tensor:
-        """Returns [N x ranks, 1, 1, D]: this rank's tokens at the places where Megatron looks for
-        its two zig-zag chunks of one row.
+        """Returns [N x ranks, 1, 1, D]: this rank's angles at the positions where Megatron looks
+        for its two zig-zag chunks of one row.
         """
         rank, ranks = self._context
         if ranks == 1:
@@ -69,10 +69,10 @@ class PackedRotary(nn.Module):
 
 
 class MultimodalRotary(PackedRotary):
-    """MultimodalRotary gives the angles of tokens whose positions are three numbers: time, height
-    and width (Qwen2-VL, arXiv:2409.12191).
+    """MultimodalRotary returns the angles of tokens with three position numbers: time, height and
+    width (Qwen2-VL, arXiv:2409.12191).
 
-    Megatron-Core 0.16's own module does not interleave the three, and cuts packed rows as if they
+    Megatron-Core 0.16's own module does not interleave the three, and slices packed rows as if they
     were one under context parallelism.
     """
 
@@ -85,19 +85,21 @@ class MultimodalRotary(PackedRotary):
         interleaved: bool,
         by_rows: bool,
     ):
-        """`sections`: how many frequencies turn with each of the three, blocks of them, or
-        `interleaved`. `by_rows`: attention reads the edges of padded rows, so that each row has to
-        be cut for itself.
+        """Creates the module.
+
+        `sections`: number of frequencies for each of the three, in blocks or `interleaved`.
+        `by_rows`: attention reads the edges of padded rows, so that each row must be sliced by
+        itself.
         """
         super().__init__(nn.Identity())
         self.by_rows = by_rows
         powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self._frequencies = 1.0 / base**powers
-        self._axis = _axis_of(sections, interleaved=interleaved)  # of each frequency
+        self._axis = _axis_of(sections, interleaved=interleaved)  # position axis of each frequency
 
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
-        """Prepares the next forward pass, of tokens at `positions` [N, 3]: what context-parallel
-        rank `rank` of `ranks` has, or with `by_rows` what all of them have.
+        """Prepares the next forward pass, with tokens at `positions` [N, 3]: those of
+        context-parallel rank `rank` of `ranks`, or with `by_rows` those of all ranks.
         """
         if self.by_rows:
             self._positions, self._context = positions, (0, 1)
@@ -108,7 +110,7 @@ class MultimodalRotary(PackedRotary):
         return 0
 
     def forward(self, *given: Any, packed_seq: bool = False, **named: Any) -> Tensor:
-        """Returns [N, 1, 1, D], where Megatron looks for them."""
+        """Returns the angles [N, 1, 1, D], where Megatron looks for them."""
         where = self._positions.device
         positions = self._positions[:, self._axis.to(where)].float()
         angles = positions * self._frequencies.to(where)
@@ -116,7 +118,7 @@ class MultimodalRotary(PackedRotary):
 
 
 def _axis_of(sections: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Returns [D / 2] int64: which of the three positions turns each frequency."""
+    """Returns [D / 2] int64: the position axis of each frequency."""
     axis = torch.arange(3).repeat_interleave(torch.tensor(sections))
     if interleaved:  # t h w t h w ... t t
         axis = torch.zeros_like(axis)

@@ -1,11 +1,12 @@
-"""Routers that go by given routes, or tell which they chose, in any layout.
+"""Routers that replay given routes, or record those that they choose, in any layout.
 
 Megatron-Core has a RouterReplay of its own: one global list over all models, in the order in which
-layers were built, whose action is switched around each forward and recomputation. Here the routes of
-a micro-batch travel with its packed sequence instead. A layer takes them when it is entered: in a
-recomputation, too, whichever micro-batches came in between.
+layers were built, whose action is switched around each forward and recomputation. Here the routes
+of a micro-batch travel with its packed sequence instead. A layer takes them when it is entered: in
+a recomputation, too, whichever micro-batches came in between.
 
-R3 is from Ma et al. (arXiv:2510.11370); R2, the trainer's own routes, from Zheng et al. (arXiv:2507.18071).
+R3 is from Ma et al. (arXiv:2510.11370); R2, the trainer's own routes, from Zheng et al.
+(arXiv:2507.18071).
 """
 
 from collections.abc import Callable, Collection
@@ -24,22 +25,24 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PackedRoutes:
-    """PackedRoutes holds the routes of one micro-batch's tokens, as this process's routers see them."""
+    """PackedRoutes holds the routes of one micro-batch's tokens that this process's routers see."""
 
-    given: Tensor | None  # [n, layers, experts a token] on the device; None: routers choose
-    complete: bool = True  # none of the given is unknown
-    noted: dict[int, Tensor] = field(default_factory=dict)  # layer -> [n, experts a token]
+    given: Tensor | None  # [n, layers, experts per token] on the device; None: routers choose
+    complete: bool = True  # no given route is unknown
+    noted: dict[int, Tensor] = field(default_factory=dict)  # layer -> [n, experts per token]
 
 
 @dataclass(frozen=True, slots=True)
 class FedRoutes:
-    """FedRoutes holds what the routers of a micro-batch are given, and where their choice goes."""
+    """FedRoutes holds the routes that a micro-batch's routers replay, and the list that collects
+    their choices.
+    """
 
-    given: Tensor | None  # [B, S, layers, experts a token], on the host
+    given: Tensor | None  # [B, S, layers, experts per token], on the host
     chosen: list[ChosenExperts] | None = None
 
     def packed(self, take: Callable[..., Tensor], slots: Tensor, own: slice) -> PackedRoutes:
-        """Packs the routes of the slots `own` of this process's; `take` is Packing.take_vectors."""
+        """Packs the routes of this process's slots `own`; `take` is Packing.take_vectors."""
         if self.given is None:
             return PackedRoutes(None)
         flat = self.given.flatten(0, 1)
@@ -50,7 +53,7 @@ class FedRoutes:
         return PackedRoutes(take(self.given, fill=unknown)[own], complete)
 
     def note(self, routes: PackedRoutes, slots: Tensor, own: slice, size: int) -> None:
-        """Notes what the layers of a chunk chose; `size`: slots behind it are filler."""
+        """Records the experts that the layers of a chunk chose; slots from `size` on are filler."""
         if self.chosen is None:
             return
         mine = slots[own]
@@ -60,12 +63,12 @@ class FedRoutes:
 
 
 class LayerRoutes:
-    """LayerRoutes stands where a router expects Megatron's RouterReplay, and gives or notes the
-    experts of one layer.
+    """LayerRoutes takes the place of Megatron's RouterReplay in a router, and replays or records
+    the experts of one layer.
     """
 
     def __init__(self, place: int):
-        """`place`: of the layer, among those with experts."""
+        """Creates it for the layer at index `place` among the MoE layers."""
         self.place = place
         self.routes: PackedRoutes | None = None
 
@@ -81,7 +84,7 @@ class LayerRoutes:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores and numbers of the experts of each token, [n, topk] both."""
+        """Returns the scores and ids of each token's experts, both [n, topk]."""
         assert default_compute_topk is not None
         routes = self.routes
         if routes is None or routes.given is None or not routes.complete:
@@ -100,8 +103,8 @@ class LayerRoutes:
 
 
 def install(chunk: Any, layers: Collection[int]) -> None:
-    """Has the routers of a pipeline chunk go by the routes of their micro-batches; `layers`: those
-    of the model with experts.
+    """Makes the routers of a pipeline chunk use or record the routes of their micro-batches;
+    `layers`: the MoE layers of the model.
     """
     places = {layer: place for place, layer in enumerate(sorted(layers))}
     for layer in chunk.modules():

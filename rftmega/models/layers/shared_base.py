@@ -1,4 +1,4 @@
-"""A critic whose frozen weights are the policy's, in the same memory."""
+"""Shares a policy's frozen weights with a critic, in the same memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def share_base(chunks: Sequence[Any], theirs: Sequence[Any]) -> list[Tensor]:
-    """Puts the parameters and persistent buffers of `theirs`, bare chunks of a model with adapters in
-    the same layout, in the place of those of `chunks` that have the same names. Returns them.
+    """Replaces the parameters and persistent buffers of `chunks` by those of the same names in
+    `theirs`, and returns them.
 
-    To be called before anything is wrapped or bound, so that nothing else holds what goes.
+    `theirs` are bare chunks of a model with adapters in the same layout. Call it before anything is
+    wrapped or bound, so that nothing else holds the replaced tensors.
     """
     shared = []
     for chunk, other in zip(chunks, theirs, strict=True):

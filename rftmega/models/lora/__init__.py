@@ -1,1 +1,1 @@
-"""Modules with a low-rank product beside a weight, which are whole or shares: they know no process."""
+"""LoRA modules beside weights, whole or tensor-parallel shares, without communication."""

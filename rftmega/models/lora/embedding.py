@@ -1,4 +1,4 @@
-"""An embedding with an adapter."""
+"""An embedding with a LoRA adapter."""
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +8,12 @@ from rftmega.config import LoRA
 
 
 class EmbeddingWithPair(nn.Embedding):
-    """EmbeddingWithPair is an embedding with an adapter: W[x] + scaling * B A[:, x]. It drops nothing,
-    as PEFT's.
+    """EmbeddingWithPair is an embedding with an adapter: W[x] + scaling * B A[:, x], without
+    dropout, as in PEFT.
     """
 
     def __init__(self, plain: nn.Embedding, options: LoRA):
-        """Takes over the weight of `plain`. The pair is on the meta device, named as in PEFT."""
+        """Takes over the weight of `plain`; the pair is on the meta device, with PEFT's names."""
         words, hidden = plain.num_embeddings, plain.embedding_dim
         super().__init__(words, hidden, padding_idx=plain.padding_idx, device="meta")
         self.weight = plain.weight
@@ -28,11 +28,13 @@ class EmbeddingWithPair(nn.Embedding):
         return self.lora_embedding_A, self.lora_embedding_B
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns the vectors [..., hidden] of words, of which this process has some or all."""
+        """Returns the vectors [..., hidden] of token ids; this process has all of the vocabulary or
+        a share.
+        """
         completion = super().forward(ids)
         if self.off:
             return completion
-        # torch's embedding adds up its gradient in any order on a GPU
+        # torch's embedding sums its gradient in any order on a GPU
         found = self.lora_embedding_A.T[ids]
         if self.padding_idx is not None:  # its row learns nothing, as in PEFT
             found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)

@@ -1,8 +1,8 @@
-"""Adapters on a mixture's experts, which lie in one tensor a layer.
+"""LoRA adapters on MoE experts that lie in one tensor per layer.
 
-The layer's own forward pass takes each expert's matrix out of that tensor and multiplies tokens with
-it. While it runs, a stand-in is in the tensor's place, whose products have those of the expert's pairs
-added: no sum of a matrix and its product is ever held, and frozen experts have no gradient.
+The layer's own forward pass takes each expert's matrix out of that tensor and multiplies tokens
+with it. While it runs, a stand-in replaces the tensor, and adds the products of the expert's pairs:
+the sum of a matrix and its delta is never materialised, and frozen experts have no gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ from rftmega.models.lora.dropped import dropped
 
 
 class PairsOfExperts(nn.Module):
-    """PairsOfExperts holds a pair for each expert of a layer, beside one of its matrices."""
+    """PairsOfExperts holds a LoRA pair for each expert of a layer, beside one of its matrices."""
 
     def __init__(self, experts: int, rows: int, columns: int, options: LoRA):
-        """The pairs are on the meta device."""
+        """Creates the pairs on the meta device."""
         super().__init__()
         with torch.device("meta"):
             self.lora_A = nn.Parameter(torch.empty(experts, options.rank, columns))
             self.lora_B = nn.Parameter(torch.empty(experts, rows, options.rank))
         self.width, self.scaling, self.dropout = columns, options.scaling, options.dropout
-        self.columns: slice | None = None  # those of x that this process has; None: all
+        self.columns: slice | None = None  # columns of x that this process has; None: all
 
     def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Returns what an expert's pair gives for its tokens x [N, in]: [N, rows]."""
+        """Returns the product [N, rows] of an expert's pair and its tokens x [N, in]."""
         if self.training and self.dropout:
             x = dropped(x, self.dropout, width=self.width, columns=self.columns)
         return self.scaling * functional.linear(functional.linear(x, a), b)
@@ -41,7 +41,7 @@ class MatrixWithPairs:
     """MatrixWithPairs stands in for an expert's matrix, as the weight of a linear layer alone."""
 
     def __init__(self, weight: Tensor, products: Sequence[Callable[[Tensor], Tensor] | None]):
-        """`products`: of what stands in the matrix, one below the other; None: it has no pair."""
+        """Takes the `products` of the matrices stacked in the weight; None: it has no pair."""
         self.weight, self.products = weight, products
 
     @classmethod
@@ -64,11 +64,11 @@ class MatrixWithPairs:
 
 
 class StackWithPairs:
-    """StackWithPairs stands in for the tensor of a layer's experts [E, rows, columns]."""
+    """StackWithPairs stands in for the fused tensor of a layer's experts [E, rows, columns]."""
 
     def __init__(self, stack: Tensor, parts: Sequence[PairsOfExperts | None]):
         self.stack, self.parts = stack, parts
-        # taken apart once, so that a backward pass puts each gradient together once
+        # unbound once, so that a backward pass assembles each gradient once
         self.pairs = [
             None if part is None else (part.lora_A.unbind(), part.lora_B.unbind()) for part in parts
         ]
@@ -87,10 +87,10 @@ class StackWithPairs:
 
 @dataclass(frozen=True, slots=True)
 class StackDelta:
-    """StackDelta is what pairs add to the matrix of one expert: a `shards.Addend`."""
+    """StackDelta is the delta of the pairs on one expert's matrix: a `shards.Addend`."""
 
-    pairs: Sequence[tuple[Tensor, Tensor] | None]  # A and B of what stands below each other
-    rows: int  # of each
+    pairs: Sequence[tuple[Tensor, Tensor] | None]  # A and B of the stacked matrices
+    rows: int  # of each matrix
     scaling: float
 
     @torch.no_grad()

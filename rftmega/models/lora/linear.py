@@ -1,4 +1,4 @@
-"""A linear layer with an adapter, and what the adapter adds to the layer's weight."""
+"""A linear layer with a LoRA adapter, and the adapter's delta of its weight."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,9 @@ class LinearWithPair(nn.Linear):
     """LinearWithPair is a linear layer with an adapter: W x + bias + scaling * B A x."""
 
     def __init__(self, plain: nn.Linear, options: LoRA):
-        """Takes over the parameters of `plain`. The pair is on the meta device, named as in PEFT."""
+        """Takes over the parameters of `plain`; the pair is on the meta device, with PEFT's
+        names.
+        """
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight = plain.weight
@@ -23,7 +25,7 @@ class LinearWithPair(nn.Linear):
             self.lora_A = nn.Linear(self.in_features, options.rank, bias=False)
             self.lora_B = nn.Linear(options.rank, self.out_features, bias=False)
         self.scaling, self.dropout, self.off = options.scaling, options.dropout, False
-        self.columns: slice | None = None  # those of x that this process has; None: all
+        self.columns: slice | None = None  # columns of x that this process has; None: all
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
@@ -31,8 +33,10 @@ class LinearWithPair(nn.Linear):
         return self.lora_A.weight, self.lora_B.weight
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns scaling * A x [..., rank] and B, whose product is added to the answer; None where the
-        adapter is off. Of an output head: `linear_stats` never holds the product.
+        """Returns the factors of the adapter's output, scaling * A x [..., rank] and B; None if it
+        is off.
+
+        For an LM head: `linear_stats` never materialises the product.
         """
         if self.off:
             return None
@@ -42,8 +46,8 @@ class LinearWithPair(nn.Linear):
         return self.with_product(x, super().forward(x))
 
     def with_product(self, x: Tensor, completion: Tensor) -> Tensor:
-        """Adds the adapter's product [..., out] to the layer's answer to x [..., in], of which this
-        process has `columns`.
+        """Adds the adapter's product [..., out] to the layer's output for x [..., in], of which
+        this process has `columns`.
         """
         if self.off:
             return completion
@@ -57,10 +61,12 @@ class LinearWithPair(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class PairDelta:
-    """PairDelta is what an adapter adds to this process's rows of a weight: a `shards.Addend`."""
+    """PairDelta is the delta of an adapter on this process's rows of a weight: a
+    `shards.Addend`.
+    """
 
     down: Tensor  # A, or this process's columns of it
-    up: Tensor  # the rows of B that the weight's are
+    up: Tensor  # the weight's rows of B
     scaling: float
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The one place that says `torch.cuda`: what the program needs of a device, one class a back-end."""
+"""Device abstraction, with one class per backend; all uses of `torch.cuda` are here."""
 
 import functools
 
@@ -12,7 +12,9 @@ Device = CPU | CUDA
 
 @functools.cache
 def current() -> Device:
-    """Returns the back-end of this process: CUDA where torch sees one, otherwise the CPU."""
+    """Returns the device backend of this process: CUDA if torch sees a device, otherwise the
+    CPU.
+    """
     return CUDA() if torch.cuda.is_available() else CPU()
 
 

@@ -1,4 +1,4 @@
-"""The CPU as a device: gloo, float32, nothing to synchronise."""
+"""The CPU device: gloo, float32, nothing to synchronise."""
 
 import os
 import platform
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-# Large tensors in pages of 2 MiB: freeing them page by page was a third of the time that offloading
-# takes. Torch reads it at its first allocation.
+# Large tensors use pages of 2 MiB: freeing them page by page was a third of the time of offloading.
+# Torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Done:
-    """A copy that is over, as every copy of a CPU's is."""
+    """Done is a finished copy, as every copy on a CPU is."""
 
     def hold(self) -> None: ...
 
@@ -32,11 +32,11 @@ class CPU:
     start_method = "forkserver"
 
     def devices(self) -> int | None:
-        """Returns None: there is no limit to the processes of this host."""
+        """Returns None: the number of processes on this host is not limited."""
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Shares the cores between the processes of this host.
+        """Divides the cores among the processes of this host.
 
         More threads than cores only wait for each other.
         """
@@ -56,44 +56,46 @@ class CPU:
         torch.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns [size] on the host, quick to copy to and from the device."""
+        """Returns a host buffer [size], fast to copy to and from the device."""
         return torch.empty(size, dtype=dtype)
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
-        """Copies each pair's first to its second."""
+        """Copies each pair's first tensor to its second."""
         for source, target in pairs:
             target.copy_(source)
         return Done()
 
     def has_fp8_matmul(self) -> bool:
-        """Returns whether engines can compute with numbers of 8 bits here: they need AMX."""
+        """Returns whether engines can run FP8 matmuls here, which need AMX."""
         return torch.cpu._is_amx_tile_supported()
 
     def prepare_fp8(self) -> None:
-        """Asks the kernel for AMX's tiles, which each process has to: without them its first product
-        ends it.
+        """Requests AMX tiles from the kernel, as each process must: without them its first matmul
+        kills it.
         """
         torch.cpu._init_amx()
 
     def fp8_matmuls(self) -> tuple[str, ...]:
-        """Returns the values of model.fp8 that can be computed here: none."""
+        """Returns the values of model.fp8 that this device supports: none."""
         return ()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function: a CPU's caches make up for most of what fewer kernels would save."""
+        """Returns the function unchanged: a CPU's caches make up for most savings of fewer
+        kernels.
+        """
         return function
 
     def release_unused(self) -> None:
-        """Gives freed memory back to others on this device: a CPU's allocator does so by itself."""
+        """Does nothing: a CPU's allocator releases freed memory by itself."""
 
     def synchronize(self) -> None:
         """Does nothing: a CPU runs in order."""
 
     def finish(self) -> None:
-        """Waits until what was queued is computed."""
+        """Waits until queued work is computed."""
 
     def moment(self) -> float:
-        """Returns now, as the computation sees it; see `seconds`."""
+        """Returns the current time of the computation; see `seconds`."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
@@ -101,42 +103,44 @@ class CPU:
         return end - begin
 
     def described(self) -> str:
-        """Describes the processor and torch, for people."""
+        """Describes the processor and torch in words."""
         return (
             f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
         )
 
     def peak_tflops(self) -> float | None:
-        """Returns None: a CPU's peak is not known."""
+        """Returns None: a CPU's peak is unknown."""
         return None
 
     def peak_bytes(self) -> int:
-        """Returns the bytes in memory now: a CPU keeps no record of the most."""
+        """Returns the bytes in memory now: a CPU records no peak."""
         return self.memory()["resident"]
 
     def room(self) -> int:
-        """Returns the bytes of memory that the system could give."""
+        """Returns the bytes of memory that are available on this host."""
         lines = Path("/proc/meminfo").read_text().splitlines()
         (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
         return int(kib) * 1024
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
-        """Gathers where the host waits for the device within: None, since a CPU computes in order."""
+        """Yields None, since a CPU computes in order; on CUDA the list of places where the host
+        waits.
+        """
         yield None
 
     def memory(self) -> dict[str, int]:
-        """Returns the bytes that this process has in memory."""
+        """Returns the resident bytes of this process."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
 
     @contextmanager
     def remapping(self) -> Iterator[None]:
-        """Within, an engine may give memory back: on a CPU none does."""
+        """Does nothing: no engine gives memory back on a CPU."""
         yield
 
     def nothing_remapped(self) -> None:
-        """Does nothing, since nothing is."""
+        """Does nothing: no memory is remapped on a CPU."""
 
     def forget_peak(self) -> None:
-        """Does nothing: a CPU's memory is measured as it is."""
+        """Does nothing: a CPU records no peak."""

@@ -1,5 +1,5 @@
-"""Measures how quickly this processor multiplies in bfloat16: without instructions for it, torch
-takes several times as long as in float32.
+"""Measures this processor's speed of bfloat16 matmuls: without instructions for them, torch takes
+several times as long as in float32.
 """
 
 import time
@@ -11,15 +11,15 @@ SECONDS = 0.1  # of both measurements together
 
 
 def bfloat16_ratio(seconds: float = SECONDS) -> float:
-    """Returns the time of a product of matrices in bfloat16 divided by that in float32, on this
-    process's threads.
+    """Returns the time of a bfloat16 matmul divided by that of a float32 matmul, on this process's
+    threads.
     """
     narrow, wide = (_seconds_of(dtype, seconds / 2) for dtype in (torch.bfloat16, torch.float32))
     return narrow / wide
 
 
 def _seconds_of(dtype: torch.dtype, seconds: float) -> float:
-    """Returns the shortest time of a product, after a first one; at least one more is timed."""
+    """Returns the shortest time of a matmul after a warm-up; at least one is timed."""
     left, right = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
     end = time.perf_counter() + seconds
     torch.mm(left, right)

@@ -1,4 +1,4 @@
-"""CUDA as a device: NCCL, bfloat16."""
+"""The CUDA device: NCCL, bfloat16."""
 
 import importlib.util
 import mmap
@@ -29,7 +29,7 @@ PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
 
 
 class Aside:
-    """A copy on a stream of its own."""
+    """Aside is a copy on a stream of its own."""
 
     def __init__(self, cuda: Any, done: Any):
         self._cuda, self._done = cuda, done
@@ -51,22 +51,22 @@ class CUDA:
 
     start_method = "spawn"  # a forked process can't use CUDA once its parent has looked for it
 
-    _earlier = 0  # bytes at most, in stretches of this phase that `forget_peak` has ended
-    _told = False  # the present stretch's, of a phase that has ended
+    _earlier = 0  # peak bytes of this phase's earlier stretches, which `forget_peak` has ended
+    _told = False  # the current stretch was reported: its phase has ended
     _lent = 0  # bytes that torch counts as an engine's tensors, and that the engine has given back
 
     def __init__(self, cuda: Any = torch.cuda):
-        """`cuda`: what says torch.cuda; a test gives an imitation."""
+        """Creates the device; a test passes an imitation of torch.cuda."""
         self._cuda = cuda
-        self._side: Any = None  # the stream of copies aside
+        self._side: Any = None  # the stream of `copy_aside`
 
     def devices(self) -> int | None:
-        """Devices of this host, one a process."""
+        """Returns the number of devices of this host, one per process."""
         return self._cuda.device_count()
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Gives each process of a host the device of its local rank, and its share of the cores for
-        work on the host.
+        """Assigns each process of a host the device of its local rank, and its share of the cores
+        for work on the host.
         """
         self._cuda.set_device(local_rank)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
@@ -84,10 +84,10 @@ class CUDA:
         self._cuda.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns [size] on the host, pinned: quick to copy to and from the device.
+        """Returns a pinned host buffer [size], fast to copy to and from the device.
 
-        Torch's own pinned memory comes in powers of two, up to twice what is asked for. This is a
-        plain mapping that the driver is told of, until the last tensor over it is gone.
+        Torch's own pinned memory comes in powers of two, up to twice the requested size. This is a
+        plain mapping that is registered with the driver until the last tensor over it is gone.
         """
         if not size:
             return torch.empty(0, dtype=dtype)
@@ -99,14 +99,16 @@ class CUDA:
             raise MemoryError(
                 f"{len(memory):,} bytes of host memory can't be pinned: cudaHostRegister says {failed}."
             )
-        # The array's end, not the mapping's, which would be gone already. At the process's end the
-        # driver sees to it.
+        # At the array's end, not the mapping's, which would be gone already. At the process's end
+        # the driver cleans up.
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return buffer
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Aside:
-        """Copies each pair's first to its second, which is on the host, while the device goes on
-        with other work. What it was asked for before comes first.
+        """Copies each pair's first tensor to its second, which is on the host, while the device
+        continues with other work.
+
+        Work that was queued before is completed first.
         """
         self._side = self._side or self._cuda.Stream()
         self._side.wait_stream(self._cuda.current_stream())
@@ -118,8 +120,8 @@ class CUDA:
         return Aside(self._cuda, done)
 
     def has_fp8_matmul(self) -> bool:
-        """Returns whether engines can compute with numbers of 8 bits here: since Ada and Hopper (8.9),
-        and before by kernels that make them larger first (8.0).
+        """Returns whether engines can run FP8 matmuls here: natively since Ada and Hopper (8.9),
+        before by kernels that upcast the numbers (8.0).
         """
         return self._cuda.get_device_capability() >= (8, 0)
 
@@ -127,23 +129,23 @@ class CUDA:
         """Does nothing: a CUDA device needs no permission."""
 
     def fp8_matmuls(self) -> tuple[str, ...]:
-        """Returns the values of model.fp8 that this device can compute."""
+        """Returns the values of model.fp8 that this device supports."""
         capability = self._cuda.get_device_capability()
         if capability >= (10, 0):
             return ("mxfp8",)
         return ("blockwise",) if capability >= (9, 0) else ()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function as few kernels; as it is where triton, which torch.compile needs, is
-        not installed.
+        """Returns the function compiled to few kernels, or unchanged if triton, which torch.compile
+        needs, is not installed.
         """
         if importlib.util.find_spec("triton") is None:
             return function
         return torch.compile(function)
 
     def release_unused(self) -> None:
-        """Gives freed memory back to others on this device (the rollout engine), past torch's
-        cache.
+        """Releases the memory in torch's cache to others on this device, such as the rollout
+        engine.
         """
         self._cuda.empty_cache()
 
@@ -151,27 +153,24 @@ class CUDA:
         self._cuda.synchronize()
 
     def finish(self) -> None:
-        """Waits until what was queued is computed, but for no message that nobody has asked for
-        yet: a neighbour may send it only after it got one from here.
+        """Waits until queued work is computed, but not for messages that have not been requested
+        yet: a neighbour may send one only after it got one from here.
         """
         self._cuda.current_stream().synchronize()
 
     def moment(self) -> Any:
-        """Returns now, as the computation sees it; see `seconds`."""
+        """Returns the current time of the computation; see `seconds`."""
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Returns the seconds between two moments.
-
-        Waits for the second.
-        """
+        """Returns the seconds between two moments; waits for the second."""
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def described(self) -> str:
-        """Describes the device, the driver, CUDA and NCCL, for people."""
+        """Describes the device, the driver, CUDA and NCCL in words."""
         memory = self._cuda.get_device_properties(self._cuda.current_device()).total_memory
         nccl = ".".join(map(str, self._cuda.nccl.version()))
         return (
@@ -180,16 +179,17 @@ class CUDA:
         )
 
     def peak_tflops(self) -> float | None:
-        """TFLOP/s of this device in bfloat16 without sparsity, as its data sheet says.
-
-        None where its name is not known.
+        """Returns the TFLOP/s of this device in bfloat16 without sparsity, by its data sheet; None
+        if its name is unknown.
         """
         name = self._cuda.get_device_name()
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
     def peak_bytes(self) -> int:
-        """Returns the bytes of tensors at most, in all stretches between `forget_peak`s since this
-        was last asked. Of an engine's only those that are there.
+        """Returns the peak bytes of tensors since the last call, over all stretches between
+        `forget_peak`s.
+
+        Of an engine's tensors only the resident ones count.
         """
         most = max(self._earlier, self._most())
         self._earlier, self._told = 0, True
@@ -200,9 +200,11 @@ class CUDA:
 
     @contextmanager
     def remapping(self) -> Iterator[None]:
-        """Within, an engine that goes to sleep gives its memory back, or takes it as it wakes. Torch
-        does not see it (vLLM unmaps the memory of tensors that live on), so `peak_bytes` would count
-        a sleeping engine in every phase.
+        """Accounts for memory that an engine gives back as it goes to sleep, or takes as it wakes,
+        within a `with` block.
+
+        Torch does not see it (vLLM unmaps the memory of tensors that live on), so `peak_bytes`
+        would count a sleeping engine in every phase.
         """
         before = self.room()
         yield
@@ -211,19 +213,21 @@ class CUDA:
         self._lent = max(0, self._lent + given_back)
 
     def nothing_remapped(self) -> None:
-        """Says that the engine has ended: torch counts no tensors of it any more."""
+        """Resets the account once the engine has ended: torch counts no tensors of it any more."""
         self._lent = 0
 
     def room(self) -> int:
-        """Returns the bytes of this device that nobody holds, torch's cache included."""
+        """Returns the free bytes of this device, including torch's cache."""
         self._cuda.empty_cache()
         free: int = self._cuda.mem_get_info()[0]
         return free
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
-        """Gathers where the host waits for the device within: "file:line", as often as it happens
-        and torch knows of it. The list is whole after the end.
+        """Collects where the host waits for the device within a `with` block: "file:line" for each
+        wait that torch knows of.
+
+        The list is complete after the block.
         """
         found: list[str] = []
         before = self._cuda.get_sync_debug_mode()
@@ -250,7 +254,7 @@ class CUDA:
         return {"allocated": now, "most_allocated": most, "reserved": cached}
 
     def forget_peak(self) -> None:
-        """Makes `most_allocated` of `memory` count from here."""
+        """Resets the peak: `most_allocated` of `memory` counts from here."""
         self._earlier = 0 if self._told else max(self._earlier, self._most())
         self._told = False
         self._cuda.reset_peak_memory_stats()

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import torch
 
-DRIVER = Path("/proc/driver/nvidia/version")  # of the kernel module, there where it is loaded
+DRIVER = Path("/proc/driver/nvidia/version")  # of the kernel module; exists while it is loaded
 NEEDED = {"13": 580, "12": 525}  # CUDA's major version -> the first driver that runs it
 INSTALL = "Install the environment for GPUs in one of its own: pip install -r requirements/cuda.txt (docs/cluster.md)."
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware describes what was detected."""
+    """Hardware describes the detected driver, CUDA and devices."""
 
-    driver: str = ""  # its version; empty: there is none
-    cuda: str | None = None  # that torch was built with; None: a build for CPUs
-    hidden: bool = False  # CUDA_VISIBLE_DEVICES shows no device, so that a CPU is wanted
+    driver: str = ""  # its version; empty: no driver
+    cuda: str | None = None  # that torch was built with; None: a CPU build
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES shows no device: a CPU is wanted
     usable: bool = False  # torch sees a device
 
 
 def found() -> Hardware:
-    """Detects the hardware of this host, as this process may use it."""
+    """Detects the hardware of this host that this process may use."""
     driver = re.search(r"(\d+\.[\d.]+)", DRIVER.read_text()) if DRIVER.is_file() else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Hardware(
@@ -35,9 +35,9 @@ def found() -> Hardware:
 
 
 def refusals(host: Hardware) -> list[str]:
-    """Lists reasons why a run would not use the GPUs that are there.
+    """Lists the reasons why a run would not use the GPUs of this host.
 
-    Empty where it does, there are none, or none are wanted.
+    Empty if it does, there are none, or none are wanted.
     """
     if not host.driver or host.hidden:
         return []

@@ -1,4 +1,4 @@
-"""Further weights of a model, kept on the host and put into the one that is resident."""
+"""Further weights of a model, kept on the host and swapped into the resident model."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,14 +10,16 @@ from torch import Tensor
 from rftmega.runtime import device
 from rftmega.runtime.device.residency import ALIGNMENT, Residency
 
-Tensors = Callable[[], list[Tensor]]  # of a model, as they are now
+Tensors = Callable[[], list[Tensor]]  # of a model, as they currently are
 
 
 class ReferenceWeights:
-    """The weights that the model has when this is built."""
+    """ReferenceWeights holds the weights that the model has at construction."""
 
     def __init__(self, residency: Residency, tensors: Tensors):
-        """`tensors` lists the model's weights, detached; `residency` moves them."""
+        """Copies the model's weights; `tensors` lists them, detached, and `residency` moves
+        them.
+        """
         self._residency, self._tensors = residency, tensors
         weights = tensors()
         self._held = _host_buffers(weights)
@@ -25,19 +27,21 @@ class ReferenceWeights:
             held.copy_(weight)
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Makes the model compute with the reference within a `with` block; afterwards with its own
-        weights, bit for bit.
+        """Makes the model compute with the reference weights within a `with` block, and restores
+        its own afterwards, bit for bit.
         """
         return self._residency.replaced(zip(self._tensors(), self._held, strict=True))
 
 
 class AveragedWeights:
-    """The exponential moving average of the weights over optimizer steps, in float32 on the host."""
+    """AveragedWeights holds the exponential moving average of the weights over optimizer steps, in
+    float32 on the host.
+    """
 
     def __init__(self, residency: Residency, tensors: Tensors, beta: float):
-        """Starts from the present weights; each `update` keeps the share `beta` of the average.
+        """Starts from the current weights; each `update` keeps the share `beta` of the average.
 
-        `residency` and `tensors` as ReferenceWeights has them.
+        `residency` and `tensors` are those of ReferenceWeights.
         """
         self._residency, self._tensors, self.beta = residency, tensors, beta
         self._latest = _host_buffers(tensors())
@@ -47,26 +51,23 @@ class AveragedWeights:
 
     @property
     def held(self) -> list[Tensor]:
-        """Returns the average, in the order of the model's tensors.
-
-        Waits for the update that runs.
-        """
+        """Returns the average, in the order of the model's tensors; waits for a running update."""
         if self._averaging is not None:
             self._averaging.result()
             self._averaging = None
         return self._held
 
     def restart(self) -> None:
-        """Takes the present weights as the average."""
+        """Restarts the average from the current weights."""
         self._averaging = None
         self._held = [tensor.to("cpu", torch.float32, copy=True) for tensor in self._tensors()]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follows an optimizer step: the weights are copied, and averaged in a thread, while the
-        device goes on.
+        """Updates the average after an optimizer step: the weights are copied, and averaged in a
+        thread, while the device continues.
         """
-        held = self.held  # what the update before this one made
+        held = self.held  # the result of the previous update
         self._residency.finish()
         wait = self._residency.copy_aside(zip(self._tensors(), self._latest, strict=True))
 
@@ -78,15 +79,15 @@ class AveragedWeights:
         self._averaging = self._thread.submit(average)
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Makes the model hold the average within a `with` block, in its own precision; afterwards
-        its own weights, bit for bit.
+        """Makes the model hold the average within a `with` block, in its own precision, and
+        restores its own weights afterwards, bit for bit.
         """
         return self._residency.replaced(zip(self._tensors(), self.held, strict=True))
 
 
 def _host_buffers(tensors: list[Tensor]) -> list[Tensor]:
-    """Makes a tensor on the host for each of the model's, all in one buffer that the device copies
-    to and from quickly.
+    """Returns a host tensor for each of the model's, all in one buffer that is fast to copy to and
+    from the device.
     """
     places = []
     end = 0

@@ -1,4 +1,4 @@
-"""RandomStream is a stream of a device's random numbers beside the usual one."""
+"""RandomStream is a separate stream of a device's random numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from rftmega.runtime import device
 
 
 class RandomStream:
-    """RandomStream goes on from use to use, and leaves the usual stream as it was."""
+    """RandomStream continues from use to use, and leaves the default stream unchanged."""
 
     def __init__(self, seed: int):
         where = device.current().here()

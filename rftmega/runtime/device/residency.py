@@ -1,8 +1,8 @@
-"""Residency moves the parts of a model to the host and back.
+"""Residency moves the parts of a model between device and host.
 
 A part is a list of tensors. Moving frees the *storage* under them and leaves the tensors alone, so
-that whatever aliases it (Megatron's parameter and gradient buffers, shards of a distributed
-optimizer, the optimizer's own lists) stays right for every kind of optimizer.
+that its aliases (Megatron's parameter and gradient buffers, shards of a distributed optimizer, the
+optimizer's own lists) stay valid for every kind of optimizer.
 """
 
 from collections import Counter
@@ -23,11 +23,11 @@ PARAMETERS, GRADIENTS, MAIN_PARAMETERS, ADAM = PARTS = (
     "main_parameters",
     "adam",
 )
-ALIGNMENT = 256  # bytes: homes of several storages lie in one buffer
+ALIGNMENT = 256  # bytes: homes of several storages share a buffer
 
 
 class Packed(Protocol):
-    """Packed is a weight that never changes, in another form on the host."""
+    """Packed is a frozen weight in another form on the host."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -36,38 +36,38 @@ class Packed(Protocol):
         """Fills the weight, which is on the device."""
 
     def unpacked(self) -> Tensor:
-        """Returns what the weight holds, on the host."""
+        """Returns the content of the weight, on the host."""
 
 
 @dataclass(slots=True)
 class Berth:
-    """A storage's place on the host, kept for the next time."""
+    """Berth is a storage's place on the host, kept for the next time."""
 
     storage: Any
     content: Tensor  # [bytes] view of the storage; valid whenever it is on the device
     size: int  # bytes
-    # [bytes] on the host, from the first time that the content was to be kept
+    # [bytes] on the host, from the first time that the content is kept
     home: Tensor | None = None
-    packed: Packed | None = None  # on the host instead of a home
-    away: bool = False  # freed
-    current: bool = False  # `home` holds what the storage holds, or held when it was freed
+    packed: Packed | None = None  # on the host, instead of a home
+    away: bool = False  # freed on the device
+    current: bool = False  # `home` equals the storage, or did when it was freed
     stamp: int = 0  # of the tensors' versions when `home` was last current
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Loan is tensors of another model that a model computes with: only the lender moves them."""
+    """Loan is tensors of another model that a model computes with; only the lender moves them."""
 
     lender: "Residency"
     tensors: Sequence[Tensor]
 
 
 class Residency:
-    """Residency knows which parts of a model are on the device, and moves them. Moving one that is
+    """Residency tracks which parts of a model are on the device, and moves them; moving one that is
     there does nothing.
 
-    What was moved to the host and back is copied again only after it changed: whoever writes into
-    the model's tensors past autograd (an optimizer, a load) says so by `changed`.
+    A part that was moved to the host and back is copied again only after it changed: code that
+    writes into the model's tensors past autograd (an optimizer, a load) calls `changed`.
     """
 
     def __init__(
@@ -76,10 +76,12 @@ class Residency:
         finish: Callable[[], None] = lambda: None,
         loan: Loan | None = None,
     ):
-        """`parts` lists the tensors of each part as they are now: Adam has none before its first
-        step. `finish` completes the parameters where the optimizer left some of them to be gathered
-        later; whoever reads them calls it first. `loan`: parameters that are in none of the parts;
-        they come with the others, and are taken away by their lender alone.
+        """Takes the functions that list and complete the model's tensors.
+
+        `parts` lists the current tensors of each part: Adam has none before its first step.
+        `finish` completes the parameters if the optimizer left some of them to be gathered later;
+        it is called before they are read. `loan`: parameters that are in none of the parts; they
+        are loaded with the others, and only their lender offloads them.
         """
         self._parts = parts
         self._loan = loan
@@ -90,13 +92,13 @@ class Residency:
 
     @property
     def borrowed(self) -> Sequence[Tensor]:
-        """Returns the tensors of another model that the parameters of this one compute with."""
+        """Returns the tensors of another model that this model's parameters compute with."""
         return () if self._loan is None else self._loan.tensors
 
     def off(self, *parts: str, keep: bool = True, but: Iterable[Tensor] = ()) -> None:
-        """Moves parts to the host, all of them `but` some tensors.
+        """Moves parts to the host, except the tensors of `but`.
 
-        With `keep=False` their content is forgotten and comes back as zeros.
+        With `keep=False` their content is dropped and comes back as zeros.
         """
         self.finish()
         storages, stays = self.storages(), storages_of(but)
@@ -104,18 +106,19 @@ class Residency:
         self._off([going[number] for number in going if number not in stays], keep=keep)
 
     def on(self, *parts: str) -> None:
-        """Brings parts back, bit for bit."""
+        """Moves parts back to the device, bit for bit."""
         storages = self.storages()
         self._on(number for part in parts for number in storages[part])
         if self._loan is not None and PARAMETERS in parts:
             self._loan.lender.on_tensors(self._loan.tensors)
 
     def only(self, *parts: str, but: Iterable[Tensor] = ()) -> None:
-        """Brings exactly these parts to the device, and takes all others off, `but` some tensors.
+        """Moves exactly these parts to the device and all others off it, except the tensors of
+        `but`.
 
-        Gradients are forgotten rather than moved.
+        Gradients are dropped instead of moved.
         """
-        # First off, then on: the device need not hold both.
+        # Off before on: the device need not hold both.
         leaving = (part for part in PARTS if part not in parts and part != GRADIENTS)
         self.off(*leaving, but=but)
         if GRADIENTS not in parts:
@@ -124,37 +127,37 @@ class Residency:
         self.on(*parts)
 
     def changed(self) -> None:
-        """Says that tensors on the device were written: what lies on the host is no copy of them
-        any more.
+        """Marks host copies of tensors on the device as stale; called after a write to these
+        tensors.
         """
         for berth in self._berths.values():
             if not berth.away:
                 berth.current = False
 
     def bytes(self) -> dict[str, int]:
-        """Returns bytes on the device, by part."""
+        """Returns the bytes on the device by part."""
         return {
             part: sum(s.nbytes() for s in storages.values())
             for part, storages in self.storages().items()
         }
 
     def keep_packed(self, weights: Iterable[Packed]) -> None:
-        """Lets weights come back from what is packed of them: each has a storage of its own."""
+        """Registers packed weights, from which they are restored; each has a storage of its own."""
         for packed in weights:
             self._berth(packed.weight.untyped_storage()).packed = packed
 
     def off_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Moves any tensors of the model."""
+        """Moves any tensors of the model to the host."""
         self._off(list(storages_of(tensors).values()), keep=True)
 
     def on_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Brings them back."""
+        """Moves any tensors of the model back to the device."""
         self._on(storages_of(tensors))
 
     @contextmanager
     def brought(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Brings any tensors of the model to the device within a `with` block. Those that were away
-        are so again afterwards.
+        """Moves any tensors of the model to the device within a `with` block; those that were on
+        the host return there.
         """
         away = [tensor for tensor in tensors if not tensor.untyped_storage().nbytes()]
         self.on_tensors(away)
@@ -164,7 +167,7 @@ class Residency:
             self.off_tensors(away)
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor`, wherever it is: itself, or the same view of what lies on the host.
+        """Returns `tensor` if it is on the device, otherwise the same view of its host copy.
 
         Live either way, so copy it.
         """
@@ -183,9 +186,11 @@ class Residency:
 
     @contextmanager
     def replaced(self, theirs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Gives tensors of the model, which are on the device, the contents of others, which are on
-        the host, within a `with` block: pairs of both. Afterwards they have their own again, bit
-        for bit, from the host: nothing is copied to it that is there already.
+        """Replaces the contents of model tensors on the device by those of host tensors within a
+        `with` block: pairs of both.
+
+        Afterwards they have their own again, bit for bit, from the host; contents that are there
+        already are not copied to it.
         """
         pairs = list(theirs)
         self.finish()
@@ -209,15 +214,17 @@ class Residency:
                 berth.stamp = stamps[berth.storage._cdata]
 
     def copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copies tensors of the model to the host while the device computes on: pairs of both.
-        Gives what waits for the end. Whoever changes the tensors next calls `settle` before.
+        """Copies tensors of the model to the host while the device computes (pairs of both), and
+        returns a function that waits for the end.
+
+        Call `settle` before the tensors are changed.
         """
         self.settle()
         self._aside = device.current().copy_aside(list(pairs))
         return self._aside.wait
 
     def settle(self) -> None:
-        """Lets the device wait for a copy aside before it does what comes now.
+        """Makes the device wait for a copy aside before its next work.
 
         The host does not wait.
         """
@@ -228,7 +235,8 @@ class Residency:
     def storages(self) -> dict[str, dict[int, Any]]:
         """Returns each part's storages.
 
-        One that two parts share (fp32 main parameters that are the parameters) is the first's.
+        A storage that two parts share (fp32 main parameters that are the parameters) belongs to the
+        first.
         """
         seen: set[int] = set()
         found = {}
@@ -265,7 +273,7 @@ class Residency:
             berth.away = False
         self._fetch([berth for berth in coming if berth.current])
         for berth in coming:
-            if not berth.current:  # it was forgotten
+            if not berth.current:  # it was dropped
                 berth.content.zero_()
         device.current().synchronize()
 
@@ -277,7 +285,7 @@ class Residency:
         return berth
 
     def _bring_home(self, berths: list[Berth]) -> None:
-        """Copies to the host what is not there as it is on the device."""
+        """Copies contents to the host, unless an up-to-date copy is there."""
         self._house([berth for berth in berths if berth.home is None and berth.packed is None])
         stamps = self._stamps()
         for berth in berths:
@@ -300,7 +308,9 @@ class Residency:
             berth.content.copy_(berth.home, non_blocking=True)
 
     def _house(self, berths: list[Berth]) -> None:
-        """Takes one buffer of the host for all of them: a pinned buffer costs a call of the driver."""
+        """Allocates one host buffer for all of the berths: pinning a buffer costs a call of the
+        driver.
+        """
         ends = []
         end = 0
         for berth in berths:
@@ -313,7 +323,7 @@ class Residency:
             berth.home = buffer[start : start + berth.size]
 
     def _stamps(self) -> Counter[int]:
-        """Returns a number a storage that grows whenever autograd sees a write to one of its
+        """Returns a number per storage that grows whenever autograd sees a write to one of its
         tensors.
         """
         found: Counter[int] = Counter()
@@ -324,7 +334,7 @@ class Residency:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """Returns the memory under `tensors`, each once, by an id that stays the same while it is
-    freed.
+    """Returns the storages under `tensors`, each once, by an id that stays the same while its
+    memory is freed.
     """
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

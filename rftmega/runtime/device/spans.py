@@ -1,7 +1,7 @@
 """Times each kind of work of this process and, while recording, keeps a span of every stretch of
 it.
 
-Nobody asks for it by default, and then nothing is timed (`SpanRecorder.measuring`).
+It is off by default, and then nothing is timed (`SpanRecorder.measuring`).
 """
 
 import functools
@@ -16,12 +16,12 @@ from rftmega.runtime.device import current
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 clock = time.perf_counter_ns
-# spans of a training pass, whatever backend records them
+# span names of a training pass, whatever backend records them
 FORWARD, BACKWARD, SCHEDULE, REDUCE = "forward", "backward", "schedule", "all-grads-sync"
 
 
 class Span(NamedTuple):
-    """Nanoseconds of this process's `clock`."""
+    """Span is a stretch of work, in nanoseconds of this process's `clock`."""
 
     name: str
     thread: str
@@ -30,21 +30,20 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Sums of seconds and counts by name; and spans, from `record` to `stop`."""
+    """SpanRecorder sums seconds and counts by name, and keeps spans from `record` to `stop`."""
 
     def __init__(self) -> None:
         self.measuring = self.recording = False
         self._sums: dict[str, float] = defaultdict(float)
-        # moments of a device that may not have come yet
+        # device timestamps that may not have been reached yet
         self._pending: list[tuple[str, Any, Any]] = []
         self._spans: list[Span] = []
         self._open: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def take(self) -> dict[str, float]:
-        """Returns the counts, and the seconds of spans, by name, since the last call.
-
-        Waits for the device where it must.
+        """Returns the counts and the seconds of spans by name since the last call; waits for the
+        device if it must.
         """
         for name, begin, end in self._pending:
             self.count(name, current().seconds(begin, end))
@@ -54,7 +53,7 @@ class SpanRecorder:
         return sums
 
     def counted(self, name: str) -> float:
-        """Returns what was counted so far, since the last `take`."""
+        """Returns the count of `name` since the last `take`."""
         with self._lock:
             return self._sums.get(name, 0.0)
 
@@ -64,7 +63,7 @@ class SpanRecorder:
                 self._sums[name] += amount
 
     def record(self) -> None:
-        """Keeps every span from now on; the device's spans wait for it."""
+        """Starts to keep every span; spans of device work then wait for the device."""
         self._spans, self.recording = [], True
 
     def stop(self) -> list[Span]:
@@ -73,14 +72,14 @@ class SpanRecorder:
         return self._spans
 
     def keep(self, name: str, begin: int, end: int, thread: str | None = None) -> None:
-        """Keeps one span, while recording."""
+        """Stores one span, while recording."""
         if self.recording:
             self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
 
     def start(self, name: str) -> None:
-        """Notes that work begins that the device may do later.
+        """Starts a span of work that the device may do later.
 
-        Ends with `finish`; spans of one name don't overlap.
+        `finish` ends it; spans of one name don't overlap.
         """
         if self.recording:
             current().finish()
@@ -106,7 +105,7 @@ recorder = SpanRecorder()
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Records that the host does `name` within a `with` block, in any thread."""
+    """Records a span of host work within a `with` block, in any thread."""
     if not (recorder.measuring or recorder.recording):
         yield
         return
@@ -120,7 +119,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def spanned(name: str) -> Callable[[Function], Function]:
-    """Decorates a function so that every call is a span."""
+    """Returns a decorator that makes every call of a function a span."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)

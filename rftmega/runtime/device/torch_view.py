@@ -1,8 +1,8 @@
-"""Unmodified megatron-core on a machine without CUDA.
+"""Runs unmodified megatron-core on a machine without CUDA.
 
-megatron-core says `torch.cuda` on some 500 lines. An import hook gives its modules a *view* of
-torch, whose `.cuda` and factory functions land on the CPU; the real torch module, user code and
-vLLM see nothing of it. Each patch says what breaks without it, and
+megatron-core uses `torch.cuda` on some 500 lines. An import hook gives its modules a *view* of
+torch, whose `.cuda` and factory functions use the CPU; the real torch module, user code and vLLM
+are not affected. Each patch states what breaks without it, and
 `tests/distributed/test_torch_view.py` switches each off in turn and expects that failure. Written
 for megatron-core 0.16.1 (facts: shared spec `megatron_on_cpu.md`).
 """
@@ -45,11 +45,10 @@ _installed = False
 
 
 def install(*, without: frozenset[str] = frozenset()) -> bool:
-    """Installs the import hook.
+    """Installs the import hook; returns False if there is nothing to do (CUDA is present, or it is
+    installed).
 
-    False where there is nothing to do (CUDA is present, or it is installed).
-
-    `without` names patches to leave out (tests only). Raises RuntimeError where megatron.core was
+    `without` names patches to leave out (tests only). Raises RuntimeError if megatron.core was
     imported before.
     """
     global _installed
@@ -77,7 +76,7 @@ def install(*, without: frozenset[str] = frozenset()) -> bool:
 
 
 class _Stream:
-    """A CPU runs in order: every stream is the same one and is always done."""
+    """_Stream imitates a CUDA stream: a CPU runs in order, so every stream is always done."""
 
     def __init__(self, *args: object, **kwargs: object): ...
 
@@ -151,7 +150,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _View(types.ModuleType):
-    """A module that answers from another one where it has nothing of its own."""
+    """_View is a module that falls back to another one for names that it does not define."""
 
     def __init__(self, behind: types.ModuleType, own: dict[str, Any]):
         super().__init__(behind.__name__)
@@ -183,7 +182,7 @@ def _patch_rng(module: Any) -> None:
     module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
         new_state
     )
-    # fork() warns when the CPU's generator moved in a "device" context: here it always has.
+    # fork() warns if the CPU generator's state changed in a "device" context: here it always has.
     logging.getLogger(module.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -210,7 +209,7 @@ _real_type = torch.Tensor.type
 
 
 def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
-    """Runs owner.name with torch.Tensor.attribute replaced, and only then."""
+    """Makes owner.name run with torch.Tensor.attribute replaced."""
     raw = owner.__dict__[name]
     function = raw.__func__ if isinstance(raw, classmethod) else raw
 
@@ -223,7 +222,7 @@ def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
 
 
 def _patch_float16_optimizer(module: Any) -> None:
-    """Makes parameters claim a CUDA type: the optimizer sorts them by `param.type() ==
+    """Makes parameters report a CUDA type: the optimizer sorts them by `param.type() ==
     "torch.cuda.FloatTensor"` and raises TypeError for any other.
     """
     _within(module.Float16OptimizerWithFloat16Params, "__init__", "type", _claiming_cuda)
@@ -236,12 +235,14 @@ def _patch_distributed_optimizer(module: Any) -> None:
 
 
 def _patch_clip(module: Any) -> None:
-    """Replaces `clip_grad_by_total_norm_fp32`, which asserts "torch.cuda.FloatTensor"."""
+    """Makes tensors report a CUDA type in `clip_grad_by_total_norm_fp32`, which asserts it."""
     _within(module, "clip_grad_by_total_norm_fp32", "type", _claiming_cuda)
 
 
 def _patch_tied_embeddings(module: Any) -> None:
-    """Lets tied embeddings over two stages be synchronised, which calls `weight.data.cuda()`."""
+    """Disables `weight.data.cuda()`, which is called to synchronise tied embeddings over two
+    stages.
+    """
     _within(
         module.LanguageModule,
         "setup_embeddings_and_output_layer",
@@ -251,15 +252,15 @@ def _patch_tied_embeddings(module: Any) -> None:
 
 
 def _patch_context_slices(module: Any) -> None:
-    """Lets context parallelism pick positions of rows that are not packed, by
-    `torch.tensor(...).cuda()`.
+    """Disables `torch.tensor(...).cuda()`, which context parallelism calls to select positions of
+    unpacked rows.
     """
     _within(module, "get_pos_emb_on_this_cp_rank", "cuda", lambda self, *args, **kwargs: self)
 
 
 def _patch_split_sizes(module: Any) -> None:
-    """Makes tensors of a CPU, too, the numpy array that the all-to-all between experts wants its
-    split sizes as.
+    """Converts CPU tensors, too, to the numpy array that the all-to-all between experts expects as
+    split sizes.
     """
     real = module.maybe_move_tensor_to_cpu
 
@@ -272,8 +273,8 @@ def _patch_split_sizes(module: Any) -> None:
 
 
 def _patch_uneven_collectives(module: Any) -> None:
-    """Lets processes that share an expert's matrices swap parts of unequal size, which NCCL can and
-    gloo can't.
+    """Pads the parts of unequal size that processes with a shared expert exchange: NCCL supports
+    them, gloo does not.
     """
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
@@ -284,7 +285,7 @@ def _patch_uneven_collectives(module: Any) -> None:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         if not (longest := max(output_split_sizes)):
-            return input_  # nobody has a token for this expert
+            return input_  # no process has a token for this expert
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = gather(padded, group).split(longest)
@@ -332,7 +333,9 @@ _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets megatron.core's modules load as they are, then gives each its view and its patch."""
+    """_Finder loads megatron.core's modules unchanged, then gives each its view of torch and its
+    patch.
+    """
 
     def __init__(self, view: types.ModuleType, after_import: dict[str, Callable[[Any], None]]):
         self.view = view

@@ -1,4 +1,4 @@
-"""Joins the processes, places each in the layout and lets them talk.
+"""Process groups, parallel layouts and communication between processes.
 
 `topology` alone reads Megatron's parallel state.
 """

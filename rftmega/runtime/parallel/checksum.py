@@ -1,4 +1,4 @@
-"""Computes checksums, which show whether one process reads what another wrote."""
+"""Computes checksums of tensors, to verify that one process reads what another wrote."""
 
 from functools import cache, lru_cache
 
@@ -7,29 +7,29 @@ from torch import Tensor
 
 BLOCK = 64  # bytes
 LANES = torch.tensor([1, 3, 5, 7, 11, 13, 17, 19])  # odd, and different
-# bytes that `checksums` looks at together: what it needs beside them is a quarter of that
+# bytes that `checksums` processes together; its temporary memory is a quarter of that
 AT_ONCE = 64 * 2**20
 
-SMALL = 2**20  # bytes for which the fewest operations count, not what they write in between
+SMALL = 2**20  # bytes up to which fewer operations count more than temporary memory
 
 
 def blocks(size: int) -> int:
-    """Returns `size` bytes, rounded up to whole blocks."""
+    """Returns `size` in bytes, rounded up to whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Returns the checksum, [] int64, of [bytes] in whole blocks, computed where the data is.
+    """Returns the checksum, [] int64, of [bytes] in whole blocks, computed on the data's device.
 
-    A sum of 8-byte words, weighted by their place in a block, and one weighted by the block: words,
-    or rows, that change places change it as well as words that change.
+    It is a sum of 8-byte words, weighted by their position in a block, and one weighted by the
+    block: it changes if words or rows are swapped, and if words change.
     """
     return _of_vocabulary(data.view(torch.int64).view(1, -1, len(LANES)))[0]
 
 
 def checksums(slices: Tensor) -> Tensor:
-    """Returns the checksums, [n] int64, of each of n equal slices [n, ...], which need not lie side
-    by side, as if zeros filled its last block.
+    """Returns the checksum, [n] int64, of each of n equal slices [n, ...], which need not be
+    contiguous, as if zeros filled its last block.
     """
     if not slices.numel():
         return torch.zeros(len(slices), dtype=torch.int64, device=slices.device)
@@ -44,7 +44,7 @@ def checksums(slices: Tensor) -> Tensor:
 def _words(flat: Tensor, size: int) -> Tensor:
     """Maps [n, elements] to [n, blocks, words].
 
-    A copy where blocks are not full or words would not lie as a processor likes them.
+    Copies if blocks are not full, or words would not be aligned.
     """
     aligned = (
         flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0
@@ -57,7 +57,7 @@ def _words(flat: Tensor, size: int) -> Tensor:
 
 
 def _of_vocabulary(words: Tensor) -> Tensor:
-    """Maps [n, blocks, words] to [n]."""
+    """Maps words [n, blocks, words] to checksums [n]."""
     number, blocks_each = words.shape[:2]
     if number * blocks_each * BLOCK <= SMALL:
         return (words * _weights(words.device, blocks_each)).sum((1, 2))
@@ -72,5 +72,5 @@ def _lanes(where: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(where: torch.device, blocks_each: int) -> Tensor:
-    """Returns [blocks, words]: what each word counts."""
+    """Returns the weight of each word, [blocks, words]."""
     return _lanes(where) + 31 * (2 * torch.arange(blocks_each, device=where) + 1)[:, None]

@@ -1,4 +1,4 @@
-"""Measures how far the processes' clocks are apart."""
+"""Measures the offsets between the processes' clocks."""
 
 import time
 from collections.abc import Callable
@@ -14,8 +14,8 @@ ROUNDS = 16
 
 
 class Offset(NamedTuple):
-    """Nanoseconds that a process's clock is ahead of the first one's, and by how much that may be
-    wrong.
+    """Offset is the nanoseconds that a process's clock is ahead of the first one's, and the error
+    bound.
     """
 
     ahead: int
@@ -25,9 +25,10 @@ class Offset(NamedTuple):
 def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offset]:
     """Measures the clock offset of every process, in the order of ranks; a collective.
 
-    Nobody leaves a barrier before everybody came (F. Cristian's bound on the offset, 1989, with a
-    barrier for his request and answer): with the times at which two processes came and left, each
-    barrier bounds the offset from both sides, whatever its delay. The tightest of several counts.
+    No process leaves a barrier before all have entered it (F. Cristian's bound on the offset, 1989,
+    with a barrier for his request and reply): with the times at which two processes entered and
+    left, each barrier bounds the offset from both sides, whatever its delay. The tightest of
+    several counts.
     """
     seen = [_barrier(clock) for _ in range(ROUNDS)]
     first, *_ = everyone = gather_objects(seen)

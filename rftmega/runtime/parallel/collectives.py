@@ -1,5 +1,4 @@
-"""Results of all processes, for callers that hold tensors on any device; alone, a process has its
-own.
+"""Collectives for tensors on any device; a single process gets its own values.
 
 Every process of the group calls these alike.
 """
@@ -19,9 +18,8 @@ MOST_DIMS = 8
 def all_gather(tensor: Tensor) -> Tensor:
     """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks.
 
-    A scalar counts as [1]. N may differ, and be 0.
-
-    Raises ValueError, on every process, where the other dimensions differ.
+    A scalar counts as [1]. N may differ, and be 0. Raises ValueError, on every process, if the
+    other dimensions differ.
     """
     mine = tensor.reshape(1) if tensor.dim() == 0 else tensor
     if not dist.is_initialized():
@@ -44,15 +42,15 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    """Gathers [...] on the device, of one shape everywhere -> [ranks, ...]."""
+    """Gathers tensors [...] on the device, of one shape everywhere -> [ranks, ...]."""
     found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(found, x)
     return torch.stack(found)
 
 
 def all_reduce(value: Tensor | float, op: str) -> Tensor | float:
-    """Reduces to the mean, max or sum over all processes, as what was given: a tensor of its shape
-    and device, or a number.
+    """Reduces a tensor or a number to the mean, max or sum over all processes; a tensor keeps its
+    shape and device.
 
     The argument stays as it is. Sums are made in float64 (numbers) or at least float32; integers
     stay exact in sum and max, and a mean of integers is a fraction. Raises AssertionError for
@@ -70,7 +68,7 @@ def _reduced(value: Tensor, op: str) -> Tensor:
         value = value.double() if value.dtype == torch.int64 else value.float()
     wide = torch.float32 if value.is_floating_point() and value.itemsize < 4 else value.dtype
     if value.dtype == torch.bool:
-        wide = torch.int64  # how many, or whether any
+        wide = torch.int64  # a count, or whether any is True
     found = value.detach().to(device.current().here(), wide, copy=True)
     size = 1
     if dist.is_initialized():
@@ -84,9 +82,8 @@ def _reduced(value: Tensor, op: str) -> Tensor:
 
 
 def neighbours(size: int) -> Any:
-    """Returns the group of this process and its neighbours, `size` consecutive ranks each.
-
-    None stands for all processes.
+    """Returns the process group of the `size` consecutive ranks with this process; None stands for
+    all processes.
 
     A collective over all processes, to be called once for a size.
     """
@@ -99,8 +96,8 @@ def neighbours(size: int) -> Any:
 
 
 def board() -> Any:
-    """Returns the store of torch.distributed in which the processes met: a place for what they tell
-    each other at any time.
+    """Returns the store of torch.distributed in which the processes met, for messages at any
+    time.
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -108,7 +105,7 @@ def board() -> Any:
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
     """Gathers the objects of all processes of `group` (None: all), in the order of ranks.
 
-    Pickled, so for small things.
+    Pickled, so for small objects.
     """
     if not dist.is_initialized():
         return [thing]

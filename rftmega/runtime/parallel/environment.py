@@ -1,4 +1,4 @@
-"""Numbers that a launcher sets in the environment."""
+"""Reads numbers that a launcher sets in the environment."""
 
 import os
 
@@ -6,9 +6,9 @@ from rftmega.core.errors import ConfigError
 
 
 def whole_number(variable: str, default: int | None = None) -> int:
-    """Reads a variable that a launcher sets.
+    """Reads a whole number from a variable that a launcher sets.
 
-    Raises ConfigError where it is no whole number, or absent without default.
+    Raises ConfigError if it is no whole number, or absent without a default.
     """
     given = os.environ.get(variable, None if default is None else str(default))
     if given is None:

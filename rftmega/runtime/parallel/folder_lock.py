@@ -1,10 +1,9 @@
-"""Locks a folder that only one program may work in, on this host or another that sees the same
-files.
+"""Locks a folder for one program, on this host and others that share its files.
 
 The lock is a file in the folder. It names the process that holds it, which touches the file every
 BEAT_SECONDS. A process that died leaves its file behind; the next one takes it over. Everything
-works over NFS: the file is created by link(), and ages are differences between times that the file
-server gave.
+works over NFS: the file is created by link(), and ages are differences between the file server's
+times.
 """
 
 import contextlib
@@ -26,17 +25,17 @@ from rftmega.core.errors import LockedError
 FILE = ".rftmega.lock"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
-LOOK_SECONDS = 0.5  # between two looks at a lock that may be alive
+LOOK_SECONDS = 0.5  # between two checks of a lock that may be alive
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a lock."""
+    """Holder identifies the process that holds a lock."""
 
-    what: str  # as "run"
+    what: str  # kind of program, such as "run"
     host: str
-    # its boot and its namespace of process ids: within one, a process can be looked up
+    # its boot and process-id namespace: within one, a process can be looked up
     machine: str
     pid: int
     started: int  # of the process, in clock ticks since the boot
@@ -45,7 +44,7 @@ class Holder:
 
     @classmethod
     def present(cls, what: str) -> "Holder":
-        """Returns this process, now."""
+        """Returns the holder of this process, now."""
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -59,9 +58,8 @@ class Holder:
 
     @property
     def dead(self) -> bool:
-        """Returns whether the holder's process is known to be gone.
-
-        Another one may have its number.
+        """Returns whether the holder's process is known to be gone, even if another one has its
+        id.
         """
         return self.here and process_start(self.pid) != self.started
 
@@ -81,23 +79,24 @@ class FolderLock:
         stale: float | None = None,
         lost: Callable[[str], None] | None = None,
     ):
-        """`what` the program does, as "run". `lost` is called, by a thread, with what happened,
-        when another program has taken the lock over, since this one stood still for longer than
-        `stale` seconds; by default the process ends.
+        """Prepares a lock; `what` is the kind of program, such as "run".
+
+        A thread calls `lost` with a message if another program has taken over the lock, since this
+        one stood still for longer than `stale` seconds; by default the process ends.
         """
         self.folder, self.file = Path(folder), Path(folder) / FILE
         self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
         self._lost = lost or _end
         self.holder = Holder.present(what)
-        self._own = self.folder / f"{FILE}.{self.holder.token}"  # a file of this process alone
+        self._own = self.folder / f"{FILE}.{self.holder.token}"  # a file of this process
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._made: list[Path] = []  # folders, innermost first
+        self._made: list[Path] = []  # folders that `acquire` created, innermost first
 
     def acquire(self) -> None:
-        """Raises LockedError where another program works in the folder, or no lock can be made
-        there.
+        """Acquires the lock.
 
+        Raises LockedError if another program works in the folder, or no lock can be created there.
         The lock of a process on another host is watched, for `stale` seconds at most, until it is
         seen to be alive or is stale: a run that died on one host may start again on another.
         """
@@ -118,9 +117,9 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Lets others work in the folder.
+        """Releases the lock.
 
-        A copy of the process by fork releases nothing.
+        A forked copy of the process releases nothing.
         """
         if os.getpid() != self.holder.pid or self._thread is None:
             return
@@ -130,7 +129,7 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if _holder_of(self.file) == self.holder:
                 self.file.unlink()
-            # a program that was refused leaves nothing; what is not empty stays
+            # a refused program leaves nothing behind; folders that are not empty stay
             for folder in self._made:
                 folder.rmdir()
 
@@ -139,7 +138,7 @@ class FolderLock:
         while not self._linked(self.file):
             try:
                 found = _look(self.file)
-            except FileNotFoundError:  # it was released just now
+            except FileNotFoundError:  # it was just released
                 continue
             holder, touched = found
             age = self._server_time() - touched
@@ -165,17 +164,13 @@ class FolderLock:
             time.sleep(LOOK_SECONDS)
 
     def _linked(self, file: Path) -> bool:
-        """Creates `file`, all at once with its content.
-
-        Returns whether it is this process's now, and was not there before.
-        """
+        """Creates `file` atomically with its content; returns whether this process created it."""
         try:
             os.link(self._own, file)
         except FileExistsError:
-            # Over NFS the answer to a link that was made can get lost, and the repeated request
-            # fails.
+            # Over NFS the reply to a successful link can get lost, and the repeated request fails.
             return os.stat(self._own).st_nlink == 2
-        except OSError:  # no hard links there
+        except OSError:  # no hard links on this file system
             return self._created(file)
         return True
 
@@ -190,12 +185,12 @@ class FolderLock:
     def _took_over(self, holder: Holder | None, age: float) -> bool:
         """Replaces a stale lock; returns whether it did.
 
-        Takers take turns, or the second would replace the first one's.
+        Takers take turns, otherwise the second would replace the first one's lock.
         """
         turn = self.folder / f"{FILE}.turn"
         if not self._linked(turn):
             with contextlib.suppress(FileNotFoundError):
-                # of one that died within the lines below
+                # left by a process that died within the lines below
                 if self._server_time() - _look(turn)[1] > self.stale:
                     turn.unlink()
             time.sleep(LOOK_SECONDS / 10)
@@ -217,12 +212,12 @@ class FolderLock:
         return _holder_of(self.file) == self.holder
 
     def _server_time(self) -> float:
-        """Returns the present time, as the file server has it."""
+        """Returns the current time of the file server."""
         os.utime(self._own)
         return os.stat(self._own).st_mtime
 
     def _keep(self) -> None:
-        """Touches the file until the release; ends where it is another program's."""
+        """Touches the file until the release; stops if it is another program's."""
         while not self._ended.wait(self.beat):
             try:
                 if not self._touch():
@@ -230,13 +225,13 @@ class FolderLock:
                         f"{self.folder}: {_said(_holder_of(self.file))} has taken over the lock: this one stood still."
                     )
                     return
-            except OSError as error:  # of a file server: may pass
+            except OSError as error:  # a file server's may pass
                 log.warning("%s: the lock can't be touched: %s", self.file, error)
 
     def _touch(self) -> bool:
         try:
             file = open(self.file)  # noqa: SIM115  of the `with` below
-        except FileNotFoundError:  # somebody deleted it
+        except FileNotFoundError:  # another program deleted it
             _write(self._own, self.holder)
             try:
                 return self._linked(self.file)
@@ -251,9 +246,9 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: str | Path, what: str) -> Iterator[None]:
-    """Keeps `folder` for this process alone, within a `with` block.
+    """Locks `folder` for this process within a `with` block.
 
-    Raises LockedError where another program works in it.
+    Raises LockedError if another program works in it.
     """
     lock = FolderLock(folder, what)
     lock.acquire()
@@ -264,15 +259,14 @@ def locked(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def process_start(pid: int) -> int | None:
-    """Returns the time at which a process of this machine began, in clock ticks since the boot.
-
-    None where it has ended.
+    """Returns the start time of a process of this machine, in clock ticks since the boot; None if
+    it has ended.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+    fields = stat.rpartition(")")[2].split()  # the name before may contain anything
     return None if fields[0] in "ZX" else int(fields[19])
 
 
@@ -289,8 +283,10 @@ def _write(file: Path, holder: Holder) -> None:
 
 
 def _look(path: Path) -> tuple[Holder | None, float]:
-    """Returns the holder, None where the file is not (yet) a lock's, and when it was touched.
-    Opening a file makes an NFS client ask the server for its times, which it would otherwise keep
+    """Returns the holder, None if the file is not (yet) a lock's, and the time at which it was
+    touched.
+
+    Opening a file makes an NFS client ask the server for its times, which it would otherwise cache
     for up to a minute.
     """
     with path.open(errors="replace") as file:
@@ -313,7 +309,7 @@ def _said(holder: Holder | None) -> str:
 
 
 def _end(reason: str) -> None:
-    """Ends the process without another word to the folder, which is another program's."""
+    """Ends the process without touching the folder, which is another program's."""
     sys.stderr.write(f"error: {reason} It ends, lest two write there.\n")
     sys.stderr.flush()
     os._exit(1)

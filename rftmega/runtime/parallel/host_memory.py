@@ -1,6 +1,6 @@
-"""HostMemory keeps one copy a host of what all processes of a run need to see.
+"""HostMemory keeps one copy per host of data that all processes of a run read.
 
-Processes of one host map the same memory (`parallel.shared`); hosts exchange what each has.
+Processes of one host map the same memory (`parallel.shared`); hosts exchange their parts.
 """
 
 import logging
@@ -22,16 +22,22 @@ from rftmega.runtime.parallel.collectives import gather_objects
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Spec = tuple[torch.dtype, int]  # of a tensor: its dtype, and how many elements it has
-SMALL = 1 << 16  # bytes of a tensor that is sent instead of shared
-BUCKET = 1 << 26  # bytes that go from host to host at a time
+Spec = tuple[torch.dtype, int]  # dtype and number of elements of a tensor
+SMALL = 1 << 16  # bytes up to which a tensor is sent instead of shared
+BUCKET = 1 << 26  # bytes sent between hosts at a time
 
 
 class HostMemory:
-    """HostMemory is called by all processes alike. A process alone has nothing to share."""
+    """HostMemory shares tensors among the processes of each host; all processes call it alike.
+
+    A single process has nothing to share.
+    """
 
     def __init__(self, host: str | None = None):
-        """`host`: the name of this process's; None: found out. A collective."""
+        """Groups the processes by host; a collective.
+
+        `host`: the name of this process's host; None: it is detected.
+        """
         self._host_group: Any = None
         self._hosts_group: Any = None  # of the first processes of all hosts
         self.hosts, self.processes, self.first, self.alone = 1, 1, True, True
@@ -42,7 +48,7 @@ class HostMemory:
         ranks = [[i for i, name in enumerate(names) if name == own] for own in dict.fromkeys(names)]
         mine = next(own for own in ranks if rank in own)
         self.hosts, self.first, self.alone = len(ranks), rank == mine[0], len(mine) == 1
-        # every process takes part in the making of every group
+        # every process takes part in the creation of every group
         groups = [dist.new_group(own) if len(own) > 1 else None for own in ranks]
         self._host_group = groups[ranks.index(mine)]
         self._leader = mine[0]
@@ -50,10 +56,10 @@ class HostMemory:
             self._hosts_group = dist.new_group([own[0] for own in ranks])
 
     def once(self, make: Callable[[], Result]) -> Result:
-        """Returns what `make` gives in the host's first process, where alone it is called.
+        """Returns the result of `make`, which only the first process of each host calls.
 
-        Its result is a tensor, a number, or dataclasses, dicts, lists and tuples of them; nobody
-        changes it. What it raises is raised in every process.
+        The result is a tensor, a number, or dataclasses, dicts, lists and tuples of them, and must
+        not be changed. If `make` raises, every process of the host raises.
         """
         if self.alone:
             return make()
@@ -88,8 +94,9 @@ class HostMemory:
     ) -> list[Tensor]:
         """Returns tensors of these `specs`, the same on every process, to which all have written.
 
-        `write` gets them full of zeros, and writes what this process has; no two processes write to
-        the same element, nor to the same byte of it. Small ones are not shared: that takes longer.
+        `write` gets them full of zeros, and writes this process's part; no two processes write to
+        the same element, nor to the same byte of it. Small tensors are not shared: that takes
+        longer.
         """
         if sum(size * dtype.itemsize for dtype, size in specs) <= SMALL:
             found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
@@ -107,8 +114,7 @@ class HostMemory:
         return found
 
     def gathered(self, columns: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Gathers columns, [n] each with the same n in one process, of all processes: `sizes`, rank
-        by rank.
+        """Gathers the columns of all processes, [n] each; `sizes` lists n by rank.
 
         Returns [sum of n] of each, in the order of ranks.
         """
@@ -127,9 +133,9 @@ class HostMemory:
     def of_rows(
         self, lengths: Tensor, columns: int, own: Iterable[tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Ragged]:
-        """Returns so many float32 columns of rows of `lengths` [B], of which each process has some.
+        """Returns float32 columns of rows of `lengths` [B], of which each process has some.
 
-        `own`: rows ([b] int64), and what each column has there: [b, T] each, on any device.
+        `own`: rows ([b] int64), and each column's values there, [b, T], on any device.
         """
 
         def write(memory: Sequence[Tensor]) -> None:
@@ -151,7 +157,7 @@ class HostMemory:
             found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
             write(found)
             return found
-        # each in memory of its own, which goes with the last of its tensors
+        # each in memory of its own, which is freed with the last of its tensors
         made = [shared.create(size) if self.first and size else "" for size in sizes]
         told = [made]
         dist.broadcast_object_list(told, self._leader, group=self._host_group)
@@ -171,7 +177,9 @@ class HostMemory:
 
 
 def current() -> HostMemory:
-    """Returns the HostMemory of the processes that are joined now. A collective, the first time."""
+    """Returns the HostMemory of the processes that are joined now; the first call is a
+    collective.
+    """
     world = dist.group.WORLD if dist.is_initialized() else None
     if not _current or _current[0][0] is not world:
         _current[:] = [(world, HostMemory())]
@@ -182,14 +190,16 @@ _current: list[tuple[Any, HostMemory]] = []  # with the group that it was made f
 
 
 def this_host() -> str:
-    """Names the host, or the part of it whose processes can open each other's memory."""
+    """Returns the name of the host, or of the part of it whose processes can open each other's
+    memory.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _tried(names: Sequence[str]) -> list[str]:
-    """Returns the host of each process; one of its own for each where one of them can't open the
-    first's memory.
+    """Returns the host name of each process; a name per process for hosts where one can't open the
+    first one's memory.
     """
     rank = dist.get_rank()
     first = names.index(names[rank])
@@ -215,7 +225,7 @@ def _tried(names: Sequence[str]) -> list[str]:
 
 
 def _add_up(memory: Tensor, group: Any) -> None:
-    """Adds up bytes over the hosts: of each at most one host's is not 0."""
+    """Sums bytes over the hosts; each byte is nonzero on at most one host."""
     here = device.current().here()
     for bucket in memory.split(BUCKET):
         moved = bucket.to(here)
@@ -225,7 +235,7 @@ def _add_up(memory: Tensor, group: Any) -> None:
 
 
 def _mapped(name: str, size: int) -> Tensor:
-    """Returns shared memory as bytes. Unlike a map of Python's it keeps no descriptor open."""
+    """Returns shared memory as bytes; unlike Python's mmap it keeps no descriptor open."""
     descriptor = shared.opened(name, size)
     try:
         path = f"/proc/self/fd/{descriptor}"
@@ -236,14 +246,14 @@ def _mapped(name: str, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """_Place stands for a tensor that is shared."""
+    """_Place is the placeholder of a shared tensor."""
 
     number: int
     shape: tuple[int, ...]
 
 
 def _taken_apart(thing: Any, tensors: list[Tensor]) -> Any:
-    """Returns `thing` with a _Place for each large tensor, which goes to `tensors`."""
+    """Returns `thing` with a _Place for each large tensor, which is appended to `tensors`."""
     if isinstance(thing, Tensor):
         if thing.nbytes <= SMALL:
             return thing.contiguous()
@@ -259,7 +269,7 @@ def _put_together(thing: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _rebuilt(thing: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `thing` with its parts changed."""
+    """Returns `thing` with `change` applied to its parts."""
     if is_dataclass(thing) and not isinstance(thing, type):
         return replace(
             thing, **{own.name: change(getattr(thing, own.name)) for own in fields(thing)}

@@ -1,5 +1,5 @@
-"""Derives what follows from a layout before anything is built: arithmetic on Megatron's order of
-ranks, without Megatron.
+"""Computes properties of a parallel layout before anything is built: arithmetic on Megatron's order
+of ranks, without Megatron.
 """
 
 import math
@@ -9,8 +9,8 @@ from rftmega.config import ParallelConfig
 
 
 class RankCoordinates(NamedTuple):
-    """A process in a layout: which stage it is, and which of those that share a dense layer, the
-    experts, one expert.
+    """RankCoordinates is a process's position in a layout: its pipeline stage, and its tensor-,
+    expert- and expert-tensor-parallel ranks.
     """
 
     stage: int
@@ -20,7 +20,8 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Places a rank in Megatron's order: tensor fastest, then context, data, pipeline.
+    """Returns the coordinates of a rank in Megatron's order: tensor fastest, then context, data,
+    pipeline.
 
     Among experts tensor, then expert.
     """
@@ -34,8 +35,8 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
 
 
 def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple[int, int]:
-    """Counts the processes that hold the same dense parameters, and the same experts (1 where there
-    are none).
+    """Returns the number of processes that hold the same dense parameters, and the same experts (1
+    without experts).
     """
     stage = world_size // parallel.pipeline
     of_experts = stage // (parallel.expert * parallel.expert_tensor)
@@ -43,10 +44,11 @@ def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple
 
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
-    """Splits processes into groups that each hold every parameter, as few processes as possible.
+    """Splits processes into the smallest groups that each hold every parameter.
 
     In Megatron's order of ranks the tensor-parallel ones are neighbours, the stages are farthest
-    apart, and the experts are spread over consecutive blocks of expert_tensor x expert processes.
+    apart, and the experts are distributed over consecutive blocks of expert_tensor x expert
+    processes.
     """
     stage = world_size // parallel.pipeline
     block = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
@@ -61,7 +63,7 @@ def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
 
 
 def layout_name(parallel: ParallelConfig, data: int) -> str:
-    """Names a layout, e.g. TP2 x PP2 x DP1, with the other sizes that are above 1."""
+    """Returns the name of a layout, e.g. TP2 x PP2 x DP1, with the other sizes that are above 1."""
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "DP": data}
     more = {
         "VPP": parallel.virtual_pipeline,
@@ -74,9 +76,11 @@ def layout_name(parallel: ParallelConfig, data: int) -> str:
 
 
 def nodes_of_engine(ranks: int, node: int) -> int:
-    """Returns the number of nodes that an engine of `ranks` consecutive ranks spans, where a node
-    has `node`; 0: its ranks would share a node with others while they lie on several, which no
-    engine of vLLM's supports.
+    """Returns the number of nodes that an engine of `ranks` consecutive ranks spans, with `node`
+    ranks per node.
+
+    0: its ranks would share a node with others while they lie on several, which no vLLM engine
+    supports.
     """
     if node % ranks == 0:
         return 1

@@ -1,9 +1,9 @@
-"""Names, in the log, the rank that stands still while the others wait for it (`watchdog.watched`
-can end such a run).
+"""Logs which rank stands still while the others wait for it (`watchdog.watched` can end such a
+run).
 
-Each process writes down at the board where ranks meet when it was last seen doing something, and
-where its main thread is. The first process reads it. Ranks that wait for others stand still, too,
-so it speaks only when nobody gets on, and names those that do not wait in a collective.
+Each process writes to the rendezvous store when it last made progress, and where its main thread
+is; the first process reads that. Ranks that wait for others stand still, too, so it logs only if no
+rank makes progress, and names those that do not wait in a collective.
 """
 
 import json
@@ -25,25 +25,25 @@ from rftmega.runtime.parallel.watchdog import seen
 LIMIT = 60.0  # seconds
 STARTING = 5  # times the limit while a run starts: on a GPU its engine compiles for minutes
 ROUND = 5.0
-NAMED = 4  # ranks at most
+NAMED = 4  # most ranks that are named
 WAITING = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Sign is one sign of life of one process."""
+    """Sign is one heartbeat of one process."""
 
     number: int
     idle: float  # seconds since its last mark
     phase: str
     host: str
     at: str  # the innermost line of its main thread
-    waits: bool  # for other processes
+    waits: bool  # in a collective, for other processes
 
     @classmethod
     def present(cls, number: int) -> "Sign":
-        """Returns this process, now."""
+        """Returns the heartbeat of this process, now."""
         frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
         at = (
             f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})"
@@ -55,17 +55,19 @@ class Sign:
 
 
 class Lease:
-    """Lease exchanges signs of life between the processes and finds who holds the others up."""
+    """Lease exchanges heartbeats between the processes and finds those that hold up the others."""
 
     def __init__(self, rank: int, size: int, board: Any, *, limit: float = LIMIT):
-        """`board`: a store of torch.distributed; None where there is but this process."""
+        """Takes this process's rank and the number of processes; `board` is a store of
+        torch.distributed, or None for a single process.
+        """
         self.rank, self.size, self.board, self.limit = rank, size, board, limit
         self.number = 0
-        self._heard: dict[int, tuple[Sign, float]] = {}  # the last sign of a rank, and when it came
-        self._next = limit  # idle seconds at which somebody is named
+        self._heard: dict[int, tuple[Sign, float]] = {}  # last sign of a rank, and its arrival
+        self._next = limit  # idle seconds at which ranks are named
 
     def tell(self) -> None:
-        """Writes this process's sign of life."""
+        """Writes this process's heartbeat."""
         self.number += 1
         sign = Sign.present(self.number)
         if self.board is None:
@@ -74,11 +76,9 @@ class Lease:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Names the ranks that stand still, for the log.
+        """Returns a log message that names the ranks that stand still; called on the first process.
 
-        Empty where none does, or it was said already.
-
-        On the first process.
+        Empty if none does, or if it was returned already.
         """
         now = time.monotonic()
         if self.board is not None:
@@ -127,12 +127,13 @@ class Lease:
 def named(
     world: World, *, limit: float | None = None, pause: float | None = None
 ) -> Iterator[None]:
-    """Has the first process log, within a `with` block, who stands still for longer than `limit`
-    seconds (LIMIT), and again when it is twice as long. Each tells of itself every `pause` seconds
-    (ROUND).
+    """Logs, on the first process and within a `with` block, which ranks stand still for longer than
+    `limit` seconds (LIMIT), and again after twice as long.
+
+    Each process writes its heartbeat every `pause` seconds (ROUND).
     """
-    # A connection of its own: one that waits for a key, as for a process that joins a group, serves
-    # nobody else.
+    # A connection of its own: one that waits for a key, as for a process that joins a group, can do
+    # nothing else.
     board = preemption.request.board.clone() if preemption.request.board is not None else None
     over, standing = (
         threading.Event(),
@@ -144,7 +145,7 @@ def named(
             try:
                 standing.tell()
                 said = standing.look() if world.is_main else ""
-            except RuntimeError:  # whoever serves the board has ended, and its launcher says why
+            except RuntimeError:  # the store's server has ended; its launcher reports why
                 return
             if said:
                 log.warning("%s. docs/fault_tolerance.md says what to do.", said)

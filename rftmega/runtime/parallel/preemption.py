@@ -11,7 +11,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASKED = "asked to stop"
-LOOK = 1.0  # seconds
+LOOK = 1.0  # seconds between two looks at the board
 
 
 class StopRequest:
@@ -22,31 +22,35 @@ class StopRequest:
 
     came = 0  # the signal's number
     file: Path | None = None
-    # a store of torch.distributed, where the processes of the run tell each other
+    # store of torch.distributed, in which the processes of the run exchange requests
     board: Any = None
-    known = False  # at the board
-    looked = 0.0  # when
+    known = False  # the request is at the board
+    looked = 0.0  # time of the last look at the board
 
 
 request = StopRequest()
 
 
 def listen() -> None:
-    """Turns the signals into requests. The first thing that a process of a run does, in its main
-    thread: its imports take seconds, and a signal that nobody listens for ends it.
+    """Turns the signals into stop requests.
+
+    A process of a run calls it first, in its main thread: its imports take seconds, and an
+    unhandled signal ends it.
     """
     for number in SIGNALS:
         signal.signal(number, _note)
 
 
 def listens() -> bool:
-    """Returns whether `listen` was called last."""
+    """Returns whether the handlers of `listen` are installed."""
     return all(signal.getsignal(number) is _note for number in SIGNALS)
 
 
 def unlisten() -> None:
-    """Lets the signals end this process at once, one that came already, too: a run that saves
-    nothing can't go on later.
+    """Restores the signals' default action, which ends this process at once, also for a signal that
+    came already.
+
+    A run that saves nothing can't be resumed.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -60,10 +64,11 @@ def _note(number: int, frame: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Turns the signals into requests within a `with` block, whatever they were outside. Another run
-    in this process does not hear of them, unless `listen` was called.
+    """Turns the signals into stop requests within a `with` block, whatever their handlers were
+    before.
 
-    In the main thread.
+    Another run in this process does not get these requests, unless `listen` was called. In the main
+    thread.
     """
     before = {number: signal.signal(number, _note) for number in SIGNALS}
     try:
@@ -76,23 +81,22 @@ def listening() -> Iterator[None]:
 
 
 def meet(board: Any) -> None:
-    """Lets processes tell each other of requests at `board`, a store of torch.distributed.
-
-    None: no longer.
-    """
+    """Sets the store of torch.distributed in which processes exchange requests; None: no longer."""
     request.board, request.known = board, False
 
 
 def asked() -> bool:
     """Returns whether this process or its launcher was asked to stop or, some LOOK seconds later,
-    another process of the run. No collective: call it at any time, from any thread.
+    another process of the run.
+
+    No collective: call it at any time, from any thread.
     """
     own = bool(request.came) or (request.file is not None and request.file.exists())
     if request.board is None or request.known:
         return own or request.known
     if own or time.monotonic() - request.looked >= LOOK:
         request.looked = time.monotonic()
-        # whoever serves the board has ended, and its launcher says why
+        # the board's server has ended; its launcher reports why
         with suppress(RuntimeError):
             if own:
                 request.board.set(ASKED, "")
@@ -101,11 +105,11 @@ def asked() -> bool:
 
 
 def agreed(group: Any = None) -> bool:
-    """Returns whether any process of the group (None: all) was asked to stop: a collective, with
-    the same answer on all.
+    """Returns whether any process of the group (None: all) was asked to stop; a collective, with
+    the same result on all.
     """
     from rftmega.runtime.parallel.collectives import (
-        gather_objects,  # torch would keep `listen` waiting
+        gather_objects,  # imported late: torch would delay `listen`
     )
 
     return any(gather_objects(asked(), group))

@@ -1,4 +1,4 @@
-"""Files of a run may hold prompts, paths and an environment: they are nobody else's business."""
+"""Keeps files of a run private, which may contain prompts, paths and an environment."""
 
 import os
 from collections.abc import Iterator
@@ -6,15 +6,15 @@ from contextlib import contextmanager
 
 
 def keep_private() -> None:
-    """Hides what this process and its children write from now on from other users, and from the
-    group unless the umask let it read before.
+    """Hides files that this process and its children write from now on from other users, and from
+    the group unless the umask let it read before.
     """
     os.umask(os.umask(0o077) | 0o007)
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Keeps what is written within a `with` block private, see `keep_private`."""
+    """Keeps files written within a `with` block private, see `keep_private`."""
     before = os.umask(0o077)
     os.umask(before)
     keep_private()

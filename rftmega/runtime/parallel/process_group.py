@@ -1,4 +1,4 @@
-"""Joins the other processes, under torchrun or alone; and leaves them."""
+"""Joins and leaves the other processes, under torchrun or as a single process."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ from rftmega.runtime.parallel.environment import whole_number
 from rftmega.runtime.parallel.rendezvous import choose_interface, store
 
 log = logging.getLogger(__name__)
-# what vLLM's external launcher reads in a process that no launcher started
+# variables that vLLM's external launcher reads in a process without a launcher
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The launched processes as this one sees them."""
+    """World describes the launched processes, as this one sees them."""
 
     rank: int
     size: int
@@ -37,15 +37,15 @@ class World:
 
 
 def launched_size() -> int:
-    """Returns how many processes the launcher started (1 without one).
+    """Returns the number of processes that the launcher started (1 without one).
 
-    Readable before anything is initialised.
+    Available before anything is initialised.
     """
     return whole_number("WORLD_SIZE", 1)
 
 
 def check_launcher() -> None:
-    """Raises ConfigError where srun started tasks that would each take themselves for the whole
+    """Raises ConfigError if srun started several tasks, each of which would act as the whole
     run.
     """
     if "WORLD_SIZE" not in os.environ and whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -56,10 +56,10 @@ def check_launcher() -> None:
 
 @contextmanager
 def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> Iterator[World]:
-    """Initialises torch.distributed (and takes it down again on a clean end). Its first line names
-    the device, and `beside`.
+    """Initialises torch.distributed within a `with` block, and shuts it down on a clean end.
 
-    Reads torchrun's environment; without one, this process is a world of its own.
+    Reads torchrun's environment; without one, this process is a world of its own. Its first log
+    line names the device, and `beside`.
     """
     backend = device.current()
     alone = "MASTER_ADDR" not in os.environ
@@ -93,8 +93,8 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
             dist.barrier()
         _leave()
     except BaseException:
-        # The others may never arrive, and waiting for them would hide the error. A world of one
-        # waits for nobody, and with NCCL's groups standing its process did not end.
+        # The others may never arrive, and waiting for them would hide the error. A world of one has
+        # nobody to wait for, and its process did not end while NCCL's groups were up.
         if size == 1:
             _leave()
         raise
@@ -107,7 +107,7 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
 
 @contextmanager
 def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` where a `with` block fails in a world of one: its process may start another run.
+    """Calls `undo` if a `with` block fails in a world of one: its process may start another run.
 
     Of several processes each is about to end, and `undo` might wait for the others.
     """
@@ -120,6 +120,6 @@ def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Takes the groups down, which vLLM's shutdown may have done already."""
+    """Destroys the process groups, unless vLLM's shutdown has done so."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Names a run, so that its pushes are not taken for another's, and the run that goes on in its output
-folder is the same one.
+"""Identifies a run, so that its pushes are not taken for another's, and a resumed run is the same
+one.
 """
 
 import json
@@ -16,9 +16,9 @@ FILE = ".rftmega-run"
 
 
 def run_identity(output: Path) -> str:
-    """Returns the name of the run whose output folder this is, on every process.
+    """Returns the name of the run whose output folder this is, the same on every process.
 
-    A copy of the folder is another run's. Raises LockedError where the name can't be kept.
+    A copy of the folder is another run's. Raises LockedError if the name can't be stored.
     """
     told: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,5 +1,5 @@
-"""Seeds every generator of a process from one seed, and saves and restores their states, as JSON
-has them.
+"""Seeds every random generator of a process, and saves and restores their states in a form for
+JSON.
 """
 
 import random
@@ -12,7 +12,7 @@ import torch
 def set_seed(seed: int) -> None:
     """Seeds python, numpy and torch, on the host and on every device.
 
-    Megatron's streams are the Topology's.
+    The Topology seeds Megatron's streams.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -31,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Draws go on from here."""
+    """Restores the states of the host's generators."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
@@ -40,7 +40,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def as_text(state: torch.Tensor) -> str:
-    """Writes [bytes] of a generator's state in hexadecimal."""
+    """Returns a generator's state [bytes] in hexadecimal."""
     return bytes(state.cpu().tolist()).hex()
 
 

@@ -1,8 +1,8 @@
 """Shares memory between processes of one host, under a name that opens nothing else.
 
-It has no name in any folder, so that nothing is left behind however the processes end: it is
-reached through its owner's open files. Its size is sealed: who opens it can neither make nor
-enlarge it.
+It has no path in any folder, so that nothing is left behind however the processes end: it is
+reached through its owner's open files. Its size is sealed: a process that opens it can neither
+shrink nor enlarge it.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 
-# owner's process, its descriptor, a random number
+# the owner's process id, its descriptor, a random number
 NAME = re.compile(r"rftmega-(\d{1,10})-(\d{1,7})-([0-9a-f]{32})")
 SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -29,14 +29,17 @@ def create(size: int) -> str:
 
 
 def close(name: str) -> None:
-    """Closes memory that this process created; who has attached it keeps it."""
+    """Closes memory that this process created; processes that have attached it keep it."""
     found = NAME.fullmatch(name)
     assert found is not None and int(found[1]) == os.getpid(), name
     os.close(int(found[2]))
 
 
 def attach(name: str, size: int) -> mmap.mmap:
-    """Maps it. Raises ValueError as `opened` does."""
+    """Maps shared memory by its name.
+
+    Raises ValueError as `opened` does.
+    """
     descriptor = opened(name, size)
     try:
         return mmap.mmap(descriptor, size)
@@ -45,9 +48,9 @@ def attach(name: str, size: int) -> mmap.mmap:
 
 
 def opened(name: str, size: int) -> int:
-    """Returns a descriptor of it.
+    """Returns a descriptor of shared memory by its name.
 
-    Raises ValueError where `name` is not that of such memory, of this user and of `size` bytes.
+    Raises ValueError unless `name` is that of such memory, of this user and of `size` bytes.
     """
     found = NAME.fullmatch(name)
     if found is None:
@@ -55,7 +58,7 @@ def opened(name: str, size: int) -> int:
     pid, number, token = found.groups()
     path, wanted = f"/proc/{pid}/fd/{number}", f"/memfd:rftmega-{token} (deleted)"
     try:
-        # before it is opened: that of a pipe or a device may do something
+        # before it is opened: opening a pipe or a device may have effects
         if os.readlink(path) != wanted:
             raise ValueError(f"{name!r} is other memory by now")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)

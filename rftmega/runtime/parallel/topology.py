@@ -1,4 +1,4 @@
-"""Tells this process's place in every kind of parallelism: the only reader of
+"""Determines this process's ranks in every kind of parallelism; the only reader of
 megatron.core.parallel_state.
 """
 
@@ -23,9 +23,9 @@ from rftmega.runtime.parallel.seeds import as_bytes, as_text
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes and ranks, and the groups that this project talks over.
+    """Topology holds parallel sizes and ranks, and the process groups that this project uses.
 
-    Megatron keeps its groups in module globals, one layout a process. A Topology holds a copy of
+    Megatron keeps its groups in module globals, one layout per process. A Topology holds a copy of
     them, so that models of different layouts (an actor and a critic) live in the same processes and
     take turns: see `active`.
     """
@@ -45,7 +45,7 @@ class Topology:
     tensor_group: Any
     expert_tensor_group: Any
     context_group: Any
-    replica_group: Any  # the fewest processes that hold every parameter between them
+    replica_group: Any  # the fewest processes that together hold every parameter
     _globals: dict[str, Any] = field(repr=False, compare=False)
     _streams: "RandomStreams" = field(repr=False, compare=False)
 
@@ -53,7 +53,7 @@ class Topology:
     def create(cls, parallel: ParallelConfig, *, seed: int) -> "Topology":
         """Builds Megatron's process groups, seeds its generators and makes them the active ones.
 
-        Call it after torch.distributed is up, in the same order on every process.
+        Call it after torch.distributed is initialised, in the same order on every process.
         """
         _set_globals(_NOTHING)
         state.initialize_model_parallel(
@@ -101,10 +101,7 @@ class Topology:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Switches Megatron to this layout within a `with` block.
-
-        Before and after, in whatever was active.
-        """
+        """Switches Megatron to this layout within a `with` block, and back afterwards."""
         before = _get_globals()
         if before == self._globals:
             yield
@@ -120,7 +117,7 @@ class Topology:
             streams.resume()
 
     def random_state(self) -> dict[str, Any]:
-        """Returns the states of this layout's random streams, as JSON has them."""
+        """Returns the states of this layout's random streams, in a form for JSON."""
         with self.active():
             streams = RandomStreams.now()
         return {
@@ -129,14 +126,14 @@ class Topology:
         }
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Draws go on from here."""
+        """Restores the states of this layout's random streams."""
         named = {name: as_bytes(text) for name, text in state["named"].items()}
         with self.active():
             RandomStreams(as_bytes(state["device"]), named).resume()
 
     @staticmethod
     def destroy() -> None:
-        """Forgets the groups, so that another layout can be built in the same processes."""
+        """Destroys Megatron's groups, so that another layout can be built in the same processes."""
         state.destroy_model_parallel()
 
     @property
@@ -153,15 +150,15 @@ class Topology:
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process reports its data-parallel rank's results: others have none,
-        or the same ones.
+        """Returns whether this process reports its data-parallel rank's results; the others have
+        none, or the same ones.
         """
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
-        """Adds up x, in place, over the processes that speak; every process gets the total.
+        """Sums x in place over the processes that report results; every process gets the total.
 
-        Others pass a tensor of the same shape, whatever it holds.
+        Others pass a tensor of the same shape, with any content.
         """
         if not self.speaks:
             x.zero_()
@@ -183,14 +180,14 @@ class RandomStreams:
         )
 
     def remember(self) -> None:
-        """Moves on to where the streams stand now."""
+        """Updates the states to those of the current streams."""
         self.device, self.named = (
             device.current().random_state(),
             tensor_parallel.get_cuda_rng_tracker().get_states(),
         )
 
     def resume(self) -> None:
-        """Draws go on from here."""
+        """Sets the streams to these states."""
         device.current().set_random_state(self.device)
         tensor_parallel.get_cuda_rng_tracker().set_states(self.named)
 

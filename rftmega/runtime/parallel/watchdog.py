@@ -1,6 +1,6 @@
-"""Records what this process was last seen doing, and watches over it: hung is not dead.
+"""Records this process's progress, and ends a hung process.
 
-Whoever works says so (`mark`): at phases, micro-batches, buckets of a push, answers.
+Working code calls `mark`: at phases, micro-batches, buckets of a push, completions.
 """
 
 import faulthandler
@@ -15,7 +15,7 @@ HUNG = 86  # exit code
 
 
 class Seen:
-    """The phase that this process is in, how many marks there were, and when the last one was."""
+    """Seen holds the phase of this process, the number of marks, and the time of the last one."""
 
     def __init__(self) -> None:
         self.phase, self.marks, self.at = "start", 0, time.monotonic()
@@ -25,17 +25,20 @@ seen = Seen()
 
 
 def mark(phase: str | None = None) -> None:
-    """Marks that something was done; with a `phase`, another one begins. From any thread."""
+    """Records progress; a `phase` begins a new phase.
+
+    Callable from any thread.
+    """
     seen.phase, seen.marks, seen.at = phase or seen.phase, seen.marks + 1, time.monotonic()
 
 
 @contextmanager
 def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Watches over a `with` block: a process without a mark for `seconds` writes rank, phase and
-    the stacks of all threads to stderr, and ends with the code HUNG. 0: never.
+    """Watches a `with` block: a process without a mark for `seconds` writes rank, phase and the
+    stacks of all threads to stderr, and ends with the code HUNG.
 
-    Counted are the watch's own rounds, each at most its planned length: neither a clock that jumps
-    nor a process that was stopped for a while counts as hung.
+    0: never. The watch counts its own rounds, each at most its planned length: neither a clock that
+    jumps nor a process that was stopped for a while counts as hung.
     """
     if not seconds:
         yield
@@ -57,8 +60,8 @@ def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit)
 def _watch(seconds: float, rank: int, over: threading.Event, end: Callable[[int], None]) -> None:
     pause, marks, idle = min(1.0, seconds / 10), seen.marks, 0.0
     while True:
-        # Where a thread holds the interpreter, this one gets no turn; faulthandler's needs none. It
-        # knows no phase, and takes the time that a process was stopped for.
+        # If a thread holds the interpreter, this one gets no turn; faulthandler's needs none. It
+        # knows no phase, and counts the time for which a process was stopped.
         faulthandler.dump_traceback_later(10 * seconds, exit=True)
         begin = time.monotonic()
         if over.wait(pause):
