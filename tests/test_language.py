@@ -5,17 +5,19 @@ its subject does, and documents have short lines and sentences.
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from rftmega.config.tree import options
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rftmega", "converters", "model_providers")
 KNOWN_BY_ITS_USERS = "rftmega/lightrft"  # keeps LightRFT's names: Experience and Samples
 RIDDLES = ("Of", "What", "Whether", "As")
-PLAIN_ROOMS = (
+PLAIN = (
     "rftmega",
     "converters",
     "model_providers",
@@ -25,6 +27,24 @@ PLAIN_ROOMS = (
     "website",
     "train_rl.py",
 )
+OLD_TERMS = {  # word of a name or a title -> the field's term
+    **dict.fromkeys(("answer", "answers"), "completion, response or reply"),
+    **dict.fromkeys(("picture", "pictures"), "image"),
+    **dict.fromkeys(("mixture", "mixtures"), "MoE"),
+    **dict.fromkeys(("fleet", "fleets"), "server group"),
+    **dict.fromkeys(("roster", "rosters"), "server list"),
+    **dict.fromkeys(("parcel", "parcels"), "payload"),
+    **dict.fromkeys(
+        ("learnt", "ear", "hear", "hears", "fed", "door", "standing"),
+        "trained, audio, model inputs, ...",
+    ),
+    **dict.fromkeys(("eight_bits",), "fp8 or int8"),
+}
+KEPT_TERMS = (  # an answer is the ground truth, or what is extracted from a response
+    *("rftmega/rewards/", "rftmega/sandbox/", "examples/", "reward.answer_pattern", "benchmarks/"),
+    "Mixture-of-experts (MoE) models",  # the title that explains the term
+)
+MOST_WHAT = 0.01  # share of docstrings whose first sentence has "what" instead of a noun
 LONGEST_LINE = 160  # characters of a document's line, tables and code as well
 LONGEST_SENTENCE = 16  # words, the median of a document
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -51,10 +71,10 @@ def names_of_several_classes(root: Path) -> list[str]:
     ]
 
 
-def riddles(root: Path, rooms: tuple[str, ...]) -> list[str]:
-    """Lists the docstrings of the rooms that begin with a word of RIDDLES."""
+def riddles(root: Path, folders: tuple[str, ...]) -> list[str]:
+    """Lists the docstrings in the folders that begin with a word of RIDDLES."""
     found = []
-    for path in sources(root, rooms):
+    for path in sources(root, folders):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, Documented):
                 continue
@@ -102,6 +122,47 @@ def wordy(root: Path) -> list[str]:
     return found
 
 
+def words_of(name: str) -> set[str]:
+    """Returns the words of a name in snake_case or CamelCase, or of a title."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def names_in(root: Path) -> Iterator[str]:
+    """Yields names of files, classes and functions, and titles of documents, each with its file."""
+    for path in sources(root, PLAIN):
+        where = path.relative_to(root)
+        yield f"{where}: {path.stem}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{where}: {node.name}"
+    for path in documents(root):
+        yield f"{path.relative_to(root)}: {path.stem}"
+        titles = re.findall(r"^#+ (.*)", path.read_text(), flags=re.MULTILINE)
+        yield from (f"{path.relative_to(root)}: {title}" for title in titles)
+
+
+def old_terms(names: Iterable[str]) -> list[str]:
+    """Lists the names with a word of OLD_TERMS, apart from KEPT_TERMS."""
+    return [
+        f"{name}: write {OLD_TERMS[word]} for {word}"
+        for name in names
+        for word in sorted(words_of(name.rpartition(": ")[2]) & set(OLD_TERMS))
+        if not any(kept in name for kept in KEPT_TERMS)
+    ]
+
+
+def vague(root: Path) -> list[str]:
+    """Lists the docstrings whose first sentence has "what" instead of a noun."""
+    found = []
+    for path in sources(root, PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, Documented):
+                first = re.split(r"[.;:]\s|\n\n", ast.get_docstring(node) or "", maxsplit=1)[0]
+                if re.search(r"\b[Ww]hat\b", first):
+                    found.append(f"{path.relative_to(root)}: {first}")
+    return found
+
+
 def plant(root: Path, file: str, code: str) -> None:
     path = root / file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,11 +174,39 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def test_no_docstring_begins_with_a_riddle() -> None:
-    assert riddles(ROOT, PLAIN_ROOMS) == []
+    assert riddles(ROOT, PLAIN) == []
 
 
-def test_every_room_that_is_listed_is_there() -> None:
-    assert [room for room in PLAIN_ROOMS if not (ROOT / room).exists()] == []
+def test_names_titles_and_options_have_the_terms_of_the_field() -> None:
+    assert old_terms(names_in(ROOT)) == []
+    assert old_terms(f"option: {name}" for name in options()) == []
+
+
+def test_a_planted_old_term_is_found(tmp_path: Path) -> None:
+    plant(tmp_path, "rftmega/rollout/a.py", "class FleetMember: ...\n\n\ndef read_picture(): ...")
+    plant(tmp_path, "rftmega/rewards/b.py", "def answer(): ...")
+    plant(tmp_path, "docs/c.md", "# Mixtures of experts\n\nA picture of it.")
+    assert old_terms(names_in(tmp_path)) == [
+        "rftmega/rollout/a.py: FleetMember: write server group for fleet",
+        "rftmega/rollout/a.py: read_picture: write image for picture",
+        "docs/c.md: Mixtures of experts: write MoE for mixtures",
+    ]
+
+
+def test_docstrings_name_things_instead_of_what_they_do(tmp_path: Path) -> None:
+    documented = sum(
+        isinstance(node, Documented) and ast.get_docstring(node) is not None
+        for path in sources(ROOT, PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+    assert len(vague(ROOT)) <= MOST_WHAT * documented
+    plant(tmp_path, "rftmega/a.py", 'def f():\n    """Returns what scores completions."""')
+    plant(tmp_path, "rftmega/b.py", 'def f():\n    """Returns a reward. It is what scores."""')
+    assert vague(tmp_path) == ["rftmega/a.py: Returns what scores completions."]
+
+
+def test_every_folder_that_is_listed_exists() -> None:
+    assert [folder for folder in PLAIN if not (ROOT / folder).exists()] == []
 
 
 def test_a_planted_second_class_of_a_name_is_found(tmp_path: Path) -> None:

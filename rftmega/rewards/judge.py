@@ -12,9 +12,9 @@ from typing import Any
 from rftmega.config import RewardConfig
 from rftmega.core.errors import ConfigError
 from rftmega.rewards.chat_endpoint import ChatEndpoint, Refused, key_of
-from rftmega.rewards.kept_answers import KeptAnswers
 from rftmega.rewards.part import Answer, Decode, Undecided
 from rftmega.rewards.patterns import Pattern
+from rftmega.rewards.reply_cache import ReplyCache
 
 log = logging.getLogger(__name__)
 PLACES = re.compile(r"\{(prompt|completion|label|messages)\}")
@@ -62,7 +62,7 @@ class JudgePart:
             per_second=config.judge_per_second,
             pause=pause,
         )
-        self._kept = KeptAnswers(config.judge_cache)
+        self._kept = ReplyCache(config.judge_cache)
         self._threads = ThreadPoolExecutor(config.judge_concurrency, thread_name_prefix="judge")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:

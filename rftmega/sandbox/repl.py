@@ -111,7 +111,7 @@ def _await_confinement(box: Box, end: float) -> None:
     waiting = select.poll()
     waiting.register(box.news, select.POLLIN)
     while not box.told and (left := end - time.monotonic()) > 0:
-        if waiting.poll(left * 1000) and not _hear(box):
+        if waiting.poll(left * 1000) and not _receive(box):
             break
     if not box.told.startswith(CONFINED):
         raise Undecidable("the sandbox could not be set up for the code, or not in time")
@@ -189,7 +189,7 @@ def _drain(descriptor: int, output: Output, most: int) -> bool:
     return True
 
 
-def _hear(box: Box) -> bool:
+def _receive(box: Box) -> bool:
     """Reads the box's news. Returns False at its end."""
     told = os.read(box.news, 8)
     box.told += told
@@ -200,7 +200,7 @@ def _end_of(box: Box) -> str:
     """Returns how the interpreter ended; "" if it has not. Raises Undecidable if the sandbox ended
     instead.
     """
-    if not _hear(box):
+    if not _receive(box):
         raise Undecidable(f"a process of the sandbox ended early (it had said {box.told!r})")
     if len(box.told) < REPORT:
         return ""

@@ -244,7 +244,7 @@ def several_body(world: Any, folder: Path, own: Path, other: Path, fewer: Pairs)
         }
         pairs: dict[str, Pairs] = {"": trained, "other": fewer, "base": {}}
         for name in ("", "other", "base", ""):
-            pushing.engine.answer_with(name)
+            pushing.engine.use_adapter(name)
             completions = pushing.engine.generate(PROMPTS, seeds=[1, 2, 3], sampling=SAMPLING)
             found[push, name] = 0.0
             for prompt, completion in zip(PROMPTS, completions, strict=True):

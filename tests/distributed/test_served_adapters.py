@@ -212,7 +212,7 @@ def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:
             if version == 0:
                 served.learn()
         server_list.write_text(f"{first}\n{second}")
-        engine.server_group.look_elsewhere()
+        engine.server_group.find_remote_servers()
         seen["landed"] = weights.push_to_late()
         known, late = engine.server_group.members
         known.health.missed()  # so that the late one answers alone

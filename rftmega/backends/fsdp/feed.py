@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rftmega.backends.fsdp.packed_attention import EDGES, Edges
-from rftmega.data.media.model_inputs import FedImages
+from rftmega.data.media.model_inputs import ImageTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def feed(
     *,
     packed: bool,
     where: torch.device,
-    images: FedImages | None = None,
+    images: ImageTensors | None = None,
 ) -> Feed:
     """Builds decoder inputs from tokens [B, T + 1], with `lengths` tokens per row, on the host; a
     row's last token is only a target.
@@ -78,7 +78,7 @@ def _sent(value: Tensor, where: torch.device) -> Tensor:
     return value.to(where, non_blocking=True)
 
 
-def _seen(images: FedImages, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
+def _seen(images: ImageTensors, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
     """Returns the tower's inputs, and positions [3, 1, N] and features [1, N] of the tokens of
     `grid`.
     """

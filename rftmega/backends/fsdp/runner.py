@@ -11,7 +11,7 @@ from rftmega.backends.fsdp.feed import Feed, feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
 from rftmega.core.types import Rows
-from rftmega.data.media.model_inputs import FedImages, fed_images
+from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.model_providers.tower import VisionTower
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel.watchdog import mark
@@ -74,7 +74,7 @@ class FSDPRunner(ModelRunner):
         )
         return self.stats(*[_in_rows(completion, fed) for completion in completions])
 
-    def _images(self, rows: Rows) -> FedImages | None:
+    def _images(self, rows: Rows) -> ImageTensors | None:
         """Returns the tower inputs for the rows' images; None for a model without a tower.
 
         A micro-batch without images gets a black one, which no token refers to.
@@ -84,7 +84,7 @@ class FSDPRunner(ModelRunner):
             return None
         size, width = rows.tokens.shape
         load = self.manager.pixels
-        fed = fed_images(rows.images, size, width - 1, merge=tower.merge, load=load)
+        fed = image_tensors(rows.images, size, width - 1, merge=tower.merge, load=load)
         if fed.pixels is not None:
             return fed
         grid = torch.tensor([[1, tower.merge, tower.merge]])

@@ -23,12 +23,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rftmega.data.media.model_inputs import FedImages, fed_images
-from rftmega.data.media.waveform_inputs import FedWaveforms
+from rftmega.data.media.model_inputs import ImageTensors, image_tensors
+from rftmega.data.media.waveform_inputs import WaveformTensors
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.layers.embedding_adapters import pair_of_head
 from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
-from rftmega.models.layers.router_replay import FedRoutes
+from rftmega.models.layers.router_replay import RouteInputs
 from rftmega.runtime.parallel.topology import tensor_and_context
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
@@ -265,8 +265,8 @@ def custom_forward(
     temperature: float | Tensor = 1.0,
     max_batch_seqlen: int | None = 4096,
     padding_seqlen: int | None = None,
-    images: FedImages | FedWaveforms | None = None,
-    routes: FedRoutes | None = None,
+    images: ImageTensors | WaveformTensors | None = None,
+    routes: RouteInputs | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
     marks, at any columns.
@@ -356,7 +356,7 @@ def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> sl
 
 
 @contextmanager
-def _routed(packing: Packing, routes: FedRoutes | None, own: slice) -> Iterator[None]:
+def _routed(packing: Packing, routes: RouteInputs | None, own: slice) -> Iterator[None]:
     """Sends tokens to the experts of `routes`, or records those that the layers choose."""
     if routes is None:
         yield
@@ -379,7 +379,7 @@ def _run(
     chunk: GPTModel,
     ids: Tensor,
     packing: Packing,
-    images: FedImages | FedWaveforms | None,
+    images: ImageTensors | WaveformTensors | None,
     *,
     hidden_only: bool,
 ) -> Tensor:
@@ -389,8 +389,8 @@ def _run(
     rotary = getattr(chunk, "rotary_pos_emb", None)
     rank, ranks = packing.context
     if isinstance(rotary, MultimodalRotary):
-        if not isinstance(images, FedImages):
-            images = fed_images(None, packing.rows, packing.columns, merge=1, load=None)
+        if not isinstance(images, ImageTensors):
+            images = image_tensors(None, packing.rows, packing.columns, merge=1, load=None)
         positions = packing.take_vectors(images.positions, whole=rotary.by_rows)
         rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
     elif isinstance(rotary, PackedRotary):

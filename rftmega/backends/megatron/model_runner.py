@@ -24,10 +24,10 @@ from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
 from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
-from rftmega.data.media.model_inputs import FedImages, fed_images
-from rftmega.data.media.waveform_inputs import FedWaveforms, fed_waveforms
+from rftmega.data.media.model_inputs import ImageTensors, image_tensors
+from rftmega.data.media.waveform_inputs import WaveformTensors, waveform_tensors
 from rftmega.model_providers.tower import AudioTower
-from rftmega.models.layers.router_replay import FedRoutes
+from rftmega.models.layers.router_replay import RouteInputs
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel.watchdog import mark
 
@@ -97,7 +97,7 @@ class MegatronRunner(ModelRunner):
         shown = next(iter(output.values())) if isinstance(output, dict) else output
         return shown, finish
 
-    def _routes(self, batch: MicroBatch) -> FedRoutes | None:
+    def _routes(self, batch: MicroBatch) -> RouteInputs | None:
         """Returns the routes to replay or to record; None if routers choose and nothing is
         recorded.
         """
@@ -110,9 +110,9 @@ class MegatronRunner(ModelRunner):
                 expert_routes.unknown(given.values.dtype),
             )
             given = given.padded(width=width, fill=unknown)
-        return FedRoutes(given, batch.chosen)
+        return RouteInputs(given, batch.chosen)
 
-    def _images(self, rows: Rows, model: Any) -> FedImages | FedWaveforms | None:
+    def _images(self, rows: Rows, model: Any) -> ImageTensors | WaveformTensors | None:
         """Returns the chunk's inputs from the rows' images or waveforms; None for a model without a
         tower.
         """
@@ -123,9 +123,9 @@ class MegatronRunner(ModelRunner):
         feeds = unwrap(model).pre_process
         if isinstance(tower, AudioTower):
             frames = self.manager.frames if feeds else None
-            return fed_waveforms(rows.images, size, width - 1, load=frames)
+            return waveform_tensors(rows.images, size, width - 1, load=frames)
         load = self.manager.pixels if feeds else None
-        return fed_images(rows.images, size, width - 1, merge=tower.merge, load=load)
+        return image_tensors(rows.images, size, width - 1, merge=tower.merge, load=load)
 
     def _stats(
         self, batch: MicroBatch, output: Any, shown: Any = None, non_loss_data: bool = True

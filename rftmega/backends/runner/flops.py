@@ -105,7 +105,7 @@ def _windowed(tower: VisionTower, height: int, width: int) -> int:
     return sum((row * column) ** 2 for row in rows for column in columns)
 
 
-def ear_flops(tower: AudioTower, hidden: int) -> int:
+def audio_flops(tower: AudioTower, hidden: int) -> int:
     """Returns the FLOPs of one forward pass of the audio encoder over one waveform, which fills all
     positions; `hidden` is the decoder's hidden size.
     """

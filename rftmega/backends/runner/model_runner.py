@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from rftmega.backends.runner.auxiliary import beside
-from rftmega.backends.runner.flops import BACKWARD, OF_FROZEN, ear_flops, forward_flops, tower_flops
+from rftmega.backends.runner.flops import (
+    BACKWARD,
+    OF_FROZEN,
+    audio_flops,
+    forward_flops,
+    tower_flops,
+)
 from rftmega.backends.runner.micro_batches import plan_micro_batches
 from rftmega.config import RunConfig
 from rftmega.core import expert_routes
@@ -153,7 +159,7 @@ class ModelRunner:
         self.stepped.train(False)
         indices = self._micro_batches(rows, passes=1)
         batches = [
-            MicroBatch(self._fed(rows.select(index)), chosen, chosen=[] if record else None)
+            MicroBatch(self._model_inputs(rows.select(index)), chosen, chosen=[] if record else None)
             for index in indices
         ]
         stats = self._gathered(rows, indices, self._run(batches, forward_only=True))
@@ -161,7 +167,7 @@ class ModelRunner:
             return replace(stats, routes=self._gathered_routes(rows, indices, batches))
         return stats
 
-    def _fed(self, rows: Rows[Any]) -> Rows:
+    def _model_inputs(self, rows: Rows[Any]) -> Rows:
         """Returns rows as model inputs.
 
         Only a policy uses routes; being large, they are padded when their micro-batch is computed.
@@ -269,7 +275,7 @@ class ModelRunner:
         parts = [experience.select(index) for index in indices]
         bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
         return [
-            MicroBatch(self._fed(part.rows), temperature, seen.to(self.stepped.where), loss_fn)
+            MicroBatch(self._model_inputs(part.rows), temperature, seen.to(self.stepped.where), loss_fn)
             for part, seen in zip(parts, bare, strict=True)
         ]
 
@@ -360,7 +366,7 @@ class ModelRunner:
         assert tower is not None, "a model without a tower has no images"
         media = [each for batch in fed for each in batch.distinct.values()]
         if isinstance(tower, AudioTower):
-            flops = len(media) * ear_flops(tower, self.stepped.description.hidden)
+            flops = len(media) * audio_flops(tower, self.stepped.description.hidden)
         else:
             grids = [each.grid for each in media if isinstance(each, PlacedImage)]
             flops = tower_flops(tower, grids)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rftmega.core.errors import CheckpointError, DataError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.waveform_positions import PlacedWaveform
-from rftmega.data.media.cache import Kept
+from rftmega.data.media.cache import TensorCache
 from rftmega.data.media.files import content_of, digest_of
 from rftmega.data.media.image_processor import FILE, token_of
 from rftmega.data.media.waveforms import read_waveform, samples_of
@@ -36,7 +36,7 @@ class AudioProcessor:
         self.rate: int = self._inner.sampling_rate
         self.most: int = self._inner.n_samples
         self.window: int = self._inner.nb_max_frames
-        self._kept = Kept()
+        self._kept = TensorCache()
         self._read = partial(read_waveform, rate=self.rate, most=self.most)
 
     @property

@@ -1,4 +1,4 @@
-"""Kept caches the latest tensors computed from files."""
+"""A cache of the latest tensors computed from files."""
 
 from collections import OrderedDict
 
@@ -7,8 +7,8 @@ from torch import Tensor
 MOST = 256 * 2**20  # bytes of cached tensors
 
 
-class Kept:
-    """Kept holds tensors by their files' digests, up to MOST bytes; it evicts the least recently
+class TensorCache:
+    """TensorCache holds tensors by their files' digests, up to MOST bytes; it evicts the least recently
     used.
     """
 

@@ -12,8 +12,8 @@ Load = Callable[[PlacedImage], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class FedImages:
-    """FedImages holds positions and features of the tokens [B, S] of a micro-batch, on the host."""
+class ImageTensors:
+    """ImageTensors holds positions and features of the tokens [B, S] of a micro-batch, on the host."""
 
     positions: Tensor  # [B, S, 3] int64: time, height, width
     # [B, S] int64: the row of the tower's output that replaces the token's embedding, from 1; 0:
@@ -30,9 +30,9 @@ class FedImages:
         return {"pixels": self.pixels, "grids": self.grids}
 
 
-def fed_images(
+def image_tensors(
     images: RowImages | None, rows: int, columns: int, *, merge: int, load: Load | None
-) -> FedImages:
+) -> ImageTensors:
     """Returns the image inputs of `rows` rows of `columns` tokens; loads an image shared by several
     rows once.
 
@@ -42,7 +42,7 @@ def fed_images(
     positions = torch.arange(columns).repeat(rows, 1)[..., None].repeat(1, 1, 3)
     features = torch.zeros(rows, columns, dtype=torch.int64)
     if images is None:
-        return FedImages(positions, features)
+        return ImageTensors(positions, features)
     own = images.only(PlacedImage)
     distinct = {image.digest: image for row in own for image in row}
     first, total = {}, 1
@@ -57,10 +57,10 @@ def fed_images(
                 features[number, begin:end] = torch.arange(number_of, number_of + end - begin)
                 number_of += end - begin
     if load is None or not distinct:
-        return FedImages(positions, features)
+        return ImageTensors(positions, features)
     pixels = torch.cat([load(image) for image in distinct.values()])
     grids = torch.tensor([image.grid for image in distinct.values()])
-    return FedImages(positions, features, pixels, grids)
+    return ImageTensors(positions, features, pixels, grids)
 
 
 def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int) -> Tensor:

@@ -13,8 +13,8 @@ Load = Callable[[PlacedWaveform], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class FedWaveforms:
-    """FedWaveforms holds features of the tokens [B, S] of a micro-batch, on the host."""
+class WaveformTensors:
+    """WaveformTensors holds features of the tokens [B, S] of a micro-batch, on the host."""
 
     # [B, S] int64: the row of the tower's output that replaces the token's embedding, from 1; 0:
     # none
@@ -30,9 +30,9 @@ class FedWaveforms:
         return {"frames": self.frames, "lengths": self.lengths}
 
 
-def fed_waveforms(
+def waveform_tensors(
     waveforms: RowImages | None, rows: int, columns: int, *, load: Load | None
-) -> FedWaveforms:
+) -> WaveformTensors:
     """Returns the waveform inputs of `rows` rows of `columns` tokens; loads a waveform shared by
     several rows once.
 
@@ -40,7 +40,7 @@ def fed_waveforms(
     """
     features = torch.zeros(rows, columns, dtype=torch.int64)
     if waveforms is None:
-        return FedWaveforms(features)
+        return WaveformTensors(features)
     own = waveforms.only(PlacedWaveform)
     distinct = {waveform.digest: waveform for row in own for waveform in row}
     first, total = {}, 1
@@ -53,7 +53,7 @@ def fed_waveforms(
             places = torch.arange(begin, begin + waveform.tokens)
             features[number, waveform.start : waveform.end] = places
     if load is None or not distinct:
-        return FedWaveforms(features)
+        return WaveformTensors(features)
     frames = torch.stack([load(waveform) for waveform in distinct.values()])
     lengths = torch.tensor([waveform.frames for waveform in distinct.values()])
-    return FedWaveforms(features, frames, lengths)
+    return WaveformTensors(features, frames, lengths)

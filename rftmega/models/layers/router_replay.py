@@ -33,8 +33,8 @@ class PackedRoutes:
 
 
 @dataclass(frozen=True, slots=True)
-class FedRoutes:
-    """FedRoutes holds the routes that a micro-batch's routers replay, and the list that collects
+class RouteInputs:
+    """RouteInputs holds the routes that a micro-batch's routers replay, and the list that collects
     their choices.
     """
 

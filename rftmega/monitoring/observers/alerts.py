@@ -32,7 +32,7 @@ class Alert(NamedTuple):
 
 def rewards_equal(means: Means) -> str:
     share = means.last.get("varied", 1.0)
-    if share > 0.1 or not share:  # `health.Spread` warns if there is none at all
+    if share > 0.1 or not share:  # `health.MixedGroups` warns if there is none at all
         return ""
     return (
         f"the answers to {1 - share:.0%} of the prompts score alike, so that next to nothing is learnt. Are the prompts too "

@@ -20,7 +20,7 @@ from rftmega.monitoring.observers.evaluate import (
 )
 from rftmega.monitoring.observers.evaluate_rows import HeldOut, cross_entropy_of, preference_of
 from rftmega.monitoring.observers.exporting import Exporting
-from rftmega.monitoring.observers.health import Divergence, Spread, UndecidedLimit
+from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
 from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, Trackio, WandB
@@ -120,7 +120,7 @@ def observers_of(
         )
     found += [Divergence(config.faults.max_skipped_steps), UndecidedLimit()]
     if is_main and task == "rl":
-        found.append(Spread(compares_groups=config.algorithm.advantage.compares_group))
+        found.append(MixedGroups(compares_groups=config.algorithm.advantage.compares_group))
     if chosen.export:
         found.append(Exporting(lambda: export(config.exported), config.exports(), is_main=is_main))
     return found

@@ -46,7 +46,7 @@ class Divergence(Observer):
         )
 
 
-class Spread(Observer):
+class MixedGroups(Observer):
     """Warns once if the rewards of several steps in a row are all equal, so that nothing is
     learned.
     """

@@ -123,7 +123,7 @@ class Engine(ABC):
         self._load_adapter(pairs, said)
         self.version = version
 
-    def answer_with(self, adapter: str) -> None:
+    def use_adapter(self, adapter: str) -> None:
         """Selects the adapter for later requests by name; "" is the policy's. Raises
         NotImplementedError if the engine was not built for several.
         """

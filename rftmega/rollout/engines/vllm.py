@@ -378,7 +378,7 @@ class VLLMEngine(Engine):
         self._llm.collective_rpc(set_adapter, args=(pairs, said))
         self._forget_computed()
 
-    def answer_with(self, adapter: str) -> None:
+    def use_adapter(self, adapter: str) -> None:
         self._adapter = self._adapters[adapter]
         if self._captured is not None:  # vLLM's own cache distinguishes adapters
             self._forget_computed()

@@ -33,7 +33,7 @@ class Announcements:
         self._turn += 1
         self._set(str(self._turn), json.dumps(thing))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Waits for the first process's next message. Raises EngineFault if that process broke
         down.
         """

@@ -112,11 +112,11 @@ class EnginePool:
         """Makes the engines generate with the given adapter instead of the policy's within the
         context.
         """
-        self.engine.answer_with(adapter)
+        self.engine.use_adapter(adapter)
         try:
             yield
         finally:
-            self.engine.answer_with("")
+            self.engine.use_adapter("")
 
     def generate(
         self,

@@ -14,14 +14,14 @@ from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.runtime.parallel.host_memory import HostMemory
 
 
-class Answered(NamedTuple):
+class CachedCompletion(NamedTuple):
     """Answered is a full or partial completion, with the digest of its context."""
 
     context: bytes
     completion: PartialCompletion
 
 
-PartialRollout = Mapping[int, Answered]  # by turn
+PartialRollout = Mapping[int, CachedCompletion]  # by turn
 
 
 class PartialRollouts:
@@ -42,7 +42,7 @@ class PartialRollouts:
         return NOTHING if found is None or found.context != context else found.completion
 
     def note(self, place: int, turn: int, context: bytes, completion: PartialCompletion) -> None:
-        self._found.setdefault(place, {})[turn] = Answered(context, completion)
+        self._found.setdefault(place, {})[turn] = CachedCompletion(context, completion)
         self._noted.add(place)
 
     @property
@@ -90,7 +90,7 @@ def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
     """Reverses `packed_partials`."""
     ids, logprobs, versions = packed["columns"]
     routes = packed.get("routes") or [None] * len(packed["answers"])
-    found: dict[int, dict[int, Answered]] = {}
+    found: dict[int, dict[int, CachedCompletion]] = {}
     start = 0
     for said, told in zip(packed["answers"], routes, strict=True):
         place, turn, context, tokens, reason = said
@@ -102,7 +102,7 @@ def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
             reason,
             told,
         )
-        found.setdefault(place, {})[turn] = Answered(bytes.fromhex(context), completion)
+        found.setdefault(place, {})[turn] = CachedCompletion(bytes.fromhex(context), completion)
         start += tokens
     return dict(found)
 

@@ -215,7 +215,7 @@ class PendingRequests:
 
     def _heard(self) -> list[Request]:
         assert self.announced is not None
-        short, self.queue.begun, self._every = self.announced.hear()
+        short, self.queue.begun, self._every = self.announced.receive()
         prompts, expected = self.tasks.prompts, self.tasks.expected_lengths
         return [
             Request(

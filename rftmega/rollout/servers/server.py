@@ -97,7 +97,7 @@ class Server(ServerClient):
             time.sleep(0.2)
         if self._refuses():
             raise EngineError(
-                f"The vLLM server at {self.address} did not come up. {self.last_words()}"
+                f"The vLLM server at {self.address} did not come up. {self.log_tail()}"
             )
         raise self.fault("did not come up")
 
@@ -124,7 +124,7 @@ class Server(ServerClient):
         except OSError as error:
             return f"(the log can't be read: {error.strerror or error})".encode()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         text = self._said().decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
         return f"The end of {self.log}:\n" + "\n".join(lines[-5:])

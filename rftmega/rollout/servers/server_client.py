@@ -126,13 +126,13 @@ class ServerClient:
         reply = self._asked("POST", f"/{path}", seconds, **content)
         if reply.status != httpx.codes.OK:
             raise EngineError(
-                f"The {self.kind} server at {self.address} failed in {path}: {reply}. {self.last_words()}"
+                f"The {self.kind} server at {self.address} failed in {path}: {reply}. {self.log_tail()}"
             )
         if path not in self.wordless or reply.body:
             said = self._read(path, reply)
             if said.get("success") is False or not DONE & said.keys():
                 raise EngineError(
-                    f"The {self.kind} server at {self.address} did not do {path}: {reply}. {self.last_words()}"
+                    f"The {self.kind} server at {self.address} did not do {path}: {reply}. {self.log_tail()}"
                 )
 
     def told(
@@ -318,9 +318,9 @@ class ServerClient:
             self.release()
 
     def fault(self, what: str) -> EngineFault:
-        return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.last_words()}")
+        return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.log_tail()}")
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Returns a hint on where to find the cause of a failure."""
         return "Its log is where it was started."
 

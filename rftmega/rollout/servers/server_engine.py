@@ -328,7 +328,7 @@ class ServerEngine(Engine):
         errors = self.server_group.renew()
         if not self.server_group.reachable:
             try:
-                self.server_group.wait_for_one_elsewhere(preemption.asked)
+                self.server_group.wait_for_remote_server(preemption.asked)
             except EngineError as error:  # so that the run is started again
                 raise EngineFault(str(error)) from error
         found = self._all_stopped(self.server_group.reachable)

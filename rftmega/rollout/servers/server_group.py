@@ -106,9 +106,9 @@ class ServerGroup:
         if self._client is not None:
             self._keeping = threading.Thread(target=self._keep_all, name="claims", daemon=True)
             self._keeping.start()
-        self.wait_for_one_elsewhere()
+        self.wait_for_remote_server()
 
-    def wait_for_one_elsewhere(self, stop: Callable[[], bool] = lambda: False) -> None:
+    def wait_for_remote_server(self, stop: Callable[[], bool] = lambda: False) -> None:
         """If servers are remote, waits until one of them can be given weights, or `stop` returns
         True.
 
@@ -205,7 +205,7 @@ class ServerGroup:
                 member.server = self._start(member.number)
             return [error for error in each_at_once(self._came_up, dead) if error is not None]
 
-    def look_elsewhere(self) -> None:
+    def find_remote_servers(self) -> None:
         """Applies the server list and admits remote servers that have joined; does not touch
         healthy servers, nor any during a push (`pushing`).
         """

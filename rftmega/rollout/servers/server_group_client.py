@@ -119,7 +119,7 @@ class ServerGroupClient:
             if time.monotonic() - looked > ELSEWHERE_SECONDS:
                 looked = time.monotonic()
                 try:
-                    await asyncio.to_thread(self.engine.server_group.look_elsewhere)
+                    await asyncio.to_thread(self.engine.server_group.find_remote_servers)
                 except Exception as error:
                     # an unreadable server list, or an invalid address
                     log.warning("servers elsewhere were not looked for: %r", error)

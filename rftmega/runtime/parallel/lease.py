@@ -82,7 +82,7 @@ class Lease:
         """
         now = time.monotonic()
         if self.board is not None:
-            self._hear(now)
+            self._receive(now)
         silent = {
             rank: now - came for rank, (_, came) in self._heard.items() if now - came > self.limit
         }
@@ -104,7 +104,7 @@ class Lease:
         working = [rank for rank, (sign, _) in self._heard.items() if not sign.waits]
         return self._said(working or list(idle), "stands still, no progress", idle)
 
-    def _hear(self, now: float) -> None:
+    def _receive(self, now: float) -> None:
         for rank in range(self.size):
             if not self.board.check([_key(rank)]):
                 continue

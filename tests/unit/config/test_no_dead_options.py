@@ -330,7 +330,7 @@ ELSEWHERE = {
         "distributed/test_router_replay.py",
         'router_replay="trainer"',
     ),
-    "rollout.quantization": ("fp8", "e2e/test_eight_bits.py", "rollout.quantization=fp8"),
+    "rollout.quantization": ("fp8", "e2e/test_low_precision.py", "rollout.quantization=fp8"),
     "model.lora.push": ("adapters", "distributed/test_pushed_adapters.py", 'push="adapters"'),
     "model.lora.evaluated": (
         "{{base: ''}}",

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rftmega.core.media_positions import Frames, PlacedImage, RowImages, unexpanded
-from rftmega.data.media.model_inputs import fed_images, image_positions
+from rftmega.data.media.model_inputs import image_positions, image_tensors
 from tests.tiny_vision import IMAGE, KINDS, MERGE, VIDEO, save_tiny_vision
 from tests.video_rows import LONG_ROWS, rows_with_videos, video_rows
 from tests.vision_rows import inputs_of, rows_with_images, vision_rows
@@ -20,7 +20,7 @@ def test_positions_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     tokens, placed = vision_rows(tmp_path)
     longest = max(map(len, tokens))
-    fed = fed_images(RowImages.of(placed), len(tokens), longest, merge=MERGE, load=None)
+    fed = image_tensors(RowImages.of(placed), len(tokens), longest, merge=MERGE, load=None)
     for row, (ids, own) in enumerate(zip(tokens, placed, strict=True)):
         ids_of = torch.tensor([ids])
         grids = torch.tensor([image.grid for image in own]) if own else None
@@ -40,7 +40,7 @@ def test_a_image_of_several_rows_is_loaded_once_and_stands_in_all_of_them(tmp_pa
         loaded.append(image.digest)
         return image.source  # type: ignore[no-any-return]
 
-    fed = fed_images(rows.images, len(rows), rows.tokens.shape[1], merge=MERGE, load=load)
+    fed = image_tensors(rows.images, len(rows), rows.tokens.shape[1], merge=MERGE, load=load)
     assert len(loaded) == len(set(loaded)) == 3
     assert fed.pixels is not None
     assert fed.grids is not None
@@ -112,7 +112,7 @@ def test_features_stand_where_a_video_s_placeholders_do(kind: str, tmp_path: Pat
     save_tiny_vision(tmp_path, kind)
     rows = rows_with_videos(tmp_path)
     assert rows.images is not None
-    fed = fed_images(
+    fed = image_tensors(
         rows.images, len(rows), rows.tokens.shape[1], merge=MERGE, load=lambda each: each.source
     )
     here = (rows.tokens == IMAGE) | (rows.tokens == VIDEO)

@@ -10,7 +10,7 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from rftmega.backends.runner.flops import BACKWARD, ear_flops, forward_flops, tower_flops
+from rftmega.backends.runner.flops import BACKWARD, audio_flops, forward_flops, tower_flops
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import AudioTower
@@ -95,5 +95,5 @@ def test_operations_of_a_tower_that_hears_are_those_that_torch_counts(tmp_path: 
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         encoded = model.model.audio_tower(torch.randn(1, 16, 100)).last_hidden_state
         model.model.multi_modal_projector(encoded)
-    counted = ear_flops(description.tower, description.hidden)
+    counted = audio_flops(description.tower, description.hidden)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -48,14 +48,14 @@ class CompletionsSocket:
         try:
             while (message := await self._receive())["type"] == "websocket.receive":
                 for said in protocol.asked(message.get("bytes") or message.get("text") or b""):
-                    self._hear(said)
+                    self._handle(said)
         finally:
             tasks = [sending, *self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _hear(self, said: protocol.Ask | protocol.Cancel) -> None:
+    def _handle(self, said: protocol.Ask | protocol.Cancel) -> None:
         if isinstance(said, protocol.Ask):
             self._running[said.number] = asyncio.create_task(self._reply(said))
         elif task := self._running.pop(said.number, None):

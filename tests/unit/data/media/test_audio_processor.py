@@ -15,7 +15,7 @@ from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media import cache
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media.files import digest_of
-from rftmega.data.media.waveform_inputs import fed_waveforms
+from rftmega.data.media.waveform_inputs import waveform_tensors
 from rftmega.data.media.waveforms import wav_of
 from tests.tiny_audio import AUDIO, RATE, WAVEFORM, save_tiny_audio
 
@@ -116,7 +116,7 @@ def test_a_waveform_of_several_rows_is_loaded_once_and_stands_in_all_of_them() -
         loaded.append(waveform.digest)
         return torch.full((3, 100), float(len(loaded)))
 
-    fed = fed_waveforms(ROWS, 3, 8, load=load)
+    fed = waveform_tensors(ROWS, 3, 8, load=load)
     assert loaded == ["a", "b"]
     # the tower gives 25 rows for each
     assert fed.features.tolist() == [
@@ -124,8 +124,8 @@ def test_a_waveform_of_several_rows_is_loaded_once_and_stands_in_all_of_them() -
     ]  # fmt: skip
     assert fed.inputs["lengths"].tolist() == [8, 12]
     assert fed.inputs["frames"][:, 0, 0].tolist() == [1.0, 2.0]
-    assert fed_waveforms(None, 1, 2, load=load).inputs == {}
-    assert fed_waveforms(ROWS, 3, 8, load=None).inputs == {}
+    assert waveform_tensors(None, 1, 2, load=load).inputs == {}
+    assert waveform_tensors(ROWS, 3, 8, load=None).inputs == {}
 
 
 def test_waveforms_cost_their_whole_window_and_survive_a_journal() -> None:

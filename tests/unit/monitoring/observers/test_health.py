@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rftmega.core.errors import Diverged, RewardError
-from rftmega.monitoring.observers.health import Divergence, Spread, UndecidedLimit
+from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
 
 TAKEN = {"optimizer_steps": 1.0, "skipped_steps": 1.0}
 SKIPPED = {"optimizer_steps": 0.0, "skipped_steps": 2.0}
@@ -52,7 +52,7 @@ class Rollout(SimpleNamespace):
 def warnings(
     caplog: pytest.LogCaptureFixture, steps: list[list[float]], *, compares_groups: bool
 ) -> int:
-    watch = Spread(compares_groups=compares_groups)
+    watch = MixedGroups(compares_groups=compares_groups)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for rewards in steps:

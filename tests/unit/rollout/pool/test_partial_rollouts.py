@@ -14,7 +14,7 @@ from rftmega.core.types import Completion, Prompt, Rollout, Sampling, Trajectory
 from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.rollout.pool.partial_rollouts import (
-    Answered,
+    CachedCompletion,
     PartialRollouts,
     digest,
     everywhere,
@@ -160,7 +160,7 @@ def test_what_an_answer_that_was_broken_off_tells_of_experts_comes_to_every_proc
     told = torch.tensor([[[1, 2]], [[3, 0]]], dtype=torch.uint8)
     part = replace(PartialCompletion.of(Completion([7], [-1.0], "stop", 3)), routes=told)
     silent = PartialCompletion.of(Completion([8], [-1.0], "stop", 3))
-    noted = {4: {0: Answered(b"x" * 16, part), 1: Answered(b"y" * 16, silent)}}
+    noted = {4: {0: CachedCompletion(b"x" * 16, part), 1: CachedCompletion(b"y" * 16, silent)}}
     turns = everywhere(noted, HostMemory())[4]
     assert turns == noted[4]
     assert torch.equal(turns[0].completion.routes, told) and turns[1].completion.routes is None  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_a_process_hears_what_the_first_of_its_engine_said_in_its_order() -> Non
     leader, follower = said_by(board, speaks=True), said_by(board, speaks=False)
     for thing in ([[3, None, 7]], [], {"every": True}):
         leader.say(thing)
-    assert [follower.hear() for _ in range(3)] == [[[3, None, 7]], [], {"every": True}]
+    assert [follower.receive() for _ in range(3)] == [[[3, None, 7]], [], {"every": True}]
 
 
 def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_down() -> None:
@@ -53,7 +53,7 @@ def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_dow
 
     def wait() -> None:
         with pytest.raises(EngineFault) as raised:
-            follower.hear()
+            follower.receive()
         said.append(str(raised.value))
 
     waiting = threading.Thread(target=wait, daemon=True)
@@ -67,7 +67,7 @@ def test_a_process_waits_for_the_first_of_its_engine_and_hears_that_it_broke_dow
         # the engine has started again, and its first process has not broken down since
         one.begin()
     leader.say("again")
-    assert follower.hear() == "again"
+    assert follower.receive() == "again"
 
 
 def test_a_generation_leaves_nothing_at_the_board() -> None:

@@ -89,16 +89,16 @@ def test_between_pushes_servers_come_and_leave_and_those_that_answer_are_left_al
     server_group.members[0].server.start = "second"  # type: ignore[attr-defined]
     server_list.write_text("http://a:1\nhttp://b:1\n")
     assert server_group.late == [] and len(server_group.members) == 1
-    server_group.look_elsewhere()
+    server_group.find_remote_servers()
     assert [each.server.address for each in server_group.late] == ["http://b:1"]
     assert server_group.healthy == [server_group.members[0].server], "it was looked at"
     server_group.late[0].health.landed()
     server_list.write_text("http://b:1\n")
     server_group.pushing = True
-    server_group.look_elsewhere()
+    server_group.find_remote_servers()
     assert len(server_group.healthy) == 2, "one left while weights were brought"
     server_group.pushing = False
-    server_group.look_elsewhere()
+    server_group.find_remote_servers()
     assert [each.address for each in server_group.healthy] == [
         "http://b:1"
     ] and server_group.late == []

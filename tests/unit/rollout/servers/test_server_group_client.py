@@ -300,7 +300,7 @@ def test_a_server_list_that_can_not_be_read_now_does_not_end_the_probes(
         looked.append(1)
         raise OSError("stale file handle")
 
-    engine.server_group.look_elsewhere = look  # type: ignore[method-assign]
+    engine.server_group.find_remote_servers = look  # type: ignore[method-assign]
 
     async def watched() -> None:
         task = asyncio.create_task(server_group_client.ServerGroupClient(engine)._watch())

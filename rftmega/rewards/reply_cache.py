@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 MOST = 200_000  # answers in memory; the oldest are evicted first
 
 
-class KeptAnswers:
-    """KeptAnswers caches answers in memory and optionally in a file, which several processes and
+class ReplyCache:
+    """ReplyCache caches answers in memory and optionally in a file, which several processes and
     runs may share.
     """
 

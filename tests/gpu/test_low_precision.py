@@ -1,11 +1,11 @@
-"""vLLM with weights of 8 bits on CUDA: the body of tests/distributed/test_eight_bits_in_vllm.py."""
+"""vLLM with weights of 8 bits on CUDA: the body of tests.distributed.test_low_precision_in_vllm.py."""
 
 from pathlib import Path
 
 import pytest
 
 from rftmega.runtime import device
-from tests.distributed import test_eight_bits_in_vllm as body
+from tests.distributed import test_low_precision_in_vllm as body
 
 pytestmark = pytest.mark.gpu
 

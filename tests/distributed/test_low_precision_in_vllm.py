@@ -1,5 +1,5 @@
 """vLLM with weights of 8 bits, which it multiplies on CUDA and on CPUs with AMX; what a push gives it is
-tested anywhere (tests/distributed/test_eight_bits.py).
+tested anywhere (tests/distributed/test_low_precision.py).
 """
 
 from pathlib import Path
