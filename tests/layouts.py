@@ -21,7 +21,7 @@ from rftmega.config import (
 )
 from rftmega.core.types import Rows
 from rftmega.run.placement.backend import TrainablePolicy, TrainableValues
-from rftmega.run.train import backend_of
+from rftmega.run.train import built_backend
 from rftmega.runtime.parallel.topology import Topology
 
 
@@ -85,7 +85,7 @@ def build_policy(
 ) -> TrainablePolicy:
     """Builds a policy on the backend that `settings` name."""
     config = config_of(folder, parallel, optimizer, **settings)
-    return backend_of(config).policy(config)
+    return built_backend(config).policy(config)
 
 
 def build_critic(
@@ -107,7 +107,7 @@ def build_value_model(
 ) -> TrainableValues:
     """Builds a critic on the backend that `settings` name."""
     config = config_of(folder, parallel, optimizer, **settings)
-    return backend_of(config).value_model(config, role="critic")
+    return built_backend(config).value_model(config, role="critic")
 
 
 def rows_of(token_lists: list[list[int]], prompt_lengths: list[int] | None = None) -> Rows:

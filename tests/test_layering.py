@@ -164,6 +164,37 @@ def circles(edges: Mapping[str, set[str]]) -> set[str]:
     return {name for name in plain if name in reached(name)}
 
 
+def names_compared(root: Path) -> list[str]:
+    """Comparisons of an attribute or variable `backend` or `engine` with a name in quotes."""
+    found = []
+    for module, path in modules(root).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Compare):
+                continue
+            left = node.left
+            named = getattr(left, "attr", getattr(left, "id", ""))
+            quoted = any(
+                isinstance(each, ast.Constant) and isinstance(each.value, str)
+                for side in node.comparators
+                for each in ast.walk(side)
+            )
+            if named in ("backend", "engine") and quoted:
+                found.append(
+                    f"{module}:{node.lineno}: ask config.capabilities: {ast.unparse(node)}"
+                )
+    return found
+
+
+def test_capabilities_are_asked_instead_of_names_of_backends_and_engines(tmp_path: Path) -> None:
+    assert names_compared(Path(__file__).parents[1]) == []
+    bad = tmp_path / "rftmega/run/bad.py"
+    bad.parent.mkdir(parents=True)
+    bad.write_text('a = config.backend == "fsdp"\nb = rollout.engine not in ("vllm", "sglang")')
+    assert [each.partition(": ")[0] for each in names_compared(tmp_path)] == [
+        *("run/bad:1", "run/bad:2")
+    ]
+
+
 def test_imports_follow_the_map() -> None:
     assert violations(Path(__file__).parents[1]) == []
 

@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.run.hub import fetched
 
@@ -235,7 +236,7 @@ def figures(
         "backend": config.backend,
         "layout": layout(config, world),
         "recompute": parallel.recompute,
-        "distributed_optimizer": config.backend == "megatron"
+        "distributed_optimizer": backend_of(config).layouts
         and config.optimizer.shards_states(max(sharers(policy, world))),
         "cpu_offload": parallel.cpu_offload,
         "offload": rl and config.trainer.offload,
@@ -264,7 +265,7 @@ def layout(config: RunConfig, world: int) -> str:
     from rftmega.runtime.parallel.layout import layout_name
 
     parallel = config.parallel
-    if config.backend == "fsdp":
+    if not backend_of(config).layouts:
         stage = 3 if parallel.reshard_after_forward else 2
         return f"{parallel.replicas} replica(s) of FSDP over {world // parallel.replicas}, ZeRO-{stage}"
     return layout_name(parallel, world // (parallel.tensor * parallel.context * parallel.pipeline))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _table(config: RunConfig, splits: Sequence["DeviceSplit"], best: "DeviceSpli
 def _trainer(config: RunConfig, trainers: int) -> str:
     from rftmega.runtime.parallel.layout import layout_name
 
-    if config.backend == "fsdp":
+    if not backend_of(config).layouts:
         return f"{trainers}: FSDP"
     parallel = config.parallel
     data = trainers // (parallel.tensor * parallel.pipeline * parallel.context)

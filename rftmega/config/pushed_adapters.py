@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rftmega.config.capabilities import engine_of
 from rftmega.config.options.adapters import OF_VOCABULARY
 from rftmega.config.schema import RunConfig
 from rftmega.core.errors import RFTMegaError
@@ -24,7 +25,7 @@ def served_rank(config: RunConfig) -> int:
 def why_merged(config: RunConfig) -> str:
     """Returns why engines need merged weights in this run; "" if they can take the adapters."""
     rollout, lora = config.rollout, config.model.lora
-    if rollout.engine != "vllm":
+    if not engine_of(rollout).serves_adapters:
         return f"rollout.engine={rollout.engine} takes merged weights"
     if rollout.transport == "checkpoint":
         return "rollout.transport=checkpoint is for servers that take merged weights"

@@ -58,7 +58,7 @@ def first_run(
             f"No layout of {model} fits {machine.devices} devices of {machine.budget.memory / 1e9:g} GB: {found.why}. Take "
             "more devices, larger ones, or fewer tokens (--response-tokens)."
         )
-    best = found.best["fsdp" if found.backend == "fsdp" else "megatron"]
+    best = next(best for name, best in found.best.items() if name == found.backend)
     assert best.config is not None
     return best.config, best
 

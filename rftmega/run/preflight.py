@@ -14,6 +14,7 @@ from rftmega.backends.decoder.describe import (
 from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
+from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
@@ -43,7 +44,6 @@ from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.weights.receivers.fp8 import BLOCK
 
 FP8_BYTES = (2, 6)  # first Transformer Engine version that supports gradient checkpointing with FP8
-BACKENDS = {"megatron": "rftmega.backends.megatron", "fsdp": "rftmega.backends.fsdp.backend"}
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -67,12 +67,12 @@ def preflight(
             found.append(str(error))
     else:
         found += _layout_violations(config, config.model.path, model, config.parallel)
-        if config.backend == "fsdp":
+        if backend_of(config).any_decoder:
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
             found += _output_head(config)
         found += _value_models(config, model) + _adapters(config, model)
-        megatron = config.backend == "megatron"
+        megatron = backend_of(config).layouts
         if (
             megatron
             and here
@@ -129,7 +129,7 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
 
     Raises CheckpointError if the backend does not support it.
     """
-    if config.backend == "fsdp":
+    if backend_of(config).any_decoder:
         read = read_config(path)
         return describe_any(read, tower_of(path, read))
     return describe(read_hf_config(path))
@@ -185,7 +185,8 @@ def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) 
 def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     """Lists why vLLM can't compute the model's linear layers in FP8."""
     rollout = config.rollout
-    if rollout.quantization == "none" or rollout.engine != "vllm" or config.backend != "megatron":
+    by_vllm = engine_of(rollout).split and backend_of(config).names_linear
+    if rollout.quantization == "none" or not by_vllm:
         return []
     given = f"rollout.quantization={rollout.quantization}"
     if not on.has_fp8_matmul():
@@ -228,7 +229,7 @@ def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -
 def _layout_violations(
     config: RunConfig, path: str, model: ModelDescription, parallel: ParallelConfig
 ) -> list[str]:
-    if config.backend == "megatron":
+    if backend_of(config).layouts:
         return layout_violations(model, parallel)
     if parallel.tensor == 1:
         return []
@@ -282,7 +283,7 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
 def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[str]:
     """Returns the names of the layers with adapters, without their path, such as q_proj."""
     lora = config.model.lora
-    if config.backend == "fsdp":
+    if backend_of(config).any_decoder:
         model = on_meta(read_config(path), "eager")
         return adapted_of(model, lora.targets, value=value).targets
     rules = table(read_hf_config(path), value_head=value)
@@ -304,10 +305,11 @@ def _quantised(config: RunConfig) -> list[str]:
 
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
-    if config.rollout.engine == "vllm" and on.type == "cpu":
+    if engine_of(config.rollout).split and on.type == "cpu":
         found += _vllm_on_a_cpu(model)
     path = config.model.path
-    if config.rollout.engine == "transformers" and (unknown := unknown_to_transformers(path)):
+    own_class = engine_of(config.rollout).has_model and not engine_of(config.rollout).served
+    if own_class and (unknown := unknown_to_transformers(path)):
         found.append(f"rollout.engine=transformers: {unknown}. Set rollout.engine=vllm.")
     return found
 
@@ -399,7 +401,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
     layout = layout_name(parallel, data)
-    if config.backend == "fsdp":
+    if not backend_of(config).layouts:
         shards = world_size // parallel.replicas // parallel.tensor
         shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
         layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
@@ -420,7 +422,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         f"about {rows / config.algorithm.updates_per_epoch / data:g} rows a data-parallel rank",
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
     ]
-    if config.backend == "fsdp":
+    if not backend_of(config).layouts:
         each = -(-model.parameters * parallel.replicas // world_size)
         return "\n".join([*lines, f"parameters a rank: about {each:,}"])
     rules = table(read_hf_config(config.model.path))
@@ -448,11 +450,11 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 def slow_modules(config: RunConfig) -> list[str]:
     """Returns the modules of the chosen backend and engine whose imports take seconds."""
-    found = [BACKENDS[config.backend]]
+    found = [backend_of(config).module]
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"
-        or config.rollout.engine == "scripted"
+        or not engine_of(config.rollout).has_model
     ):
         return found
     return [*found, f"rftmega.rollout.engines.{config.rollout.engine}"]

@@ -1,9 +1,11 @@
 """Runs one process of a run, from data to an exported model."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.models.known_fields import ignore
 
 if TYPE_CHECKING:
@@ -23,15 +25,11 @@ def task_of(config: RunConfig) -> Task:
     return reinforce if config.algorithm.task == "rl" else supervise
 
 
-def backend_of(config: RunConfig) -> "Backend":
-    """Returns the backend that builds the models."""
-    if config.backend == "fsdp":
-        from rftmega.backends.fsdp.backend import FSDPBackend
-
-        return FSDPBackend()
-    from rftmega.backends.megatron import MegatronBackend
-
-    return MegatronBackend()
+def built_backend(config: RunConfig) -> "Backend":
+    """Returns the backend that builds the models; only the chosen one is imported."""
+    chosen = backend_of(config)
+    backend: Backend = getattr(import_module(chosen.module), chosen.name)()
+    return backend
 
 
 def _tokenizer(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Tokenizer":
@@ -86,7 +84,7 @@ def reinforce(config: RunConfig) -> int:
         strategy = ReinforcementStrategy(
             config,
             world,
-            backend_of(config),
+            built_backend(config),
             stop_ids=[*tokenizer.stop_ids, *getattr(environment, "stop_ids", ())],
             environment=environment,
         )
@@ -164,7 +162,7 @@ def supervise(config: RunConfig) -> int:
     from rftmega.trainer import Algorithm
 
     with joined(config) as (world, stop):
-        strategy = SupervisedStrategy(config, world, backend_of(config))
+        strategy = SupervisedStrategy(config, world, built_backend(config))
         trainer = Algorithm(config).supervised(strategy, stop=stop)
         parts: dict[str, Any] = {"data": rows, "trainer": trainer}
         evaluation = evaluation_of_rows(config, held_out, strategy.model)

@@ -14,6 +14,7 @@ from rftmega.algorithms.shaping import Shaping
 from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
+from rftmega.config.capabilities import engine_of
 from rftmega.core.interfaces import Host, Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
 from rftmega.core.types import LossFn
 from rftmega.trainer.dynamic_sampler import DynamicSampler
@@ -161,7 +162,7 @@ class Algorithm:
         Returns None for the scripted engine, which has no model.
         """
         config = self.config
-        if config.rollout.engine == "scripted":
+        if not engine_of(config.rollout).has_model:
             return None
         quantisation = config.rollout.quantization
         limits = limits_of(

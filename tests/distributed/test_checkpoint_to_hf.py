@@ -11,7 +11,7 @@ from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.run.placement.export import export
-from rftmega.run.train import backend_of
+from rftmega.run.train import built_backend
 from rftmega.tools import convert, inspect_checkpoint
 from rftmega.trainer.experience import given
 from tests.layouts import config_of, rows_of
@@ -46,7 +46,7 @@ def body(world: Any, model: Path, folder: Path, case: Case) -> None:
         model, case.parallel, OptimizerConfig(learning_rate=1e-2), dtype=case.dtype, backend=case.backend,
         lora=LoRA(rank=case.rank) if case.rank else None, keep_reference=True,
     )  # fmt: skip
-    backend = backend_of(config)
+    backend = built_backend(config)
     value = case.role == "reward_model"
     trained = backend.value_model(config, role="critic") if value else backend.policy(config)
     if not value:

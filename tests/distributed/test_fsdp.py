@@ -17,7 +17,7 @@ from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.run.placement.export import export
-from rftmega.run.train import backend_of
+from rftmega.run.train import built_backend
 from rftmega.runtime.device.residency import GRADIENTS, PARTS
 from rftmega.trainer.experience import given
 from rftmega.weights import Exporter
@@ -60,7 +60,7 @@ def averaged_body(world: Any, folder: Path, parallel: ParallelConfig, **settings
     """
     config = config_of(folder, parallel, OPTIMIZER, keep_reference=True, **settings)
     config.algorithm.ema_beta = 0.5
-    actor = backend_of(config).policy(config)
+    actor = built_backend(config).policy(config)
     rows = rows_of(TOKENS)
     start = actor.log_probs(rows).logp
     steps = [actor.step(given(rows), cross_entropy_loss()) for _ in range(3)]
@@ -165,7 +165,7 @@ def policy_with_average(folder: Path, case: Case) -> Any:
         folder, case.parallel, case.optimizer, dtype=case.dtype, backend=case.backend
     )
     config.algorithm.ema_beta = 0.5
-    return backend_of(config).policy(config), config
+    return built_backend(config).policy(config), config
 
 
 def losses_of(actor: Any, steps: int) -> list[float]:

@@ -16,7 +16,7 @@ from rftmega.core.errors import CheckpointError
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.run.placement.export import export
 from rftmega.run.placement.supervised import SupervisedStrategy
-from rftmega.run.train import backend_of
+from rftmega.run.train import built_backend
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights
 from tests.layouts import build_policy, config_of, rows_of
@@ -133,7 +133,7 @@ def begun_body(world: Any, folder: Path, output: Path) -> str:
     config.algorithm.task, config.trainer.output = "sft", str(output)
     config.algorithm.ema_beta = 0.5
     try:
-        SupervisedStrategy(config, world, backend_of(config))
+        SupervisedStrategy(config, world, built_backend(config))
     except CheckpointError as error:
         return str(error)
     return ""

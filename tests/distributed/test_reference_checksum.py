@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.run.train import backend_of
+from rftmega.run.train import built_backend
 from tests.layouts import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -31,7 +31,7 @@ def chosen(model: Path, case: Case) -> RunConfig:
 def body(world: Any, model: Path, folder: Path, case: Case, saves: bool) -> tuple[Any, str]:
     """Returns the reference's checksum, and why a checkpoint of `folder` is refused."""
     config = chosen(model, case)
-    policy = backend_of(config).policy(config)
+    policy = built_backend(config).policy(config)
     kept = TrainingCheckpoints(folder, {"policy": policy}, config)
     told = ""
     try:

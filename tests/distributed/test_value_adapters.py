@@ -21,7 +21,7 @@ from rftmega.core.errors import NothingTrained
 from rftmega.run.placement.export import export
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.run.planning.states import states
-from rftmega.run.train import backend_of
+from rftmega.run.train import built_backend
 from rftmega.runtime.device.residency import GRADIENTS
 from rftmega.trainer.experience import given
 from tests import plain_adapters
@@ -216,7 +216,7 @@ def reward_body(
     critic.manager.finish_param_sync()
     export(critic, target, critic.manager.cfg.trainer)
     config = config_of(target, case[1], backend=backend)
-    judge = backend_of(config).value_model(config, role="reward")
+    judge = built_backend(config).value_model(config, role="reward")
     after = scores_of(critic)
     torch.testing.assert_close(scores_of(judge), after, atol=TOLERANCE, rtol=TOLERANCE)
     return before, after

@@ -159,7 +159,9 @@ class ModelRunner:
         self.stepped.train(False)
         indices = self._micro_batches(rows, passes=1)
         batches = [
-            MicroBatch(self._model_inputs(rows.select(index)), chosen, chosen=[] if record else None)
+            MicroBatch(
+                self._model_inputs(rows.select(index)), chosen, chosen=[] if record else None
+            )
             for index in indices
         ]
         stats = self._gathered(rows, indices, self._run(batches, forward_only=True))
@@ -275,7 +277,9 @@ class ModelRunner:
         parts = [experience.select(index) for index in indices]
         bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
         return [
-            MicroBatch(self._model_inputs(part.rows), temperature, seen.to(self.stepped.where), loss_fn)
+            MicroBatch(
+                self._model_inputs(part.rows), temperature, seen.to(self.stepped.where), loss_fn
+            )
             for part, seen in zip(parts, bare, strict=True)
         ]
 

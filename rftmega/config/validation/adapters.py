@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.options.adapters import (
     EMBEDDING,
     HEAD,
@@ -58,7 +59,7 @@ def _base_on_host(config: RunConfig) -> list[str]:
     if config.model.lora.base_on_host == "whole":
         return []
     said = f"model.lora.base_on_host={config.model.lora.base_on_host}"
-    if config.backend == "fsdp":
+    if not backend_of(config).base_on_host:
         return [f"{said} needs backend=megatron. Leave it out."]
     if config.algorithm.task == "rl" and config.trainer.offload:
         return []
@@ -79,7 +80,7 @@ def _of_engine(config: RunConfig) -> list[str]:
     rank = config.model.lora.rank
     engine = config.rollout.engine
     found = []
-    if config.model.lora.push == "adapters" and engine != "vllm":
+    if config.model.lora.push == "adapters" and not engine_of(config.rollout).serves_adapters:
         found.append(
             f"model.lora.push=adapters: rollout.engine={engine} takes merged weights. Leave it out."
         )
@@ -88,7 +89,11 @@ def _of_engine(config: RunConfig) -> list[str]:
             "model.lora.push=adapters: rollout.transport=checkpoint is for servers without this package, which take merged "
             "weights. Set it to network or disk, or leave model.lora.push out."
         )
-    if config.algorithm.task != "rl" or config.rollout.engine != "vllm" or rank in RANKS:
+    if (
+        config.algorithm.task != "rl"
+        or not engine_of(config.rollout).serves_adapters
+        or rank in RANKS
+    ):
         return found
     return [
         *found,
@@ -100,9 +105,9 @@ def _targets(config: RunConfig) -> list[str]:
     lora = config.model.lora
     of_vocabulary = [name for name in lora.targets if name in OF_VOCABULARY]
     found = []
-    of_megatron = () if config.backend == "fsdp" else MEGATRON_TARGETS
+    of_megatron = MEGATRON_TARGETS if backend_of(config).layouts else ()
     known = (*HF_TARGETS, *of_megatron, EMBEDDING, HEAD)
-    taken = known if config.backend == "fsdp" else (*known, *OF_VOCABULARY)
+    taken = (*known, *OF_VOCABULARY) if backend_of(config).layouts else known
     heads = [name for name in of_vocabulary if name in (HEAD, MEGATRON_HEAD)]
     if heads and config.algorithm.task == "reward_model":
         found.append(

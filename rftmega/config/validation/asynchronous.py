@@ -1,5 +1,6 @@
 """Checks of asynchronous training."""
 
+from rftmega.config.capabilities import engine_of
 from rftmega.config.schema import RolloutConfig, RunConfig
 
 
@@ -53,7 +54,7 @@ def _colocated(config: RunConfig) -> list[str]:
             f"rollout.on_update={rollout.on_update} needs strategy=separate: what colocated engines have under way is broken "
             "off, and its cache computed again. Leave it out."
         )
-    if rollout.engine == "transformers":
+    if not engine_of(rollout).side_by_side:
         found.append(
             f"trainer.max_staleness={config.trainer.max_staleness} with strategy=colocated breaks answers off, which "
             "rollout.engine=transformers can't: it gives one after the other. Set it to vllm."

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from rftmega.config.capabilities import backend_of
 from rftmega.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.config.tree import value_of
 
@@ -16,12 +17,12 @@ def backend(config: RunConfig, world_size: int) -> list[str]:
     sections = ["", "critic."] if of_critic else [""]
     found = []
     for section in sections:
-        if config.backend == "fsdp":
-            found += _fsdp(config, section, world_size)
-        else:
+        if backend_of(config).layouts:
             found += _megatron(config, section)
             found += _fp8(config, section)
-    if config.backend == "fsdp":
+        else:
+            found += _fsdp(config, section, world_size)
+    if not backend_of(config).layouts:
         found += _models(config)
     return list(dict.fromkeys(found))
 

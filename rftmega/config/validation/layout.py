@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
+from rftmega.config.capabilities import engine_of
 from rftmega.config.schema import (
     FaultsConfig,
     OptimizerConfig,
@@ -109,19 +110,20 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
     found = []
     if "" in config.rollout.stop:
         found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")
-    if config.rollout.engine != "vllm":
+    chosen = engine_of(config.rollout)
+    if not chosen.split:
         found += [
             f"rollout.{option}={value} needs rollout.engine=vllm: nothing else reads it."
             for option in ("memory_fraction", "cpu_cache_gib")
             if (value := getattr(config.rollout, option)) != getattr(RolloutConfig, option)
         ]
     if config.strategy == "separate":
-        if config.rollout.engine not in ("vllm", "sglang"):
+        if not chosen.served:
             found.append(
                 f"strategy=separate takes servers of vLLM and SGLang, not rollout.engine={config.rollout.engine}. Set it to vllm."
             )
         return found
-    if config.rollout.engine == "sglang":
+    if not chosen.colocated:
         return [
             *found,
             "rollout.engine=sglang is for servers that others start. Set strategy=separate and rollout.addresses, or take vllm.",
@@ -140,15 +142,12 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             f"rollout.tensor={config.rollout.tensor} does not divide the {world_size} launched processes, so the last engine "
             "would be incomplete. Lower it."
         )
-    if (
-        config.rollout.engine == "transformers"
-        and config.rollout.max_batch != RolloutConfig.max_batch
-    ):
+    if not chosen.side_by_side and config.rollout.max_batch != RolloutConfig.max_batch:
         found.append(
             f"rollout.max_batch={config.rollout.max_batch} needs rollout.engine=vllm or scripted: transformers answers one "
             "after the other."
         )
-    if config.rollout.engine == "scripted":
+    if not chosen.has_model:
         found += [
             f"rollout.{option}={value} needs rollout.engine=vllm or transformers: the scripted one has no model to differ from."
             for option in ("max_logprob_gap", "mean_logprob_gap")
@@ -158,15 +157,12 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
             found.append(
                 f"rollout.stop={config.rollout.stop} needs rollout.engine=vllm or transformers: the scripted one writes no text."
             )
-    if (
-        config.rollout.engine != "vllm"
-        and config.faults.engine_restarts != FaultsConfig.engine_restarts
-    ):
+    if not chosen.split and config.faults.engine_restarts != FaultsConfig.engine_restarts:
         found.append(
             f"faults.engine_restarts={config.faults.engine_restarts} needs rollout.engine=vllm: no other is "
             "started again without the trainer's process, which faults.max_restarts is about."
         )
-    if config.rollout.engine != "vllm" and config.rollout.tensor > 1:
+    if not chosen.split and config.rollout.tensor > 1:
         found.append(
             f"rollout.tensor={config.rollout.tensor}: only the vllm engine is split over processes. Set it to 1."
         )

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+from rftmega.config.capabilities import backend_of
 from rftmega.config.schema import OptimizerConfig, RunConfig
 
 LEAST_CHANGE = 2.0**-9  # half of bfloat16's spacing: a smaller relative change is rounded away
@@ -24,7 +25,7 @@ def _options(section: str, chosen: OptimizerConfig, config: RunConfig) -> list[s
     name, states = f"{section}.name={chosen.name}", f"{section}.states={chosen.states}"
     other = chosen.name != "adam"
     narrow = chosen.states != "float32"
-    if config.backend == "fsdp":
+    if not backend_of(config).optimizers:
         return [
             f"{said} needs backend=megatron. Leave it out."
             for said, given in ((name, other), (states, narrow))

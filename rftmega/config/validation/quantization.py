@@ -1,5 +1,6 @@
 """Checks of engines that compute in FP8."""
 
+from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.options.algorithms import NoImportance
 from rftmega.config.schema import RunConfig
 
@@ -11,7 +12,7 @@ def quantization(config: RunConfig) -> list[str]:
         return []
     given = f"rollout.quantization={rollout.quantization}"
     found = []
-    if rollout.engine not in ("vllm", "transformers"):
+    if not engine_of(rollout).quantizes:
         found.append(
             f"{given} needs rollout.engine=vllm or transformers, not {rollout.engine}. Set it to none."
         )
@@ -20,7 +21,7 @@ def quantization(config: RunConfig) -> list[str]:
             f"{given}: rollout.transport=checkpoint is for servers without this package, which quantise nothing. Take network or "
             "disk, or set it to none."
         )
-    if config.backend == "fsdp" and rollout.engine == "vllm":
+    if engine_of(rollout).split and not backend_of(config).names_linear:
         found.append(
             f"{given} with rollout.engine=vllm needs backend=megatron, whose table says which modules have no such numbers. "
             "Set it to none."

@@ -1,5 +1,6 @@
 """Checks of router replay in MoE models."""
 
+from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.schema import RunConfig
 
 
@@ -10,12 +11,12 @@ def router_replay(config: RunConfig) -> list[str]:
         return []
     given = f"rollout.router_replay={chosen}"
     found = []
-    if config.backend == "fsdp":
+    if not backend_of(config).router_replay:
         found.append(
             f"{given} needs backend=megatron: routers of transformers take no routes. Set it to none."
         )
     engine = config.rollout.engine
-    if chosen == "engine" and engine not in ("vllm", "transformers"):
+    if chosen == "engine" and not engine_of(config.rollout).returns_routes:
         found.append(
             f"{given} needs rollout.engine=vllm or transformers: {engine} tells of no experts. Set it to trainer."
         )

@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rftmega.config.addresses import address_of
+from rftmega.config.capabilities import engine_of
 from rftmega.config.schema import RolloutConfig, RunConfig
 from rftmega.config.secrets import shown
 
@@ -67,7 +68,7 @@ def server_group(config: RunConfig) -> list[str]:
 def _sglang(config: RunConfig) -> list[str]:
     """Returns the options that SGLang servers do not support."""
     rollout, found = config.rollout, []
-    if rollout.engine != "sglang":
+    if engine_of(rollout).started_here:
         return []
     if not (rollout.addresses or rollout.server_list):
         found.append(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.config import RolloutConfig
+from rftmega.config.capabilities import engine_of
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.interfaces import WeightSync
@@ -145,7 +146,7 @@ class ServerEngine(Engine):
 
     def _kind(self) -> type[ServerClient]:
         """Returns the client class for remote servers."""
-        if self.config.engine == "sglang":
+        if not engine_of(self.config).started_here:
             return SGLangClient
         return StockClient if self.config.transport == "checkpoint" else ServerClient
 
@@ -180,7 +181,7 @@ class ServerEngine(Engine):
     ) -> RemoteWeights | SharedWeights:
         config = self.config
         if config.transport == "network":
-            over_network = BroadcastWeights if config.engine == "sglang" else NetworkWeights
+            over_network = BroadcastWeights if engine_of(config).broadcasts else NetworkWeights
             return over_network(
                 shards,
                 self,

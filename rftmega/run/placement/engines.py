@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rftmega.config import RunConfig, served_rank
 from rftmega.converters import table
@@ -29,37 +30,29 @@ def create(
     routed = None
     if config.rollout.router_replay == "engine" and experts is not None:
         routed = RoutedModel(tuple(sorted(experts.layers)), experts.number, experts.active)
-    if config.rollout.engine == "scripted":
-        return ScriptedEngine(config.rollout, vocabulary=vocabulary, stop_ids=stop_ids)
-    if config.rollout.engine == "transformers":
-        from rftmega.rollout.engines.transformers import TransformersEngine
+    build = _servers if config.strategy == "separate" else COLOCATED[config.rollout.engine]
+    return build(config, world, vocabulary=vocabulary, stop_ids=stop_ids, routed=routed)
 
-        return TransformersEngine(
-            config.model.path,
-            config.rollout,
-            stop_ids=stop_ids,
-            where=world.device,
-            routed=routed,
-        )
-    assert config.rollout.engine in ("vllm", "sglang"), config.rollout.engine
-    kept = unquantised(config)
-    if config.strategy == "separate":
-        from rftmega.rollout.servers.server_engine import ServerEngine
 
-        logs = f"{config.trainer.output}/servers"
-        return ServerEngine(
-            config.model.path,
-            config.rollout,
-            world,
-            dtype=config.model.dtype,
-            stop_ids=stop_ids,
-            logs=logs,
-            adapter_rank=served_rank(config),
-            routed=routed,
-            unquantised=kept,
-            vocabulary=vocabulary,
-            run=run_identity(Path(config.trainer.output)),
-        )
+def _scripted(config: RunConfig, world: World, **named: Any) -> Engine:
+    return ScriptedEngine(
+        config.rollout, vocabulary=named["vocabulary"], stop_ids=named["stop_ids"]
+    )
+
+
+def _transformers(config: RunConfig, world: World, **named: Any) -> Engine:
+    from rftmega.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(
+        config.model.path,
+        config.rollout,
+        stop_ids=named["stop_ids"],
+        where=world.device,
+        routed=named["routed"],
+    )
+
+
+def _vllm(config: RunConfig, world: World, **named: Any) -> Engine:
     from rftmega.rollout.engines.vllm import VLLMEngine
 
     return VLLMEngine(
@@ -67,12 +60,32 @@ def create(
         config.rollout,
         world,
         dtype=config.model.dtype,
-        stop_ids=stop_ids,
+        stop_ids=named["stop_ids"],
         adapter_rank=served_rank(config),
         evaluated=config.model.lora.evaluated,
-        routed=routed,
-        unquantised=kept,
+        routed=named["routed"],
+        unquantised=unquantised(config),
     )
+
+
+def _servers(config: RunConfig, world: World, **named: Any) -> Engine:
+    """Returns the engine that servers are together: of vLLM, or remote ones of SGLang."""
+    from rftmega.rollout.servers.server_engine import ServerEngine
+
+    return ServerEngine(
+        config.model.path,
+        config.rollout,
+        world,
+        dtype=config.model.dtype,
+        logs=f"{config.trainer.output}/servers",
+        adapter_rank=served_rank(config),
+        unquantised=unquantised(config),
+        run=run_identity(Path(config.trainer.output)),
+        **named,
+    )
+
+
+COLOCATED = {"scripted": _scripted, "transformers": _transformers, "vllm": _vllm}
 
 
 def unquantised(config: RunConfig) -> list[str]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rftmega.config import RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.core.types import Metrics
 from rftmega.model_providers.installed import uses_transformer_engine
 from rftmega.run.planning.memory import resident
@@ -24,7 +25,7 @@ def predicted(config: RunConfig, world: World) -> Predicted:
     """
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
-    if config.backend == "fsdp":  # gradients are freed before a phase ends
+    if not backend_of(config).layouts:  # gradients are freed before a phase ends
         phases = resident(models, config, world.size, dict.fromkeys(models, 0))
         return {phase: parts | {GRADIENTS: 0} for phase, parts in phases.items()}
     stages = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from rftmega.backends.runner.micro_batches import fewest_micro_batches
 from rftmega.config import COLUMNS_OF_A_SCALE, ParallelConfig, RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.core.shards import is_linear
 from rftmega.run.planning import activations, engine, sharded, tower
 from rftmega.run.planning.activations import Load
@@ -76,7 +77,9 @@ def resident(
         everything = {kind: everything.get(kind, 0) + size for kind, size in parts.items()}
     freed = {kind: size for kind, size in everything.items() if kind != GRADIENTS}
     found = {
-        phase: freed if config.backend == "fsdp" and not phase.startswith("update") else everything
+        phase: freed
+        if backend_of(config).frees_gradients and not phase.startswith("update")
+        else everything
         for phase in phases
     }
     if "start" in found:  # Adam has no states before its first step

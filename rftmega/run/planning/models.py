@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from rftmega.backends.decoder.describe import TransformersModel
 from rftmega.backends.decoder.gathered_groups import Groups, read_groups
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.core.errors import CheckpointError
@@ -77,7 +78,7 @@ def models_of(
         lora = config.model.lora if optimizer else LoRA()
         model, rules, groups = (
             _sharded(path, parallel.tensor, lora, value=value)
-            if config.backend == "fsdp"
+            if backend_of(config).any_decoder
             else (*_of_a_family(path, value=value), None)
         )
         return PlannedModel(
@@ -113,7 +114,7 @@ def models_of(
 
 def _adapted(config: RunConfig, rules: Sequence[Rule]) -> tuple[AdaptedLayer, ...]:
     lora = config.model.lora
-    if not lora.rank or config.backend != "megatron":
+    if not lora.rank or backend_of(config).any_decoder:
         return ()
     return tuple(adapted_layers(rules, rank=lora.rank, targets=lora.targets))
 

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any, Literal
 
 from rftmega.config import RunConfig
+from rftmega.config.capabilities import backend_of
 from rftmega.config.tree import value_of
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, stage_layers
@@ -255,7 +256,9 @@ class Search:
                 continue
             stays = 0.0
             if rl and not candidate.trainer.offload:
-                stays = sum(held.values()) - (held[GRADIENTS] if candidate.backend == "fsdp" else 0)
+                stays = sum(held.values()) - (
+                    held[GRADIENTS] if backend_of(candidate).frees_gradients else 0
+                )
             phases = seconds(models, candidate, world, None, None, self.machine.speeds)
             took = sum(sum(parts.values()) for parts in phases.values())
             now = candidate.parallel
@@ -267,7 +270,7 @@ class Search:
 
     def axes(self) -> list[Axis]:
         """Lists the trainer's variable settings, each with its values."""
-        found = self._of_shards() if self.config.backend == "fsdp" else self._of_stages()
+        found = self._of_stages() if backend_of(self.config).layouts else self._of_shards()
         rl = self.config.algorithm.task == "rl"
         return [*found, self._axis([{"trainer.offload": True}] if rl else [])]
 
@@ -286,7 +289,7 @@ class Search:
         model = self.models[POLICY].model
         if heads_violations(model, parallel.tensor, "parallel.tensor"):
             return False
-        if config.backend == "fsdp":
+        if not backend_of(config).layouts:
             return world % (parallel.tensor * parallel.replicas) == 0
         dense = parallel.tensor * parallel.context * parallel.pipeline
         experts = parallel.expert * parallel.expert_tensor * parallel.pipeline

@@ -24,7 +24,11 @@ def lines(section: str) -> list[str]:
     ("section", "loader", "limits"),
     [
         ("Prompts", load_prompts, {"max_prompt_tokens": 50}),
-        ("Responses to train on", load_supervised, {"max_prompt_tokens": 50, "max_response_tokens": 50}),
+        (
+            "Responses to train on",
+            load_supervised,
+            {"max_prompt_tokens": 50, "max_response_tokens": 50},
+        ),
         ("Preferences", load_preferences, {"max_prompt_tokens": 50, "max_response_tokens": 50}),
     ],
 )
