@@ -82,8 +82,10 @@ ENGINES = {
 
 
 def backend_of(config: RunConfig) -> BackendTraits:
-    return BACKENDS[config.backend]
+    """Returns the backend's capabilities; Megatron's for an unknown name, which other checks report."""
+    return BACKENDS.get(config.backend, BACKENDS["megatron"])
 
 
 def engine_of(rollout: RolloutConfig) -> EngineTraits:
-    return ENGINES[rollout.engine]
+    """Returns the engine's capabilities; the defaults for an unknown name, which other checks report."""
+    return ENGINES.get(rollout.engine, EngineTraits())

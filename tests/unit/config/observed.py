@@ -28,6 +28,7 @@ from rftmega.config import RunConfig
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.types import Metrics, Prompt, Sampling, TokenStats, TokenValues
+from rftmega.data import splits  # noqa: F401  before its Tokenizer is replaced
 from rftmega.data import tokenizer as tokenizers
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config

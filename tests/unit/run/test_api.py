@@ -131,8 +131,8 @@ def test_an_error_holds_no_variables_of_the_package_and_all_of_the_users() -> No
     del model
     assert seen() is None
     frames = [frame.frame for frame in raised.traceback]
-    (own,) = [frame.f_locals for frame in frames if "answer" in frame.f_locals]
-    assert own["answer"] is of_users[0]
+    (own,) = [frame.f_locals for frame in frames if "completion" in frame.f_locals]
+    assert own["completion"] is of_users[0]
 
 
 def test_megatron_may_be_imported_before_a_run_where_rftmega_was_imported_first() -> None:
