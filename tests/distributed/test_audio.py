@@ -212,11 +212,13 @@ def test_lightrft_s_actor_gives_the_log_probs_of_transformers(tmp_path: Path) ->
         assert (behind[0] - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.ranks
 def test_a_frozen_tower_stays_as_it_is_and_the_decoder_learns_all_the_same(tmp_path: Path) -> None:
     layouts = {"TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"]}
     assert_learns_alike(layouts, tmp_path, frozen=True, model={"freeze_vision": True})
 
 
+@pytest.mark.ranks
 def test_a_tower_learns_at_a_rate_of_its_own(tmp_path: Path) -> None:
     layouts = {"DP4, overlapped": LAYOUTS["DP4, overlapped"]}
     own = {"vision_learning_rate": 1e-1}

@@ -183,6 +183,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_snapshot_is_a_copy(tmp_path: Path) ->
     assert "policy/weights/model.layers.0.mlp.down_proj.weight" in described.state_dict_metadata
 
 
+@pytest.mark.ranks
 def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
     expected, found = resumed(
         tmp_path, "qwen3", (4, P(tensor=2, pipeline=2), PLAIN), [(1, P(), SHARDED)]
@@ -202,6 +203,7 @@ def test_a_run_with_narrow_states_goes_on_bit_for_bit(
     assert expected[-1] < expected[0] - 0.1
 
 
+@pytest.mark.ranks
 def test_narrow_states_are_read_under_another_layout(tmp_path: Path) -> None:
     optimizer = replace(PLAIN, states="bfloat16")
     expected, (found,) = resumed(

@@ -166,6 +166,7 @@ def both_body(world: Any, policy: Path, reward: Path) -> Any:
     return actor_metrics, trained, actor.log_probs(experience.rows).logp
 
 
+@pytest.mark.ranks
 def test_actor_and_critic_live_in_the_same_processes_in_layouts_of_their_own(
     tmp_path: Path,
 ) -> None:

@@ -78,6 +78,7 @@ def test_shards_of_matrices_are_rounded_by_themselves(dense: tuple[Path, Found])
         assert mine == pytest.approx(theirs, rel=0.05)
 
 
+@pytest.mark.ranks
 def test_experts_of_8_bits_are_spread_without_another_result(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen3-moe")
     wanted, logp = found(folder, P(), 1, "blockwise")

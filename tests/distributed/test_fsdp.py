@@ -143,6 +143,7 @@ def phases_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) 
     assert all(torch.equal(moved_weights[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_does_not_notice_that_its_parts_leave_the_device(
     dtype: str, tmp_path: Path
@@ -264,6 +265,7 @@ def test_an_export_is_a_stream_of_buckets_however_large_the_model_is(tmp_path: P
     assert max(found) < sum(tensor.nbytes for tensor in whole.values()) / 3
 
 
+@pytest.mark.ranks
 def test_a_run_of_a_model_that_sees_goes_on_under_the_other_backend(tmp_path: Path) -> None:
     slow = replace(OPTIMIZER, learning_rate=1e-4)  # at more its loss is 0 soon
     megatron = Case(2, P(tensor=2, sequence=True), "megatron", slow)

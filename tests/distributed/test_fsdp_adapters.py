@@ -118,6 +118,7 @@ def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: P
     assert_learns_as_plain_torch(tmp_path, "qwen3", *LAYOUTS[name])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variant", "targets", "name"),
     [

@@ -76,6 +76,7 @@ def assert_equal(found: list[dict], wanted: dict, case: str) -> None:
         assert difference < TOLERANCE, (case, quantity, difference)
 
 
+@pytest.mark.ranks
 def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter(
     alone: dict,
 ) -> None:
@@ -141,6 +142,7 @@ def small_buckets_body(world: Any, folder: Path, layout: Layout) -> Any:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2-tied"])
 def test_with_overlap_and_many_buckets_nothing_stale_is_used(variant: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, variant)

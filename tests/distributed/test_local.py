@@ -95,6 +95,7 @@ def test_what_the_user_can_mend_is_raised_here_whichever_rank_found_it(rank: str
         launch(3, fails, rank, "user", preload=[])
 
 
+@pytest.mark.ranks
 def test_anything_else_is_a_traceback_with_the_rank_before_it() -> None:
     done = launched("launch(3, fails, '1', 'bug', preload=[])")
     assert done.returncode == 1
@@ -103,6 +104,7 @@ def test_anything_else_is_a_traceback_with_the_rank_before_it() -> None:
     assert "exited with 1; the other ranks were ended" in done.stderr
 
 
+@pytest.mark.ranks
 def test_ranks_start_again_when_one_was_killed() -> None:
     done = launched("launch(2, fails, '1', 'once', preload=[], max_restarts=3)")
     assert done.returncode == 0, done.stderr
@@ -214,6 +216,7 @@ def test_a_process_that_ends_with_its_parent_looks_whether_it_is_still_there(par
     assert child.exitcode == (0 if parent == "of now" else -signal.SIGKILL)
 
 
+@pytest.mark.ranks
 def test_a_rank_of_torchrun_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(

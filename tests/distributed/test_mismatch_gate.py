@@ -202,6 +202,7 @@ def test_a_bundle_tells_the_same_cause_offline(seen: Any) -> None:
     assert json.loads((folders[-1] / "bundle.json").read_text())["format"] == 2
 
 
+@pytest.mark.ranks
 def test_the_replay_of_a_bundle_says_which_of_the_two_is_wrong(
     seen: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

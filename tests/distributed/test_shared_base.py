@@ -201,6 +201,7 @@ def assert_one_copy(tmp_path: Path, case: Case, *, preloaded: str = LOCAL) -> No
         assert ours.host == pytest.approx(ours.predicted_host, rel=0.1)
 
 
+@pytest.mark.ranks
 def test_a_base_of_8_bits_on_the_host_is_there_once_and_is_the_same_for_both(
     tmp_path: Path,
 ) -> None:

@@ -246,6 +246,7 @@ def test_adapters_beside_the_grouped_layers_of_experts_learn_as_in_plain_torch(
     assert_learns_as_plain_torch(tmp_path, "qwen3-moe", MIXED[name], preloaded=TRANSFORMER_ENGINE)
 
 
+@pytest.mark.ranks
 def test_a_value_model_with_adapters_learns_as_in_plain_torch(tmp_path: Path) -> None:
     case = test_value_adapters.LAYOUTS["TP2, SP"]
     test_value_adapters.assert_learns_as_plain_torch(
@@ -253,5 +254,6 @@ def test_a_value_model_with_adapters_learns_as_in_plain_torch(tmp_path: Path) ->
     )
 
 
+@pytest.mark.ranks
 def test_a_critic_computes_with_the_policys_modules_weights(tmp_path: Path) -> None:
     assert_one_copy(tmp_path, CASES["PP2 x VPP2"], preloaded=TRANSFORMER_ENGINE)

@@ -124,6 +124,7 @@ def test_rollouts_of_two_turns_are_those_of_one_engine(
         assert sum(len(each) for each in asked[::per_engine]) == 2 * len(PROMPTS)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("per_engine", [1, 2])
 def test_where_there_is_enough_the_engines_stop_together(per_engine: int) -> None:
     trajectories = rightly()

@@ -164,6 +164,7 @@ def test_a_value_model_has_adapters_on_its_embedding_and_none_on_the_policys_hea
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], targets)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("variant", "name"), [("qwen2-tied", "PP2"), ("qwen3-moe", "CP2")])
 def test_value_models_of_other_families_learn_as_in_plain_torch(
     variant: str, name: str, tmp_path: Path

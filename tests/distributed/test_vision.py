@@ -242,12 +242,14 @@ def test_a_frozen_tower_stays_as_it_is_and_the_decoder_learns_all_the_same(
     assert_learns_alike(kind, layouts, tmp_path, frozen=True, model={"freeze_vision": True})
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 x PP2, SP", "DP4, overlapped"])
 def test_a_tower_learns_at_a_rate_of_its_own(layout: str, tmp_path: Path) -> None:
     own = {"vision_learning_rate": 1e-1}
     assert_learns_alike("qwen2_5_vl", {layout: LAYOUTS[layout]}, tmp_path, rate=1e-1, optimizer=own)
 
 
+@pytest.mark.ranks
 def test_micro_batches_of_few_patches_learn_the_same(tmp_path: Path) -> None:
     layouts = {"DP4, overlapped": LAYOUTS["DP4, overlapped"]}
     few = {"max_patches_per_micro_batch": 72, "max_tokens_per_micro_batch": 200}

@@ -99,6 +99,7 @@ def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_o
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.ranks
 def test_servers_that_take_adapters_give_the_run_of_an_engine_that_takes_merged_weights(
     arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def test_ppo_whose_policy_and_critic_have_adapters_goes_on_as_if_it_had_not_ende
     assert [line["step"] for line in steps_of(tmp_path / "shared" / "ended")] == [1, 2, 3, 4]
 
 
+@pytest.mark.ranks
 def test_a_reward_model_of_adapters_learns_from_the_command_line_and_goes_on(
     arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_policy_of_adapters_is_judged_by_a_reward_model_that_has_none(
     assert 0 < most["critic"] < 0.005
 
 
+@pytest.mark.ranks
 def test_ppo_pushes_adapters_and_the_frozen_weights_that_its_critic_has_as_well(
     arithmetic: Path, tmp_path: Path
 ) -> None:

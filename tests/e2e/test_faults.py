@@ -95,6 +95,7 @@ def test_ctrl_c_and_terminate_leave_no_process_behind(
     assert_gone(ranks)
 
 
+@pytest.mark.ranks
 def test_a_second_run_in_the_folder_of_a_first_is_refused(
     arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:
@@ -166,6 +167,7 @@ def test_bad_input_is_one_clear_error_and_nothing_is_written(
     assert not output.exists()
 
 
+@pytest.mark.ranks
 def test_an_error_of_one_rank_alone_reaches_the_user(
     arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:
@@ -247,6 +249,7 @@ def test_a_server_that_is_killed_in_a_generation_costs_the_run_nothing(
         torch.testing.assert_close(struck[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.ranks
 def test_ctrl_c_in_the_demo_leaves_no_process_behind(arithmetic: Path, tmp_path: Path) -> None:
     """The demo waits for its run to end its ranks, however often Ctrl-C is pressed."""
     program = f"import sys; sys.path.insert(0, {str(ROOT / 'examples/arithmetic')!r}); import demo; demo.run(*sys.argv[1:])"

@@ -341,6 +341,7 @@ def test_help_explains_every_section(train: Run) -> None:
         assert part in done.stdout
 
 
+@pytest.mark.ranks
 def test_torchrun_starts_it_as_well_and_what_it_trained_from_is_written_once(
     arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -378,6 +379,7 @@ def test_torchrun_starts_it_as_well_and_what_it_trained_from_is_written_once(
     )
 
 
+@pytest.mark.ranks
 def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(
     arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from tests.e2e.conftest import Run, metrics_of
 from tests.unit.config.test_plugins import PARTS
 
 
+@pytest.mark.ranks
 def test_ranks_learn_by_parts_of_a_users_own_and_go_on_from_a_checkpoint(
     arithmetic: Path, train: Run, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_run_on_videos_learns_and_is_gone_on_with(world: Path, train: Run) -> 
     assert max(gaps) < 1e-4
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("options", "said"),
     [
