@@ -23,7 +23,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5  # between two checks of whether a server has ended
 log = logging.getLogger(__name__)
+
+
+class Renamed(argparse.Action):
+    """Refuses the former name of --server-list."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        parser.error("--roster is now --server-list")
 
 
 def main(given: list[str] | None = None) -> int:
@@ -57,6 +64,7 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument("--servers", type=int, default=1, metavar="N", help="to run here (1)")
     parser.add_argument("--server-list", metavar="FILE", help="to enter the servers' addresses in")
+    parser.add_argument("--roster", action=Renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files: speak https"
     )

@@ -156,6 +156,8 @@ def checked(sample: Any) -> dict[str, Any]:
         raise DataError("a reward or a token's value is no number.")
     if not all(isinstance(text, str) for text in [*tokens["text"], sample.get("graded") or ""]):
         raise DataError("a token's text, or what was graded, is no string.")
+    if "pictures" in sample:  # a line written before 2026-11-27
+        sample["images"] = sample.pop("pictures")
     check_images(sample.get("images", []))
     check_rollout(sample)
     return sample

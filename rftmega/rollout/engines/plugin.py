@@ -3,9 +3,12 @@ in setup.py).
 """
 
 TRANSPORTS = {  # name of a weight transport -> module and class that receive
-    "shared_memory": ("shared_memory", "SharedMemoryWeightTransferEngine"),
-    "network": ("network_transfer", "NetworkWeightTransferEngine"),
-    "disk": ("disk_transfer", "DiskWeightTransferEngine"),
+    "shared_memory": (
+        "rftmega.weights.receivers.shared_memory",
+        "SharedMemoryWeightTransferEngine",
+    ),
+    "network": ("rftmega.weights.receivers.network_transfer", "NetworkWeightTransferEngine"),
+    "disk": ("rftmega.weights.receivers.disk_transfer", "DiskWeightTransferEngine"),
 }
 
 
@@ -18,9 +21,7 @@ def register() -> None:
     for name, (module, engine) in TRANSPORTS.items():
         # vLLM may load its plugins more than once
         if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(
-                name, f"rftmega.weights.receivers.{module}", engine
-            )
+            WeightTransferEngineFactory.register_engine(name, module, engine)
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
     from rftmega.rollout.engines.media_connector import SharedMediaConnector

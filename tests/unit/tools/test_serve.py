@@ -136,6 +136,14 @@ def test_what_can_not_be_served_is_one_line_and_exit_code_2(
     assert said in capsys.readouterr().err
 
 
+def test_the_former_name_of_the_server_list_is_refused_with_the_new_one(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serve.main([str(config_file), "--listen", "127.0.0.1", "--roster", "servers.txt"])
+    assert "--roster is now --server-list" in capsys.readouterr().err
+
+
 def test_without_a_key_nothing_starts(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

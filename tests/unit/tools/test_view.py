@@ -123,6 +123,13 @@ def test_files_may_be_plain_and_the_page_goes_where_it_is_asked_to(tmp_path: Pat
     assert (tmp_path / "b.html").is_file()
 
 
+def test_images_of_an_older_file_are_shown() -> None:
+    image = {"digest": "a", "path": "x.png", "grid": [1, 2, 2], "thumbnail": None}
+    found = view.checked(sample(pictures=[image]))
+    assert found["images"] == [image]
+    assert "pictures" not in found
+
+
 def test_turns_and_measures_are_in_the_page_and_messages_are_not_there_twice() -> None:
     told = {"turns": [TURN], "measures": {HOSTILE: 2.0}, "rollout": 3}
     text = view.page([view.checked(sample(**told, messages=[{"content": "once"}]))], title="x")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rftmega.checkpoints.states import joined, put_together, taken_apart
+from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Completion, Experience, Prompt, Rows, Samples
 from rftmega.lightrft.strategy import StrategyBase
@@ -147,3 +148,15 @@ def test_each_token_knows_its_policy_also_where_an_answer_went_on_after_a_push()
     assert joined.versions is not None
     assert joined.padded().versions.tolist() == [[4, -1, -1, -1], [-1, 3, 4, 4], [4, -1, -1, -1]]
     assert Samples.join([replace(short, versions=None), samples]).versions is None
+
+
+def test_a_buffer_with_images_under_their_former_name_is_read() -> None:
+    images = RowImages(((PlacedImage("x.png", "digest", (1, 4, 6), 2, 6),),))
+    given = replace(experience_of((7, 3)), images=images)
+    buffer = ReplayBuffer()
+    buffer.append(given, torch.tensor([0]))
+    (group,) = buffer.state()["groups"]
+    group["pictures"] = {"pictures": group.pop("images")["images"]}  # as before 2026-11-27
+    again = ReplayBuffer()
+    again.load_state({"groups": [group]})
+    assert again[0].images == images
