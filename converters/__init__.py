@@ -1,6 +1,4 @@
-"""Conversion between Hugging Face and Megatron weights: one table of two-way rules per
-architecture.
-
+"""Converts weights between Hugging Face and Megatron: one table of two-way rules per architecture.
 The tables contain names and shapes and are independent of Megatron: the same table is used for
 loading, HF export, live weight sync and offline conversion, so these cannot diverge. A new
 architecture is one file in `families/` (and one in `model_providers/families/`).
@@ -46,14 +44,13 @@ OF_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def has_table(hf_config: Mapping[str, Any]) -> bool:
-    """Returns whether there is a table for the architecture (model_type) of config.json."""
+    """Returns whether a conversion table exists for the architecture (model_type) of config.json."""
     return hf_config.get("model_type") in FAMILIES
 
 
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
-    """Returns the rules for the architecture of config.json; with `value_head`, those of its value
-    model.
-
+    """Returns the conversion rules for the architecture of config.json; with `value_head`, those
+    for a value model of this architecture.
     Raises CheckpointError for an architecture without a table.
     """
     hf_config = completed(hf_config)
@@ -65,8 +62,7 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json with the architecture's defaults for absent fields.
-
+    """Returns config.json with the architecture's default for each absent field.
     Raises CheckpointError for an architecture without a table, and for fields that are missing,
     null or of the wrong type.
     """
@@ -75,14 +71,16 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """Returns the base of the rotary embedding if config.json has none."""
+    """Returns the architecture's base of the rotary embedding, for a config.json that does not set
+    it.
+    """
     fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
     return fields.rope_theta
 
 
 def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns those of `names`, all tensors of a folder, that such a folder may contain but no rule
-    covers.
+    """Returns those of `names` (all tensors of a folder) that no rule covers, although a folder of
+    this architecture may contain them.
     """
     names = set(names)
     found = {name for name in names if re.fullmatch(NOT_WEIGHTS, name)}
@@ -92,11 +90,11 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json to change in an exported folder, None for one to remove:
-    the folder contains none of the tensors that are left out, and no quantised weights.
-
-    For an architecture without a table, a backend that needs none writes the tensors that
-    transformers reads: no multi-token prediction layers.
+    """Returns the fields of config.json to change in an exported folder; None stands for a field to
+    remove.
+    An export contains no tensors that are `left_out`, and no quantised weights. An architecture
+    without a table is exported with the tensors that transformers reads, which exclude multi-token
+    prediction layers.
     """
     if has_table(hf_config):
         of_family = getattr(_family(hf_config), "written", None)
@@ -107,9 +105,10 @@ def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:
-    """Returns the tensors of a folder that stack a matrix of every expert, which the rules list one
-    by one; none for an architecture without a table, whose tensors a backend takes as they are in
-    the folder.
+    """Returns the tensors of a folder that stack one matrix of every expert; the rules list these
+    matrices individually.
+    Returns [] for an architecture without a table: its backend reads the folder's tensors
+    unchanged.
     """
     if not has_table(hf_config):
         return []

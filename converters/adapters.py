@@ -1,11 +1,10 @@
-"""Derives the names and shapes of LoRA adapters from the rules of the layers that they are on: a
-low-rank product b a beside a weight (LoRA, arXiv:2106.09685).
-
-Each HF tensor has a pair of its own, as in PEFT: q, k and v, one tensor in Megatron, have three.
-Megatron's `a` is theirs, concatenated along the rows; its `b` has the rows of the weight.
-
-An embedding has a pair for the transposed weight: `a` [rank, vocabulary] is looked up, and split by
-columns over the vocabulary shards; `b` [hidden, rank] is whole on every process.
+"""Derives the names and shapes of LoRA adapters (arXiv:2106.09685) from the conversion rules of the
+adapted layers; an adapter adds a low-rank product b a to a weight.
+Each HF tensor has a separate pair of matrices, as in PEFT: q, k and v, one tensor in Megatron, have
+three pairs. Megatron's `a` concatenates the first matrices of these pairs along the rows; its `b`
+has the rows of the weight. An embedding has a pair for the transposed weight: `a` [rank,
+vocabulary] is looked up by token, and its columns are split like the vocabulary; every process
+holds all of `b` [hidden, rank].
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +35,9 @@ LOCAL_DOWN, LOCAL_UP = ".lora.a", ".lora.b"  # suffixes of a Megatron module's n
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """AdaptedLayer is the rule of a linear layer's weight, and those of the adapter on it."""
+    """AdaptedLayer holds the rule of a linear layer's weight, and the rules of the two matrices of
+    its adapter.
+    """
 
     base: Rule
     parts: tuple[int, ...]  # indices of the base's HF tensors that have a pair
@@ -53,22 +54,21 @@ class AdaptedLayer:
 
     @property
     def row_parallel(self) -> bool:
-        """Returns whether a process has its own columns of `a`, and the whole of `b`."""
+        """Returns whether a process holds its own columns of `a` and all of `b`."""
         return isinstance(self.base, Row) or self.of_embedding
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Returns the names of the HF modules that have a pair."""
+        """Returns the names of the HF modules that have a LoRA pair, such as q_proj."""
         return tuple(hf_target(self.base, part) for part in self.parts)
 
 
 def adapted_layers(
     rules: Sequence[Rule], *, rank: int, targets: Sequence[str]
 ) -> list[AdaptedLayer]:
-    """Returns the layers of a decoder that `targets` name; if empty, all linear layers of
-    attention, MLP and experts. A value model has no LM head: if targets name it beside other
-    layers, it is left out.
-
+    """Returns the layers of a decoder that `targets` name or, if it is empty, all linear layers of
+    attention, MLP and experts.
+    A value model has no LM head: if `targets` name the LM head among other layers, it is ignored.
     Raises ConfigError for a target that the model does not have, for the embedding or the LM head
     of a model that ties them, and for a model that cannot have adapters.
     """
@@ -97,14 +97,16 @@ def adapted_layers(
 
 
 def _refuse_tied(of_vocabulary: Sequence[Rule], targets: Sequence[str]) -> None:
-    """Raises ConfigError if `targets` name a matrix that is both embedding and LM head."""
+    """Raises ConfigError if `targets` name the embedding or the LM head, and both are the same
+    matrix.
+    """
     known = {*HEADS, *(name for rule in of_vocabulary for name in _names(rule))}
     if _are_tied(of_vocabulary):
         refuse_named(targets, known)
 
 
 def refuse_named(targets: Sequence[str], words: Collection[str]) -> None:
-    """Raises ConfigError if `targets` name one of the `words`, the names of a matrix that is both
+    """Raises ConfigError if `targets` contain one of `words`, the names of a matrix that is both
     embedding and LM head.
     """
     if named := [target for target in targets if target in words]:
@@ -120,9 +122,8 @@ def _are_tied(of_vocabulary: Sequence[Rule]) -> bool:
 
 
 def without_head(targets: Sequence[str]) -> list[str]:
-    """Returns the targets of a value model trained beside a policy with these targets.
-
-    Raises ConfigError if none would remain.
+    """Returns `targets` without the LM head, for a value model, which has none.
+    Raises ConfigError if no target remains.
     """
     kept = [target for target in targets if target not in HEADS]
     if targets and not kept:
@@ -134,7 +135,9 @@ def without_head(targets: Sequence[str]) -> list[str]:
 
 
 def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
-    """Raises ConfigError for targets that are not among the `names` of a model's layers."""
+    """Raises ConfigError for targets that are not among `names`, the layers of the model that can
+    have adapters.
+    """
     if unknown := [target for target in targets if target not in names]:
         raise ConfigError(
             f"model.lora.targets: {', '.join(unknown)} can't have an adapter in this model. "
@@ -143,24 +146,26 @@ def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
 
 
 def hf_target(rule: Rule, number: int) -> str:
-    """Returns the name of one of a weight's HF modules, such as q_proj."""
+    """Returns the module name, such as q_proj, of the rule's HF tensor `number`."""
     return _leaf(rule.hf[number].name.removesuffix(WEIGHT))
 
 
 def module_of(name: str) -> str:
-    """Returns the module whose adapter has a tensor of this name."""
+    """Returns the full name of the module to which the adapter tensor `name` belongs."""
     for ending in (*DOWNS, *UPS):
         name = name.removesuffix(ending)
     return name
 
 
 def target_of(name: str) -> str:
-    """Returns the module that a tensor of an adapter is on, such as q_proj."""
+    """Returns the last part of the name, such as q_proj, of the module to which the adapter tensor
+    `name` belongs.
+    """
     return _leaf(module_of(name))
 
 
 def pair_names(module: str) -> tuple[str, str]:
-    """Returns PEFT's names of A and B of a module's adapter."""
+    """Returns PEFT's names of the matrices A and B of a module's adapter."""
     if _leaf(module) == EMBEDDING:
         return module + EMBEDDING_DOWN, module + EMBEDDING_UP
     return module + DOWN, module + UP
@@ -180,8 +185,8 @@ def _names(rule: Rule) -> set[str]:
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Returns whether a rule is for the weight of a linear layer of a decoder's attention or MLP,
-    or of an expert.
+    """Returns whether a rule describes the weight of a linear layer in a decoder's attention, MLP
+    or experts.
     """
     of_a_layer = rule.megatron[0].startswith((ATTENTION, MLP))
     named = rule.megatron[0].endswith(WEIGHT) and len(rule.hf[0].shape) == 2

@@ -1,4 +1,6 @@
-"""Fields of a config.json of audio-language models, with sections for decoder and audio encoder."""
+"""Reads the fields of config.json of audio-language models, which has sections for decoder and
+audio encoder.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from rftmega.converters.dropout_fields import drops
 from rftmega.converters.nested_fields import NEUTRAL, flattened
 from rftmega.core.errors import CheckpointError
 
-# fields of audio_config without effect on results, beside those of vision towers
+# fields of audio_config without effect on results, in addition to NEUTRAL
 ALSO_NEUTRAL = frozenset({"init_std", "use_cache", "is_decoder", "tie_word_embeddings"})
 REQUIRED = (
     *("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
@@ -30,8 +32,8 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class AudioFields:
-    """AudioFields holds an audio-language architecture's defaults for fields that config.json
-    lacks.
+    """AudioFields holds an audio-language architecture's defaults for fields that are absent from
+    config.json.
     """
 
     text: Fields
@@ -43,8 +45,8 @@ class AudioFields:
         return self.text.rope_theta
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's fields and "audio_config", both completed with defaults.
-
+        """Returns the decoder's fields and "audio_config" in one dict, both completed with
+        defaults.
         Raises CheckpointError with a list of fields that are missing, of the wrong type or
         unsupported.
         """
@@ -89,7 +91,7 @@ def _tower(given: Any) -> dict[str, Any]:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Returns the requirement that a value violates, or ""."""
+    """Returns a text with the requirement that a field's value violates, or "" if it is valid."""
     if name in REQUIRED:
         most = MOST_LAYERS if name == "encoder_layers" else LARGEST
         return "" if is_whole(value, 1, most) else "a positive whole number"

@@ -1,5 +1,5 @@
-"""Quantised weights that can be loaded: FP8 with one scale per block, the format of DeepSeek-V3,
-Kimi-K2 and Qwen3's FP8 folders.
+"""Describes quantised weights that can be loaded: FP8 with one scale per block, the format of
+DeepSeek-V3, Kimi-K2 and Qwen3's FP8 folders.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class BlockScales(NamedTuple):
-    """BlockScales holds the rows and columns that share a scale, and the model's dtype."""
+    """BlockScales holds the number of rows and columns of a block, whose elements share a scale,
+    and the model's dtype.
+    """
 
     rows: int
     columns: int
@@ -24,9 +26,9 @@ class BlockScales(NamedTuple):
 
 
 def block_scales(hf_config: Mapping[str, Any]) -> BlockScales | None:
-    """Returns the block sizes of config.json; None if weights are not quantised.
-
-    Raises CheckpointError, naming the field, for another quantisation method.
+    """Returns the block size and dtype of the quantised weights that config.json describes; None if
+    the weights are not quantised.
+    Raises CheckpointError, naming the field, for an unsupported quantisation.
     """
     said = hf_config.get(FIELD)
     if said is None:

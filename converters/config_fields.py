@@ -1,6 +1,5 @@
-"""Fields of config.json: their types, and an architecture's defaults for fields that are absent or
-null.
-
+"""Defines the types of config.json's fields, and an architecture's defaults for absent or null
+fields.
 Both follow transformers 5.19, with which the engines read the same file; a generated test compares
 every field.
 """
@@ -28,22 +27,21 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields holds an architecture's defaults for fields that config.json lacks.
-
+    """Fields holds an architecture's required fields and its defaults for fields that are absent
+    from config.json.
     transformers also has defaults for sizes, those of one published model, which are never
     intended; a config.json without `required` fields is rejected instead.
     """
 
-    required: tuple[str, ...] = ()  # beside REQUIRED
-    defaults: Mapping[str, Any] | None = None  # beside DEFAULTS, or instead of them
+    required: tuple[str, ...] = ()  # in addition to REQUIRED
+    defaults: Mapping[str, Any] | None = None  # in addition to DEFAULTS, or instead of them
     # fields of the above that may be null, which differs from absent
     nullable: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()  # without a default, but null is refused
     rope_theta: float = 10000.0
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `given` with defaults for absent fields.
-
+        """Returns `given` with a default for each absent field.
         Raises CheckpointError with a list of fields that are missing, null or of the wrong type.
         """
         required = (*REQUIRED, *self.required)
@@ -64,19 +62,25 @@ class Fields:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind describes the values that a field may have."""
+    """Kind describes the values that a field may have: a text for messages, and a function that
+    accepts or rejects a value.
+    """
 
     said: str
     fits: Callable[[Any], bool]
 
 
 def is_whole(value: Any, least: int, most: int = LARGEST) -> bool:
-    """Returns whether a JSON value is an integer in this range; true and false are not."""
+    """Returns whether a JSON value is an integer from `least` to `most`; true and false are not
+    integers.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: Any, least: float = -math.inf) -> bool:
-    """Returns whether a JSON value is a finite number of at least `least`."""
+    """Returns whether a JSON value is a finite number that is at least `least`; true and false are
+    not numbers.
+    """
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

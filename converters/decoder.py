@@ -1,5 +1,5 @@
-"""Rules shared by the architectures' tables: attention, dense layers, experts, and the rest of a
-decoder.
+"""Conversion rules that the architectures' tables share: attention, MLP, experts, norms, embedding
+and heads.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ MLP = MEGATRON_LAYER + "mlp."
 def decoder(
     config: Config, attention: list[Rule], mlp: list[Rule], *, post_norm: bool = False
 ) -> list[Rule]:
-    """Returns the rules of a whole model in order; the caller supplies those of attention and MLP.
+    """Returns the rules of a whole model in order; the caller supplies the rules of attention and
+    MLP.
     With `post_norm` the norms follow attention and MLP.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
@@ -63,7 +64,7 @@ def decoder(
 
 
 def in_layer(name: str, *shape: int) -> HFTensor:
-    """Returns the HF tensor of this name in every layer."""
+    """Returns the description of an HF tensor `name` that each layer has."""
     return HFTensor(HF_LAYER + name, shape)
 
 
@@ -75,8 +76,9 @@ def grouped_attention(
     full_width_qk_norm: bool = False,
     fused: bool = False,
 ) -> list[Rule]:
-    """Returns the rules of grouped-query attention; `fused`: a folder stores q, k and v in one
-    tensor. `full_width_qk_norm`: one norm over all heads.
+    """Returns the rules of grouped-query attention.
+    `fused`: a folder stores q, k and v in one tensor. `full_width_qk_norm`: the q and k norms span
+    all heads.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -126,8 +128,9 @@ def gated_mlp(
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     **where: Any,
 ) -> list[Rule]:
-    """Returns the rules of a gated MLP: `hf` with each of `projections` (gate, up, down; or gate
-    and up as one tensor, down) in its braces, in Megatron's fc1 (gate above up) and fc2.
+    """Returns the rules of a gated MLP with HF names from the template `hf`, in which {projection}
+    is replaced by each of `projections`: gate, up and down, or gate and up as one tensor, and down.
+    `fc1`, `fc2`: candidates of Megatron's names; fc1 holds gate and up, fc2 down.
     """
     *above, down = (hf.replace("{projection}", name) for name in projections)
     fused = (ffn, ffn) if len(above) == 1 else ()
@@ -140,7 +143,9 @@ def gated_mlp(
 
 
 def dense_mlp(config: Config, **where: Any) -> list[Rule]:
-    """Returns the rules of the dense MLP of all layers, or of those in `layers`."""
+    """Returns the rules of the dense MLP; the argument `layers`, if given, restricts the rules to
+    these layers.
+    """
     fc1, fc2 = ((f"{MLP}linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(
         config["hidden_size"],
@@ -161,9 +166,9 @@ def router(config: Config, experts: int, hf: str = "mlp.gate.weight", **where: A
 def routed_experts(
     config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
 ) -> list[Rule]:
-    """Returns the rules of routed experts, one module per expert.
-
-    Transformer Engine's grouped module numbers its weights instead.
+    """Returns the rules of routed experts, with two candidates of Megatron's names.
+    Megatron's own experts are one module per expert; Transformer Engine's grouped module numbers
+    its weights.
     """
     fc1, fc2 = (
         (
@@ -176,15 +181,17 @@ def routed_experts(
 
 
 def shared_expert(config: Config, ffn: int, hf: str, **where: Any) -> list[Rule]:
-    """Returns the rules of a shared expert, which is sharded like a dense layer, unlike routed
-    experts.
+    """Returns the rules of a shared expert, which is sharded over tensor-parallel ranks like a
+    dense MLP, unlike routed experts.
     """
     fc1, fc2 = ((f"{MLP}shared_experts.linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(config["hidden_size"], ffn, hf + ".{projection}.weight", fc1, fc2, **where)
 
 
 def qwen_sparse_layers(config: Config) -> frozenset[int]:
-    """Returns the MoE layers of Qwen's MoE models; the others are dense."""
+    """Returns the indices of the MoE layers in Qwen's MoE models; the other layers have a dense
+    MLP.
+    """
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     return frozenset(
         n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0
@@ -192,9 +199,9 @@ def qwen_sparse_layers(config: Config) -> frozenset[int]:
 
 
 def number_of_experts(config: Config) -> int:
-    """Returns num_local_experts (transformers 5) or num_experts (transformers 4).
-
-    Raises CheckpointError if neither is present, or both are and differ.
+    """Returns the number of experts: the field num_local_experts (transformers 5) or num_experts
+    (transformers 4).
+    Raises CheckpointError if neither is present, or if both are and differ.
     """
     one, other = config.get("num_experts"), config.get("num_local_experts")
     if one and other and one != other:
@@ -207,8 +214,9 @@ def number_of_experts(config: Config) -> int:
 
 
 def value_head(config: Config) -> list[Rule]:
-    """Returns the rules of a value head, named as in transformers' sequence (no bias) and token
-    classifiers; a policy's folder has none.
+    """Returns the rules of a value head, named as in transformers' sequence classifiers (without
+    bias) and token classifiers.
+    They are optional, since the folder of a policy has no value head.
     """
     hidden = config["hidden_size"]
     return [

@@ -1,7 +1,6 @@
 """Finds the fields of a config.json that set dropout or noise in training.
-
-They belong to the run that made the folder. Here only `model.dropout` sets the dropout of an
-update, and scoring and generation use none.
+Such fields describe the training run that produced the folder, and are ignored: here only
+`model.dropout` sets the dropout of an update, and scoring and generation use none.
 """
 
 import re
@@ -15,15 +14,15 @@ COMPUTED = {"phimoe": ("router_jitter_noise",)}
 
 
 def drops(name: str, *, family: str = "") -> bool:
-    """Returns whether a field of this name sets dropout or noise in training for the `family`
+    """Returns whether a field `name` sets dropout or noise in training, for models of type `family`
     (model_type).
     """
     return NAMES.search(name) is not None and name not in COMPUTED.get(family, ())
 
 
 def dropped_by(hf_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the fields of a config.json, including nested sections, with nonzero dropout or
-    noise, as {"attention_dropout": 0.1, "vision_config.drop_path_rate": 0.2}.
+    """Returns the fields of a config.json, nested sections included, with nonzero dropout or noise,
+    e.g. {"attention_dropout": 0.1, "vision_config.drop_path_rate": 0.2}.
     """
     found: dict[str, float] = {}
     family = str(hf_config.get("model_type", ""))

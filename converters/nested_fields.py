@@ -1,7 +1,8 @@
-"""Fields of a config.json of vision-language models, with sections for decoder and vision tower.
-
+"""Reads the fields of config.json of vision-language models, which has sections for decoder and
+vision encoder.
 transformers 5 writes `text_config` and `vision_config`; transformers 4 wrote the decoder's fields
-of Qwen2-VL and Qwen2.5-VL beside `vision_config`. Both are converted to the latter.
+of Qwen2-VL and Qwen2.5-VL at the top level, next to `vision_config`. Both forms are converted to
+the second.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from rftmega.converters.config_fields import LARGEST, MOST_LAYERS, Fields, is_nu
 from rftmega.converters.dropout_fields import drops
 from rftmega.core.errors import CheckpointError
 
-# fields of vision_config without effect on results, or derived from others
+# fields of vision_config without effect on results, or derived from other fields
 NEUTRAL = frozenset(
     {
         *("architectures", "dtype", "model_type", "torch_dtype", "transformers_version"),
@@ -33,10 +34,9 @@ LISTS = ("fullatt_block_indexes", "deepstack_visual_indexes")
 
 
 def flattened(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns config.json with the decoder's fields beside `vision_config`; unchanged if it has no
-    `text_config`.
-
-    Raises CheckpointError for a field with different values in both.
+    """Returns config.json with the fields of `text_config` moved to the top level; unchanged if it
+    has no `text_config`.
+    Raises CheckpointError for a field with different values in the two places.
     """
     text = hf_config.get("text_config")
     if text is None:
@@ -55,8 +55,8 @@ def flattened(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class VisionFields:
-    """VisionFields holds a vision-language architecture's defaults for fields that config.json
-    lacks.
+    """VisionFields holds a vision-language architecture's required fields and its defaults for
+    fields that are absent from config.json.
     """
 
     text: Fields
@@ -69,8 +69,8 @@ class VisionFields:
         return self.text.rope_theta
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's fields and "vision_config", both completed with defaults.
-
+        """Returns the decoder's fields and "vision_config" in one dict, both completed with
+        defaults.
         Raises CheckpointError with a list of fields that are missing, of the wrong type or
         unsupported.
         """
@@ -103,7 +103,7 @@ class VisionFields:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Returns the requirement that a value violates, or ""."""
+    """Returns a text with the requirement that a field's value violates, or "" if it is valid."""
     if name in SIZES:
         most = MOST_LAYERS if name == "depth" else LARGEST
         return "" if is_whole(value, 1, most) else "a positive whole number"

@@ -1,10 +1,9 @@
-"""A rule maps every slice of one Megatron tensor to Hugging Face tensors; both directions of
+"""A rule maps every shard of one Megatron tensor to Hugging Face tensors; both directions of
 conversion follow from it.
-
 A fused or sharded tensor is a list of segments along one axis: "rows 0 to 8 of the first HF tensor,
-then rows 0 to 4 of the second, ...". A shard of rank r of n has its own list. Loading concatenates
-the segments; exporting copies them back. Weights are [out, in] on both sides and rotary halves
-agree, so nothing is ever transposed.
+then rows 0 to 4 of the second, ...". The shard of each rank has its own list. Loading concatenates
+the segments; exporting copies them back. Weights are [out, in] in both formats, and both arrange
+the halves of rotary embeddings alike, so nothing is ever transposed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,9 @@ from rftmega.core.errors import WeightMismatch
 
 
 class Segment(NamedTuple):
-    """Rows (or columns) start to stop of part `part`: an HF tensor or, of a fused one, one of its
-    components; part -1 is padding: zeros that HF does not have.
+    """Segment is the range of rows (or columns) from `start` to `stop` of part `part`: of an HF
+    tensor, or of a component of a fused HF tensor.
+    Part -1 is padding: zeros that no HF tensor contains.
     """
 
     part: int
@@ -28,23 +28,24 @@ class Segment(NamedTuple):
 
 
 class HFTensor(NamedTuple):
-    """A tensor as stored by Hugging Face; the name may contain {layer} and {expert}."""
+    """HFTensor is the name and shape of a tensor as stored by Hugging Face; the name may contain
+    {layer} and {expert}.
+    """
 
     name: str
     shape: tuple[int, ...]
 
 
 class Sliceable(Protocol):
-    """A tensor, or a safetensors slice that reads only the requested elements."""
+    """Sliceable is a tensor, or a safetensors slice that reads only the requested elements."""
 
     def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor and the HF tensors that it consists of.
-
-    {layer} and {expert} in a name are local numbers on Megatron's side and global ones on HF's.
+    """Rule describes one Megatron tensor and the HF tensors that it consists of.
+    In names, {layer} and {expert} are local indices for Megatron and global ones for HF.
     """
 
     # candidate names: the local spec's and Transformer Engine's; a module has exactly one of them
@@ -70,15 +71,15 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether the tensor belongs to a routed expert, which is sharded over
+        """Returns whether the tensor belongs to a routed expert; such tensors are sharded over
         expert-tensor-parallel processes.
         """
         return "{expert}" in self.hf[0].name
 
     @property
     def opens(self) -> bool:
-        """Returns whether the first pipeline stage owns the tensor; other tensors without a layer
-        number belong to the last.
+        """Returns whether the first pipeline stage holds the tensor; other tensors without a layer
+        number are on the last stage.
         """
         return self.megatron[0].startswith(("embedding.", "visual."))
 
@@ -90,22 +91,21 @@ class Rule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns the lengths of the parts along the sharded axis."""
+        """Returns the length of each part along the sharded axis."""
         return self.fused or tuple(tensor.shape[self.axis] for tensor in self.hf)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
         """Returns the segments of HF tensors that form shard `rank` of `ranks`.
-
-        Raises WeightMismatch for unequal shards.
+        Raises WeightMismatch if the tensor can't be split equally.
         """
         return [self.stored(segment) for segment in self.cut(rank, ranks)]
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the segments of the parts that form shard `rank` of `ranks`."""
+        """Returns the segments of parts (see Segment) that form shard `rank` of `ranks`."""
         raise NotImplementedError
 
     def stored(self, segment: Segment) -> Segment:
-        """Returns the segment of an HF tensor that holds a segment of a part."""
+        """Returns the segment of an HF tensor that corresponds to a segment of a part."""
         part, start, stop = segment
         if not self.fused or part < 0:
             return segment
@@ -115,7 +115,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Replicated(Rule):
-    """Replicated tensor: every rank holds the whole."""
+    """Replicated is the rule of a tensor that every rank holds in full."""
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
         return [Segment(0, 0, self.sizes[0])]
@@ -123,10 +123,9 @@ class Replicated(Rule):
 
 @dataclass(frozen=True)
 class Column(Rule):
-    """Column-parallel linear, [out, in] split along out: rank r holds its block of each part in
-    turn.
-
-    With two parts, gate and up: its block of gate, then its block of up. `narrow`: engines hold the
+    """Column is the rule of a column-parallel linear layer, [out, in] split along out: rank r holds
+    the r-th block of each part.
+    With two parts, gate and up: the block of gate, then the block of up. `narrow`: engines hold the
     whole tensor on every rank.
     """
 
@@ -148,15 +147,17 @@ class Column(Rule):
 
 @dataclass(frozen=True)
 class Row(Column):
-    """Row-parallel linear: rank r holds its block of columns."""
+    """Row is the rule of a row-parallel linear layer: rank r holds the r-th block of columns."""
 
     axis = 1
 
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Vocabulary-parallel embedding or LM head: blocks of rows, with zero rows at the end up to a
-    multiple of the number of ranks.
+    """Vocabulary is the rule of an embedding or LM head whose rows, one per vocabulary entry, are
+    split into blocks.
+    The last blocks end with zero rows, which pad the vocabulary to a multiple of the number of
+    ranks.
     """
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
@@ -170,18 +171,19 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class VocabularyColumns(Vocabulary):
-    """The same split along columns: an adapter's matrix that is looked up by token."""
+    """VocabularyColumns is the rule of a matrix whose columns are split like the vocabulary: the
+    matrix of an embedding's adapter that is looked up by token.
+    """
 
     axis = 1
 
 
 @dataclass(frozen=True)
 class QKV(Rule):
-    """Fused attention input, interleaved by Megatron by query group: [q.. k v | q.. k v | ...];
-    weight and bias alike.
-
-    A shard is a plain block of those rows. With fewer groups than ranks it cuts through a group, as
-    in Megatron.
+    """QKV is the rule of the fused query, key and value projection, weight or bias, which Megatron
+    interleaves by query group: [q.. k v | q.. k v | ...].
+    A shard is a contiguous block of these rows. With fewer groups than ranks it contains part of a
+    group, as in Megatron.
     """
 
     groups: int = field(kw_only=True)
@@ -204,8 +206,8 @@ class QKV(Rule):
 def instances(
     rules: Sequence[Rule], *, layers: int, experts: int
 ) -> Iterator[tuple[Rule, int | None, int | None]]:
-    """Yields (rule, layer, expert) for every Megatron tensor of a model; None if the rule has no
-    layer or expert.
+    """Yields (rule, layer, expert) for every Megatron tensor of a model; layer or expert is None if
+    the rule has none.
     """
     for rule in rules:
         for layer in filter(rule.speaks_of, range(layers)) if rule.per_layer else [None]:
@@ -215,14 +217,16 @@ def instances(
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
-    """Returns the rows of the embedding after padding to a multiple of the number of
+    """Returns the number of embedding rows after padding to a multiple of `ranks`, the number of
     tensor-parallel ranks.
     """
     return -(-size // ranks) * ranks
 
 
 def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tensor:
-    """Returns rank `rank`'s Megatron tensor from the HF tensors `parts`, reading only its segments."""
+    """Returns the Megatron tensor of rank `rank`, built from the HF tensors `parts`, of which only
+    the needed segments are read.
+    """
     pieces: list[Tensor] = []
     padding = 0
     for part, start, stop in rule.segments(rank, ranks):
@@ -241,9 +245,9 @@ def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tens
 
 
 def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tuple[Tensor, ...]:
-    """Returns the HF tensors from all ranks' shards, without padding: the inverse of `shard`.
-
-    With `alias`, a tensor that is contiguous in one shard is a view of it.
+    """Returns the HF tensors, built from the shards of all ranks and without padding: the inverse
+    of `shard`.
+    With `alias`, an HF tensor that is contiguous in one shard is returned as a view of the shard.
     """
     parts: list[Tensor | None] = [None] * len(rule.hf)
     replicas = shards[:1] if isinstance(rule, Replicated) else shards
@@ -260,7 +264,7 @@ def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tu
 
 
 def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
-    """Yields shard `rank`'s segments, without padding, and their offsets in it."""
+    """Yields the segments of shard `rank`, except padding, each with its offset in the shard."""
     offset = 0
     for segment in rule.segments(rank, ranks):
         if segment.part >= 0:
@@ -269,7 +273,7 @@ def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
 
 
 def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
-    """Yields the segments between positions start and stop of a list of segments."""
+    """Yields the parts of `segments` between positions `start` and `stop` of their concatenation."""
     position = 0
     for part, low, high in segments:
         first, last = max(start, position), min(stop, position + high - low)
@@ -279,7 +283,7 @@ def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segmen
 
 
 def shard_shape(rule: Rule, rank: int, ranks: int) -> torch.Size:
-    """Returns the shape of rank `rank`'s Megatron tensor."""
+    """Returns the shape of the Megatron tensor of rank `rank`."""
     shape = list(rule.hf[0].shape)
     shape[rule.axis] = sum(stop - start for _, start, stop in rule.segments(rank, ranks))
     return torch.Size(shape)

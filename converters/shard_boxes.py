@@ -1,5 +1,5 @@
-"""Covers a range of a flattened tensor, such as a distributed optimizer's shard, with boxes of the
-tensor.
+"""Divides a range of a flattened tensor, such as a distributed optimizer's shard, into rectangular
+blocks (boxes) of the tensor.
 """
 
 import math
@@ -9,8 +9,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Yields (offset, shape) of boxes that cover elements begin ... end - 1 of a tensor of `shape`,
-    in that order; for n dimensions at most 2 n - 1. Each is contiguous in the flattened tensor.
+    """Yields (offset, shape) of blocks that together cover elements begin ... end - 1 of a
+    flattened tensor of `shape`, in that order.
+    At most 2 n - 1 blocks for n dimensions; each is contiguous in the flattened tensor.
     """
     if begin >= end:
         return

@@ -1,4 +1,4 @@
-"""Megatron shards in terms of Hugging Face tensors, derived from the table's rules."""
+"""Describes Megatron shards as blocks of Hugging Face tensors, derived from the conversion rules."""
 
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ def logical_tensor(
     dtype: torch.dtype,
     holders: tuple[tuple[Holding, tuple[int, ...]], ...] = (),
 ) -> LogicalTensor:
-    """Returns the HF tensors of a rule for a layer and expert."""
+    """Returns a description of the HF tensors of a rule, for one layer and expert."""
     names = rule.hf_names(layer, expert)
     kind, opens = rule.megatron[0], rule.opens
     return LogicalTensor(names, shapes_of(rule), dtype, layer, expert, kind, opens, holders)
@@ -23,15 +23,14 @@ def logical_tensor(
 
 @lru_cache(maxsize=4096)
 def shapes_of(rule: Rule) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a rule's HF tensors: one object for all layers."""
+    """Returns the shapes of a rule's HF tensors; cached, so that all layers share one object."""
     return tuple(tuple(tensor.shape) for tensor in rule.hf)
 
 
 @lru_cache(maxsize=65536)
 def shard_parts(rule: Rule, rank: int, ranks: int) -> tuple[ShardPart, ...]:
-    """Returns the contents of shard `rank` of `ranks` of a rule's tensor: one object for all
-    layers.
-
+    """Returns the blocks of HF tensors that form shard `rank` of `ranks` of a rule's tensor;
+    cached, so that all layers share one object.
     Raises WeightMismatch if the tensor cannot be split equally.
     """
     found = []
@@ -44,12 +43,14 @@ def shard_parts(rule: Rule, rank: int, ranks: int) -> tuple[ShardPart, ...]:
 
 @lru_cache(maxsize=65536)
 def holding(rule: Rule, rank: int, ranks: int) -> Holding:
-    """Returns only the boxes of `shard_parts`."""
+    """Returns (number of the HF tensor, block) for each of the rule's `shard_parts`, without the
+    offsets.
+    """
     return tuple((part.number, part.box) for part in shard_parts(rule, rank, ranks))
 
 
 def segment_box(rule: Rule, segment: Segment) -> Box:
-    """Returns a segment of a rule's tensor as a box of the HF tensor."""
+    """Returns the block (box) of an HF tensor that a segment of a rule's tensor covers."""
     box = list(whole(rule.hf[segment.part].shape))
     box[rule.axis] = (segment.start, segment.stop)
     return tuple(box)

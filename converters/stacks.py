@@ -1,7 +1,6 @@
-"""Tensors of a folder that stack a matrix of every expert.
-
+"""Describes tensors of a folder that stack one matrix of every expert.
 Qwen3-VL's MoE models are published this way: the matrices are transposed, [experts, in, out], with
-gate and up side by side along out. transformers 5 writes them untransposed, [experts, out, in].
+gate and up concatenated along out. transformers 5 writes them untransposed, [experts, out, in].
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack is one such tensor of a folder and the names of its matrices."""
+    """Stack describes one tensor that stacks matrices of all experts, and lists the names of these
+    matrices.
+    """
 
     name: str
     matrices: tuple[tuple[str, ...], ...]  # of each expert, in their order along out
@@ -30,14 +31,16 @@ class Stack:
         return experts, out, inputs
 
     def places(self, *, transposed: bool) -> Iterator[tuple[str, "Place"]]:
-        """Yields the name and the place of every matrix."""
+        """Yields the name of every matrix in the stack and its Place.
+        `transposed`: the stack is stored in the published layout.
+        """
         for expert, names in enumerate(self.matrices):
             for number, name in enumerate(names):
                 yield name, Place(self, expert, number * self.shape[0], transposed)
 
 
 class Place(NamedTuple):
-    """Place is the position of a matrix in a stack."""
+    """Place is the position of one matrix in a stack."""
 
     stack: Stack
     expert: int
@@ -45,6 +48,8 @@ class Place(NamedTuple):
     transposed: bool
 
     def of(self, matrices: Tensor) -> Tensor:
-        """Returns the matrix, [out, in], as a view of the expert's slice of the stack."""
+        """Returns the matrix [out, in] as a view of `matrices`, the slice of the stack that belongs
+        to its expert.
+        """
         own = matrices.T if self.transposed else matrices
         return own.narrow(0, self.start, self.stack.shape[0])

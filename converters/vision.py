@@ -1,7 +1,6 @@
-"""Rules of vision towers and audio encoders: one replicated tensor each, under transformers' own
-names.
-
-Every tensor-parallel process of the first stage holds the whole tower.
+"""Conversion rules of vision and audio encoders: each tensor is replicated and has transformers'
+own name.
+Every tensor-parallel process of the first pipeline stage holds the whole encoder.
 """
 
 import math
@@ -19,7 +18,7 @@ AUDIO_MODELS = "audio."
 
 
 def renamed(rules: list[Rule], prefix: str) -> list[Rule]:
-    """Returns the decoder's rules with `prefix` in place of "model."."""
+    """Returns the decoder's rules with the prefix "model." of HF names replaced by `prefix`."""
     return [_renamed(rule, prefix) for rule in rules]
 
 
@@ -33,8 +32,8 @@ def _renamed(rule: Rule, prefix: str) -> Rule:
 
 
 def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
-    """Returns the rules of tensors with these names and shapes, which Hugging Face stores under
-    `prefix`.
+    """Returns the rules of a vision encoder's tensors with these names and shapes, which a Hugging
+    Face folder stores under `prefix`.
     """
     return [
         Replicated((MODULE + name,), (HFTensor(prefix + name, shape),)) for name, shape in shapes
@@ -51,18 +50,18 @@ def is_of_tower(rule: Rule) -> bool:
 
 
 def embedding_name(rules: list[Rule]) -> str:
-    """Returns the embedding's name in Hugging Face."""
+    """Returns the Hugging Face name of the embedding's weight."""
     first = next(rule for rule in rules if isinstance(rule, Vocabulary))
     return first.hf[0].name
 
 
 def count_of(shapes: Shapes) -> int:
-    """Returns the number of weights in tensors of these shapes."""
+    """Returns the total number of elements of tensors with these shapes."""
     return sum(math.prod(shape) for _, shape in shapes)
 
 
 def linear(name: str, out: int, inputs: int) -> Shapes:
-    """Yields the tensors of a linear layer with bias."""
+    """Yields the name and shape of the weight and the bias of a linear layer."""
     yield f"{name}.weight", (out, inputs)
     yield f"{name}.bias", (out,)
 
@@ -73,13 +72,17 @@ def layer_norm(name: str, width: int) -> Shapes:
 
 
 def patches(tower: Tower, width: int) -> tuple[int, ...]:
-    """Returns the shape of the patch embedding's convolution."""
+    """Returns the shape of the weight of the patch embedding, a 3D convolution."""
     side = tower["patch_size"]
     return width, tower["in_channels"], tower["temporal_patch_size"], side, side
 
 
 def check(tower: Tower, width: int, out: int, hidden: int) -> None:
-    """Raises CheckpointError for a tower that is inconsistent in itself or with the decoder."""
+    """Raises CheckpointError for a vision encoder whose config is inconsistent, in itself or with
+    the decoder.
+    `width`: its hidden size; `out`: size of its output features; `hidden`: the decoder's hidden
+    size.
+    """
     if width % tower["num_heads"] or width // tower["num_heads"] % 4:
         raise CheckpointError(
             f"vision_config: {tower['num_heads']} heads can't share a width of {width}: a head's must be a multiple of 4."

@@ -1,4 +1,4 @@
-"""Builds GPTModels from Hugging Face configs, with one module per architecture (model_type).
-
-`description` imports no Megatron.
+"""Builds Megatron GPTModels from Hugging Face configs, with one module per architecture
+(model_type).
+The module `description` imports no Megatron.
 """

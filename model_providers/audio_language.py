@@ -15,8 +15,8 @@ from rftmega.model_providers.tower_model import TowerModel
 
 
 class AudioEncoder(nn.Module):
-    """AudioEncoder encodes waveform frames to features of the decoder's hidden size, with
-    transformers' modules.
+    """AudioEncoder is transformers' audio encoder and projection, which map waveform frames to
+    features of the decoder's hidden size.
     """
 
     def __init__(self, model: ModelDescription, dtype: torch.dtype):
@@ -38,7 +38,9 @@ class AudioEncoder(nn.Module):
         self.multi_modal_projector = source.Qwen2AudioMultiModalProjector(both).to(dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> "AudioEncoder":
-        """Sets whether the encoder is trained; its sinusoidal position embeddings stay frozen."""
+        """Sets whether the encoder is trained; its sinusoidal position embeddings are always
+        frozen.
+        """
         super().requires_grad_(requires_grad)
         self.audio_tower.embed_positions.requires_grad_(False)
         return self
@@ -47,9 +49,9 @@ class AudioEncoder(nn.Module):
         self.audio_tower.gradient_checkpointing_enable(settings)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        """Returns features [I, P / 2, H] of `frames` [I, M, 2 P], of which `lengths` [I] are valid.
-
-        Padding behind them is masked out of attention.
+        """Returns features [I, P / 2, H] of `frames` [I, M, 2 P], of which the first `lengths` [I]
+        are valid.
+        Padding after the valid frames is masked out of attention.
         """
         positions = frames.shape[-1] // 2
         heard = torch.arange(positions, device=frames.device) < (lengths[:, None] - 1) // 2 + 1
@@ -62,7 +64,9 @@ class AudioEncoder(nn.Module):
 
 
 class AudioLanguageModel(TowerModel):
-    """AudioLanguageModel is one pipeline model chunk; the first chunk has the encoder `audio`."""
+    """AudioLanguageModel is one pipeline chunk of an audio-language model; the first chunk contains
+    the audio encoder as `audio`.
+    """
 
     place = "audio"
 
@@ -78,7 +82,6 @@ class AudioLanguageModel(TowerModel):
         lengths: Tensor | None = None,
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
-
         The first chunk takes `frames` and `lengths` (see AudioEncoder; None if the micro-batch has
         no waveform) and `features` [N]: the 1-based index of the encoder output that replaces the
         token's embedding, 0 for text tokens.

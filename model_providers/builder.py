@@ -1,4 +1,4 @@
-"""Builds a TransformerConfig and one pipeline chunk, a GPTModel, from a ModelDescription."""
+"""Builds Megatron's TransformerConfig, and a pipeline chunk as a GPTModel, from a ModelDescription."""
 
 import logging
 from typing import Any
@@ -38,7 +38,7 @@ def transformer_config(
     dropout: float = 0.0,
     fp8: str = "none",
 ) -> TransformerConfig:
-    """Returns Megatron's TransformerConfig for this model and parallel layout; parameters are in
+    """Returns Megatron's TransformerConfig for a model in a parallel layout; parameters are in
     `dtype`.
     """
     interleaved = parallel.virtual_pipeline > 1
@@ -111,7 +111,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-# Transformer Engine would keep its FP8 weights beside the others, where nothing offloads them.
+# Transformer Engine would keep FP8 copies of the weights, which nothing offloads.
 _BLOCKS = {"fp8": "e4m3", "disable_parameter_transpose_cache": True}
 _FP8: dict[str, dict[str, Any]] = {
     "none": {},
@@ -128,8 +128,8 @@ def _windows(model: ModelDescription, window: int) -> dict[str, Any]:
 
 
 def _latent(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
-    """Returns all config fields of multi-head latent attention; Megatron's defaults scale RoPE by
-    40.
+    """Returns all config fields of multi-head latent attention; all are set because Megatron's
+    default scales RoPE by 40.
     """
     yarn = rope.yarn
     return {
@@ -175,8 +175,8 @@ def _experts(model: ModelDescription, experts: Experts, parallel: ParallelConfig
 
 
 def _not_about_probabilities(record: logging.LogRecord) -> bool:
-    """Returns whether a record is not DeepEP's repeated message that it casts bfloat16
-    probabilities to float32, which is lossless.
+    """Returns False for DeepEP's repeated log message that it casts bfloat16 probabilities to
+    float32, which is lossless; True for other log records.
     """
     return "float32 probs" not in record.getMessage()
 
@@ -192,11 +192,10 @@ def build_chunk(
     freeze_vision: bool = False,
     adapters: bool = False,
 ) -> GPTModel:
-    """Builds this pipeline stage's layers, or its model chunk `chunk` under interleaved scheduling,
-    randomly initialised.
-
-    `head=False` omits the LM head, as value models have their own. `freeze_vision`: the tower is
-    frozen. `adapters`: linear layers can have LoRA adapters.
+    """Builds this pipeline stage's layers or, under interleaved scheduling, its model chunk
+    `chunk`, randomly initialised.
+    `head=False` omits the LM head, because value models have a value head instead. `freeze_vision`:
+    the vision or audio encoder is frozen. `adapters`: linear layers can have LoRA adapters.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:

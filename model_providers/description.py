@@ -1,4 +1,4 @@
-"""Model descriptions: one set of fields for all architectures and for transformers 4 and 5."""
+"""Model descriptions: one dataclass for all architectures, and for configs of transformers 4 and 5."""
 
 import importlib
 import pkgutil
@@ -19,7 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts describes the experts of a model's MoE layers."""
+    """Experts describes the routed and shared experts of a model's MoE layers."""
 
     number: int
     active: int  # experts per token
@@ -35,7 +35,9 @@ class Experts:
     scale: float = 1.0  # scaling factor of the active experts' weights
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError for inconsistent expert or group counts."""
+        """Checks the counts. Raises CheckpointError for more active experts than experts, and for
+        groups that don't fit.
+        """
         if self.active > self.number:
             raise CheckpointError(
                 f"num_experts_per_tok={self.active} is more than the {self.number} experts."
@@ -50,7 +52,7 @@ class Experts:
 @dataclass(frozen=True)
 class LatentAttention:
     """LatentAttention describes multi-head latent attention (arXiv:2405.04434): keys and values are
-    decompressed from a low-rank vector per token.
+    computed from a low-rank vector per token.
     """
 
     query_rank: int | None  # None: queries are computed from the hidden state
@@ -62,7 +64,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """ModelDescription describes a decoder; sizes are of the whole model, before any sharding."""
+    """ModelDescription describes a decoder; sizes are those of the whole model, before sharding."""
 
     family: str
     layers: int
@@ -121,10 +123,9 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Describes the model of a Hugging Face config.
-
-    Raises CheckpointError, naming the field, for an architecture or a setting that Megatron-Core
-    0.16 can't represent here.
+    """Returns the description of the model of a Hugging Face config.
+    Raises CheckpointError, naming the field, for an unsupported architecture, or a setting that
+    Megatron-Core 0.16 can't represent here.
     """
     family = hf_config.get("model_type")
     if family not in FAMILIES:
@@ -147,9 +148,9 @@ def decoder(
     head_dim: int | None = None,
     partial_rope: bool = False,
 ) -> ModelDescription:
-    """Describes the Llama architecture, which the others change with dataclasses.replace.
-
-    `head_dim`: set if it follows from other fields. `partial_rope`: RoPE may cover only a part of
+    """Returns the description of a Llama-like decoder; other architectures change it with
+    dataclasses.replace.
+    `head_dim`: given if it follows from other fields. `partial_rope`: RoPE may cover only a part of
     each head. Raises CheckpointError for inconsistent head sizes.
     """
     config.only("hidden_act", "silu", why="this family is trained with it")
@@ -197,8 +198,8 @@ def decoder(
 
 
 def _padding(config: HFConfig) -> int | None:
-    """Returns the token id of the embedding's `padding_idx`, or None; a negative pad_token_id
-    counts from the end.
+    """Returns the id of the padding token, whose embedding row is not trained, or None; a negative
+    pad_token_id counts from the end of the vocabulary.
     """
     token = config.get("pad_token_id")
     if not isinstance(token, int) or isinstance(token, bool):
@@ -221,11 +222,10 @@ def _head_dim(config: HFConfig) -> int:
 def with_windows(
     model: ModelDescription, config: HFConfig, *, used: bool, listed: Callable[[int], bool]
 ) -> ModelDescription:
-    """Adds sliding-window attention to the layers in `layer_types`, or by default to those that
-    `listed` accepts.
-
-    Raises CheckpointError if `layer_types` does not match the model, or lists sliding windows
-    without a window size.
+    """Returns the description with sliding-window attention in the layers that `layer_types` lists,
+    or by default in those that `listed` accepts.
+    `used`: False disables the window. Raises CheckpointError if `layer_types` does not match the
+    model, or lists sliding windows without a window size.
     """
     window = config.get("sliding_window")
     if not used:
@@ -251,10 +251,10 @@ def with_windows(
 
 
 def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Adds sliding-window attention to all layers if config.json has a window.
-
-    transformers' Mistral ignores `layer_types`. Raises CheckpointError if it lists layers without
-    the window.
+    """Returns the description with sliding-window attention in all layers if config.json has a
+    window.
+    transformers' Mistral ignores `layer_types`. Raises CheckpointError if `layer_types` lists
+    layers without the window.
     """
     found = with_windows(model, config, used=True, listed=lambda layer: True)
     if len(found.windowed) != (model.layers if config.get("sliding_window") else 0):
@@ -266,8 +266,8 @@ def everywhere(model: ModelDescription, config: HFConfig) -> ModelDescription:
 
 
 def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
-    """Adds Qwen's sliding window: off unless `use_sliding_window` is set, then in the layers from
-    `max_window_layers` on.
+    """Returns the description with Qwen's sliding window: unused unless `use_sliding_window` is
+    set, then in the layers from `max_window_layers` on.
     """
     used, first = config["use_sliding_window"], config["max_window_layers"]
     return with_windows(model, config, used=used, listed=lambda layer: layer >= first)
@@ -275,9 +275,7 @@ def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
     """Returns the reasons why a parallel layout does not fit the model, each with the nearest valid
-    value.
-
-    Empty if it fits.
+    value; empty if it fits.
     """
     found = heads_violations(model, parallel.tensor, "parallel.tensor")
     if latent := model.latent:
@@ -341,10 +339,10 @@ def _no_divisor(option: str, value: int, of: str, size: int) -> str:
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
-    """Returns the layers of each pipeline stage and model chunk: [stage][chunk] -> range.
-
-    Raises ValueError, with the nearest valid value, if the layers can't be split so. Chunks run in
-    the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
+    """Returns the layers of each pipeline stage and model chunk: [stage][chunk] -> range of layer
+    indices.
+    Raises ValueError, with the nearest valid value, if the layers can't be divided over the stages.
+    Chunks run in the order stage 0 chunk 0, stage 1 chunk 0, ..., stage 0 chunk 1, ...
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
@@ -385,7 +383,10 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
 
 
 def heads_violations(model: ModelDescription, processes: int, option: str) -> list[str]:
-    """Returns the reasons why `processes` can't share the attention heads; empty if they can."""
+    """Returns the reasons why the attention heads can't be split over `processes` processes; empty
+    if they can.
+    `option`: the config option that sets this number, for messages.
+    """
     found = []
     if model.heads % processes:
         found.append(_no_divisor(option, processes, "number of attention heads,", model.heads))

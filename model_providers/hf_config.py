@@ -1,4 +1,4 @@
-"""Reads config.json such that no field is silently ignored."""
+"""Reads config.json so that no field is silently ignored."""
 
 import json
 import os
@@ -59,15 +59,14 @@ NEUTRAL = frozenset(
 
 
 class HFConfig(Mapping[str, Any]):
-    """HFConfig maps config.json's fields, completed by the architecture's defaults, and records
-    which were read.
-
+    """HFConfig gives access to config.json's fields, completed with the architecture's defaults,
+    and records which fields were read.
     Null counts as absent.
     """
 
     def __init__(self, fields: Mapping[str, Any]):
-        """Raises CheckpointError for fields that are missing, null where not allowed, or of another
-        type.
+        """Completes `fields`. Raises CheckpointError for fields that are missing, null where not
+        allowed, or of the wrong type.
         """
         fields = flattened(fields)
         self._fields = {
@@ -99,11 +98,13 @@ class HFConfig(Mapping[str, Any]):
         return len(self._fields)
 
     def said(self, name: str) -> bool:
-        """Returns whether config.json contains the field, even as null."""
+        """Returns whether config.json contains the field `name`, even with the value null."""
         return name in self._named
 
     def only(self, name: str, *values: Any, why: str) -> None:
-        """Raises CheckpointError if the field is present with a value other than `values`."""
+        """Raises CheckpointError if the field `name` is present with a value other than `values`;
+        `why` is the reason for the message.
+        """
         if (value := self.get(name, values[0])) not in values:
             fits = " and ".join(json.dumps(fit) for fit in values)
             raise CheckpointError(
@@ -111,7 +112,9 @@ class HFConfig(Mapping[str, Any]):
             )
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError for fields that were never read and might change the model."""
+        """Raises CheckpointError for fields of config.json that were never read and might change
+        the model.
+        """
         family = self._fields.get("model_type", "")
         unread = sorted(
             name for name in self._given - self._read - NEUTRAL if not drops(name, family=family)
@@ -129,10 +132,9 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Reads config.json of a Hugging Face folder, without ineffective fields in its tower sections
-    (`known_fields`).
-
-    Raises CheckpointError if it is missing or not a strict JSON object.
+    """Returns config.json of a Hugging Face folder, without fields that have no effect in its
+    sections for vision and audio encoders (`known_fields`).
+    Raises CheckpointError if the file is missing or not a strict JSON object.
     """
     path = Path(folder) / "config.json"
     if not os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Detects the installed optional CUDA packages, and the fused kernels of Megatron that they
+"""Detects the installed optional CUDA packages, and selects the fused kernels of Megatron that they
 enable.
 """
 
@@ -17,7 +17,7 @@ from rftmega.runtime import device
 
 @dataclass(frozen=True)
 class Installed:
-    """Installed lists the optional packages found beside torch; on a CPU none count."""
+    """Installed lists the optional packages that were found; on a CPU all are treated as missing."""
 
     transformer_engine: tuple[int, ...] | None = None  # its version
     permutation: bool = False  # Transformer Engine's kernels that permute tokens by expert
@@ -28,7 +28,7 @@ class Installed:
 
     @property
     def told(self) -> str:
-        """Returns the text about Transformer Engine in a run's first log lines; empty on a CPU."""
+        """Returns the text about Transformer Engine for a run's first log line; empty on a CPU."""
         if self.transformer_engine is not None:
             return f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
         return f"without Transformer Engine: {self.why_not}" if self.why_not else ""
@@ -36,9 +36,8 @@ class Installed:
 
 @functools.cache
 def installed() -> Installed:
-    """Detects the optional packages of this machine.
-
-    A package counts only if it can be imported.
+    """Returns the optional packages of this machine.
+    A package counts only if it can be imported, and on CUDA only.
     """
     if device.current().type != "cuda":
         return Installed()
@@ -56,12 +55,12 @@ def installed() -> Installed:
 
 
 def uses_transformer_engine() -> bool:
-    """Returns whether layers are built from Transformer Engine's modules."""
+    """Returns whether layers are built from Transformer Engine's modules: whether it is installed."""
     return installed().transformer_engine is not None
 
 
 def _imported(name: str) -> tuple[Any, str]:
-    """Returns a module and an empty text, or None and the error of its import, which may be of any
+    """Returns (module, ""), or (None, error message) if the import fails with an exception of any
     type.
     """
     try:
@@ -75,15 +74,15 @@ def _is_there(name: str) -> bool:
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Returns the leading numbers of a version: 2.9.0+abc -> (2, 9, 0)."""
+    """Returns the leading numbers of a version string: 2.9.0+abc -> (2, 9, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
 
 
 def fused_kernels(
     found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns the fields of Megatron's config for the packages in `found`; without any, those of a
-    CPU.
+    """Returns the fields of Megatron's config that enable the fused kernels of the packages in
+    `found`; without packages, none are enabled.
     """
     engine = found.transformer_engine or ()
     fields = {

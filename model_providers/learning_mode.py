@@ -1,8 +1,8 @@
-"""Trains transformers modules exactly as they score: no dropout, layer drop or router noise,
+"""Trains transformers modules exactly as they score: without dropout, layer drop or router noise,
 whatever config.json sets.
-
-All of these depend on a module's training flag, so it stays off. Gradient checkpointing depends on
-the flag of layers alone: it is set while a layer is called, and cleared while it computes.
+All of these depend on a module's training flag, so the flag stays False. Gradient checkpointing
+depends on the flags of layers only: a layer's flag is True when the layer is called, and False
+while it computes.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def allow_recomputation(model: Any) -> None:
-    """Prepares a model's layers for gradient checkpointing, which `learn` turns on and off."""
+    """Prepares a model's layers for gradient checkpointing, which `learn` enables and disables."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -24,9 +24,7 @@ def allow_recomputation(model: Any) -> None:
 
 
 def learn(model: nn.Module, learning: bool) -> None:
-    """Switches a model between training and scoring, which differ in gradient checkpointing
-    alone.
-    """
+    """Switches a model to training or to scoring, which differ only in gradient checkpointing."""
     model.eval()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

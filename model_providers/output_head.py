@@ -1,8 +1,7 @@
 """Determines how a transformers decoder computes its logits, before its weights are loaded.
-
-Log-probs are computed here without logits, from a linear layer with an optional bias and a scale
-factor on either side. The model's own forward pass, run with stand-ins for the decoder and the LM
-head, shows whether that is all.
+Log-probs are computed here without logits, from a linear layer with an optional bias, and a scale
+factor before and after it. The model's own forward pass runs with substitutes for the decoder and
+the LM head, which shows whether its logits are computed in this way.
 """
 
 import functools
@@ -22,7 +21,9 @@ LARGEST, SMALLEST = 1e4, 1e-2  # magnitudes of the probe logits, of both signs
 
 
 class OutputHead(NamedTuple):
-    """OutputHead describes how logits are computed: after * linear(before * hidden)."""
+    """OutputHead describes how logits are computed from hidden states: after * linear(before *
+    hidden).
+    """
 
     linear: nn.Linear
     before: float = 1.0
@@ -30,10 +31,9 @@ class OutputHead(NamedTuple):
 
 
 def output_head(model: "PreTrainedModel") -> OutputHead:
-    """Returns the LM head of a model, which may be on the meta device.
-
-    Raises CheckpointError, naming the model's class, if it computes its logits in another way, such
-    as capping them or leaving some out.
+    """Returns the LM head of a model, which may be on the meta device, with its scale factors.
+    Raises CheckpointError, naming the model's class, if the model computes its logits in another
+    way, such as bounding them or omitting some.
     """
     kind, linear = type(model).__name__, model.get_output_embeddings()
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
@@ -76,8 +76,8 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
 
 
 def names_of_head(model: "PreTrainedModel") -> list[str]:
-    """Returns the names of the LM-head tensors that a folder may have: the weight, which may be the
-    embedding's, and the bias.
+    """Returns the names that the LM head's tensors have in a folder: of the weight, which may be
+    tied to the embedding, and of the bias.
     """
     head = model.get_output_embeddings()
     (name,) = [name for name, module in model.named_modules() if module is head]
@@ -92,15 +92,17 @@ def _refused(kind: str, reason: str) -> CheckpointError:
 
 
 def _spread(number: int) -> Tensor:
-    """Returns probe logits of both signs, from small to so large that any bound would change
-    them.
+    """Returns `number` probe logits of both signs, from small to so large that any bound on logits
+    would change them.
     """
     half = torch.logspace(0, 1, (number + 1) // 2, base=LARGEST / SMALLEST) * SMALLEST
     return torch.cat([-half.flip(0), half])[:number]
 
 
 def _factor(found: Tensor, given: Tensor) -> float | None:
-    """Returns the nonzero scalar factor from `given` to `found`, or None if there is none."""
+    """Returns the nonzero factor by which `given` must be multiplied to get `found`, or None if
+    there is no such factor.
+    """
     if found.shape != given.shape:
         return None
     factor = float(found[0, 0, 0] / given[0, 0, 0])
@@ -110,12 +112,12 @@ def _factor(found: Tensor, given: Tensor) -> float | None:
 
 @functools.cache
 def _given_output() -> type[Any]:
-    """Returns the class of a decoder output whose fields other than the hidden states are None."""
+    """Returns a class of decoder outputs in which all fields but the hidden states are None."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class GivenOutput(MoeModelOutputWithPast):
         def __getattr__(self, name: str) -> None:
-            """Returns None for other outputs of a decoder, such as its cache."""
+            """Returns None for the decoder's outputs other than hidden states, such as the cache."""
             if name.startswith("_"):
                 raise AttributeError(name)
 
@@ -124,7 +126,7 @@ def _given_output() -> type[Any]:
 
 @contextmanager
 def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a module's forward by `forward` within a `with` block."""
+    """Replaces a module's forward method by `forward` within a `with` block."""
     vars(module)["forward"] = forward
     try:
         yield

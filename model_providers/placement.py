@@ -1,4 +1,4 @@
-"""Computes which tensor shards a process holds from the parallel layout alone, without building a
+"""Computes which tensor shards a process holds, from the parallel layout alone, without building a
 model or communicating.
 """
 
@@ -11,8 +11,8 @@ from rftmega.model_providers.description import ModelDescription, stage_layers
 
 
 class Holding(NamedTuple):
-    """Holding is shard `rank` of `ranks` of a Megatron tensor; layer and expert are numbered over
-    the whole model.
+    """Holding identifies shard `rank` of `ranks` of a Megatron tensor; layer and expert are indices
+    in the whole model.
     """
 
     rule: Rule
@@ -34,8 +34,8 @@ def holdings(
 ) -> Iterator[Holding]:
     """Yields every shard that a process holds, for Megatron's own modules (not Transformer
     Engine's).
-
-    Raises WeightMismatch, on use of a rule, and ValueError if the layout does not fit the model.
+    Raises ValueError if the layout does not fit the model; using a yielded rule raises
+    WeightMismatch if its tensor can't be split.
     """
     layers = {layer for chunk in stage_layers(model.layers, parallel)[stage] for layer in chunk}
     experts = model.experts.number if model.experts else 0

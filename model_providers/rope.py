@@ -1,5 +1,5 @@
-"""Rotary position embeddings (arXiv:2104.09864) and the scaling types that Megatron-Core 0.16
-supports.
+"""Reads the settings of rotary position embeddings (arXiv:2104.09864), with the scaling types that
+Megatron-Core 0.16 supports.
 """
 
 import json
@@ -29,7 +29,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rope holds a model's RoPE settings: `kind` is default, linear, llama3 or yarn, `factor` the
+    """Rope holds a model's RoPE settings; `kind` is default, linear, llama3 or yarn, `factor` the
     context-extension factor.
     """
 
@@ -45,10 +45,9 @@ class Rope:
 
 
 def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
-    """Reads the RoPE settings: `rope_parameters` of transformers 5, or `rope_theta` and
-    `rope_scaling` (with `type` or `rope_type`) of transformers 4.
-
-    `partial`: transformers' attention of this architecture can rotate a part of each head. Raises
+    """Returns the RoPE settings of a config: `rope_parameters` of transformers 5, or `rope_theta`
+    and `rope_scaling` (with `type` or `rope_type`) of transformers 4.
+    `partial`: this architecture's attention in transformers can rotate a part of each head. Raises
     CheckpointError, naming the field, for settings that Megatron can't represent or transformers
     refuses.
     """
@@ -106,8 +105,8 @@ def _fields(config: HFConfig) -> dict[str, Any]:
 
 
 def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """Pops the M-RoPE sections (time, height, width) and whether they are interleaved from
-    `fields`.
+    """Removes the M-RoPE sections (time, height, width) from `fields`, and returns them and whether
+    they are interleaved.
     """
     sections = fields.pop("mrope_section", None)
     interleaved = fields.pop("mrope_interleaved", False)
@@ -120,8 +119,8 @@ def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
 
 
 def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> float:
-    """Pops the rotated fraction of a head from `fields`; `kind` is None if the architecture rotates
-    whole heads.
+    """Removes the rotated fraction of a head from `fields` and returns it; `kind` is the RoPE type,
+    or None if the architecture always rotates whole heads.
     """
     found = fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if kind is None and found != 1.0:
@@ -140,8 +139,7 @@ def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> flo
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Pops a positive number from `fields`.
-
+    """Removes a positive number from `fields` and returns it.
     Raises CheckpointError if it is missing, null or not a positive number.
     """
     value = fields.pop(name, None)
@@ -153,7 +151,9 @@ def _number(fields: dict[str, Any], name: str) -> float:
 
 
 def _optional(fields: dict[str, Any], name: str, default: float) -> float:
-    """Pops a number from `fields`; absent, null and 0 mean the default, as in transformers."""
+    """Removes a number from `fields` and returns it, or `default` if it is absent, null or 0, as in
+    transformers.
+    """
     if not fields.get(name):
         fields.pop(name, None)
         return default
@@ -161,9 +161,9 @@ def _optional(fields: dict[str, Any], name: str, default: float) -> float:
 
 
 def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
-    """Returns the YaRN factor and the other YaRN settings.
-
-    A null factor is derived from the positions; an absent one is refused, as by transformers.
+    """Removes the YaRN settings from `fields`, and returns the factor and the other settings.
+    A factor of null is derived from the context lengths; an absent factor raises CheckpointError,
+    as in transformers.
     """
     original = fields.pop("original_max_position_embeddings")
     if not is_whole(original, 1):

@@ -1,5 +1,5 @@
 """Selects the modules of a layer: Transformer Engine's if it can be imported, otherwise Megatron's
-with this project's attention.
+with rftmega's attention and norms.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from rftmega.models.layers.post_norm import with_norm_behind
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Returns the layer specs of this pipeline stage, or of its model chunk `chunk` under
-    interleaved scheduling.
+    """Returns the layer specs of this pipeline stage or, under interleaved scheduling, of its model
+    chunk `chunk`.
     """
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
@@ -43,15 +43,15 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
 
 
 def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
-    """Replaces the layer class of a block."""
+    """Replaces the class of all layers of a block by `kind`."""
     for layer in block.layer_specs:
         layer.module = kind
 
 
 def allow_adapters(block: TransformerBlockSubmodules) -> None:
-    """Makes the linear layers of attention, MLPs and experts adaptable (LoRA).
-
-    An adapter reads the input of the layer's matmul. Transformer Engine's fused norm and linear
+    """Replaces the linear layers of attention, MLPs and experts by subclasses that can have LoRA
+    adapters.
+    An adapter needs the input of the layer's matmul. Transformer Engine's fused norm and linear
     layers hide that input, so the norms become separate modules.
     """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
@@ -77,9 +77,8 @@ def _adapt(mlp: MLPSubmodules, adapted: Callable[[type], type]) -> None:
 
 
 def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
-    """Moves the norms of attention and MLP behind their output projections.
-
-    `adapters`: `allow_adapters` has already separated the norms.
+    """Moves the norms of attention and MLP after their output projections.
+    `adapters`: `allow_adapters` has already separated norms from linear layers.
     """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         parts = layer.submodules
@@ -92,7 +91,7 @@ def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
 
 
 def norm_all_heads(block: TransformerBlockSubmodules) -> None:
-    """Replaces the q and k norms by norms over all heads."""
+    """Replaces the q and k norms of each head by norms over all heads."""
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm

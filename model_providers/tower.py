@@ -1,6 +1,4 @@
-"""Vision and audio towers: descriptions of the encoders that turn images or waveforms into
-features.
-"""
+"""Describes vision and audio encoders, which map images or waveforms to features for the decoder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vis
 
 @dataclass(frozen=True)
 class VisionTower:
-    """VisionTower holds the sizes of a vision tower; `fields` is the completed vision_config."""
+    """VisionTower holds the sizes of a vision encoder; `fields` is the completed vision_config."""
 
     depth: int
     width: int
@@ -33,15 +31,16 @@ class VisionTower:
 
     @property
     def patch_width(self) -> int:
-        """Returns the number of values in a patch."""
+        """Returns the number of values in a patch of pixels."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
 
 def read_tower(
     config: HFConfig, *, width: str, ffn: int | None, gated: bool, parameters: int
 ) -> VisionTower:
-    """Reads vision_config; `width` names the field of the tower's width, and `ffn=None` reads
-    intermediate_size.
+    """Returns the description of a vision encoder, read from vision_config.
+    `width` names the field of the encoder's hidden size; `ffn`: its FFN size, None to read
+    intermediate_size; `gated`: its MLPs are gated; `parameters`: its number of parameters.
     """
     fields = config["vision_config"]
     for name in TOKENS:  # unused here
@@ -84,7 +83,9 @@ class AudioTower:
 
 
 def read_audio_tower(config: HFConfig, *, parameters: int) -> AudioTower:
-    """Reads audio_config."""
+    """Returns the description of an audio encoder, read from audio_config; `parameters` is its
+    number of parameters.
+    """
     fields = config["audio_config"]
     config.get("audio_token_id")
     config.get("ignore_index")  # of a loss that is not used

@@ -1,9 +1,9 @@
-"""TowerModel: a Megatron decoder with a transformers tower on its first pipeline stage.
-
+"""TowerModel: a Megatron decoder with a transformers vision or audio encoder (the tower) on its
+first pipeline stage.
 The tower is replicated over tensor- and context-parallel processes. The gradient of its output is
-complete on every tensor-parallel process, so nothing is reduced over them; under context
-parallelism it covers this process's tokens, and Megatron's data-parallel reduction, which includes
-the context-parallel processes, sums the shares.
+complete on every tensor-parallel process, so it is not reduced over them; under context parallelism
+it covers this process's tokens only, and Megatron's data-parallel reduction, which includes the
+context-parallel processes, sums it.
 """
 
 from typing import Any, ClassVar
@@ -17,12 +17,16 @@ from rftmega.model_providers.learning_mode import allow_recomputation, learn
 
 
 class TowerModel(GPTModel):
-    """TowerModel is one pipeline model chunk; the first has the tower, as attribute `place`."""
+    """TowerModel is one pipeline chunk; the first chunk contains the vision or audio encoder (the
+    tower), in the attribute that `place` names.
+    """
 
     place: ClassVar[str]
 
     def __init__(self, *args: Any, tower: nn.Module | None, frozen: bool, **named: Any):
-        """Builds the chunk; a `frozen` tower is not trained."""
+        """Builds the chunk with the given `tower`, which is None except in the first chunk; a
+        `frozen` tower is not trained.
+        """
         super().__init__(*args, scatter_embedding_sequence_parallel=False, **named)
         self.frozen = frozen
         if tower is not None:
@@ -31,15 +35,15 @@ class TowerModel(GPTModel):
                 allow_recomputation(tower)
 
     def train(self, mode: bool = True) -> "TowerModel":
-        """Switches between training and scoring; the tower never applies dropout."""
+        """Switches the chunk to training or to scoring; the tower never applies dropout."""
         super().train(mode)
         if isinstance(tower := getattr(self, self.place, None), nn.Module):
             learn(tower, mode)
         return self
 
     def _scattered(self, hidden: Tensor) -> Tensor:
-        """Returns this process's part of the sequence under sequence parallelism, otherwise all of
-        it.
+        """Returns this process's part of the sequence under sequence parallelism, otherwise
+        `hidden` unchanged.
         """
         if not self.config.sequence_parallel:
             return hidden
@@ -47,9 +51,10 @@ class TowerModel(GPTModel):
         return scattered
 
     def _nothing(self) -> Tensor:
-        """Returns 0, computed from all of the tower's parameters so that each gets a gradient.
-
-        A data-parallel reduction that overlaps the backward pass waits until each has one.
+        """Returns 0, computed from all parameters of the vision or audio encoder so that each
+        parameter gets a gradient.
+        A data-parallel reduction that overlaps the backward pass waits until every parameter has a
+        gradient.
         """
         tower: nn.Module = getattr(self, self.place)
         firsts = [parameter.flatten()[:1] for parameter in tower.parameters()]

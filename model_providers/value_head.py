@@ -9,7 +9,7 @@ from torch import Tensor
 
 class ValueHead(torch.nn.Module):
     """ValueHead maps hidden states to one value per token; every tensor-parallel process of the
-    last stage has all of it.
+    last pipeline stage holds all of it.
     """
 
     def __init__(self, config: Any, *, bias: bool):
@@ -21,7 +21,9 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps hidden states [N or this process's part, 1, H] to values [N] in float32."""
+        """Maps hidden states [N, 1, H], or this process's part of them under sequence parallelism,
+        to values [N] in float32.
+        """
         if self.sequence_parallel:
             # All processes compute the same from here, so each keeps its own part of the gradient.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

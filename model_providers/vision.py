@@ -1,5 +1,5 @@
-"""Vision-language models: a Megatron decoder with transformers' vision tower on its first pipeline
-stage.
+"""Vision-language models: a Megatron decoder with transformers' vision encoder on its first
+pipeline stage.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import VisionTower
 from rftmega.model_providers.tower_model import TowerModel
 
-# model_type -> transformers' module, tower class and config class
+# model_type -> transformers' module, and its classes of the vision encoder and the config
 TOWERS = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"),
     "qwen2_5_vl": (
@@ -28,7 +28,7 @@ TOWERS = {
 
 
 def build_tower(model: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """Builds transformers' vision tower with uninitialised weights."""
+    """Builds transformers' vision encoder with uninitialised weights."""
     from transformers.initialization import no_init_weights
 
     assert isinstance(model.tower, VisionTower)
@@ -42,13 +42,12 @@ def build_tower(model: ModelDescription, dtype: torch.dtype) -> nn.Module:
 
 
 class DeepstackLayer(TransformerLayer):
-    """DeepstackLayer adds the tower features of its layer number to its output (DeepStack,
-    Qwen3-VL).
-
-    They are passed as `context` [layers fed, n, 1, H], which a decoder without cross-attention does
-    not use otherwise. Unlike state kept by a hook, an argument is an input of Megatron's
-    checkpointed forward: it is there when a layer is recomputed, belongs to the right micro-batch,
-    and gets a gradient.
+    """DeepstackLayer adds to a layer's output the features of the vision encoder that belong to its
+    layer number (DeepStack, Qwen3-VL).
+    The features are passed as `context` [number of such layers, n, 1, H], which a decoder without
+    cross-attention does not use otherwise. Unlike state kept by a hook, an argument is an input of
+    Megatron's checkpointed forward: it is available when a layer is recomputed, belongs to the
+    right micro-batch, and gets a gradient.
     """
 
     def forward(self, *args: Any, context: Any = None, **named: Any) -> Any:
@@ -59,7 +58,9 @@ class DeepstackLayer(TransformerLayer):
 
 
 class VisionLanguageModel(TowerModel):
-    """VisionLanguageModel is one pipeline model chunk; the first chunk has the tower `visual`."""
+    """VisionLanguageModel is one pipeline chunk of a vision-language model; the first chunk
+    contains the vision encoder as `visual`.
+    """
 
     place = "visual"
 
@@ -75,10 +76,9 @@ class VisionLanguageModel(TowerModel):
         grids: Tensor | None = None,
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
-
-        The first chunk takes `pixels` [P, C], the images' patches, `grids` [I, 3] (both None if the
-        micro-batch has no image), and `features` [N]: the 1-based index of the tower output that
-        replaces the token's embedding, 0 for text tokens.
+        The first chunk takes the images' patches `pixels` [P, C] and their sizes `grids` [I, 3]
+        (both None if the micro-batch has no image), and `features` [N]: the 1-based index of the
+        encoder output that replaces the token's embedding, 0 for text tokens.
         """
         if not self.pre_process:
             return super().forward(

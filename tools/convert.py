@@ -1,12 +1,12 @@
 """Converts between Hugging Face folders and Megatron's distributed checkpoints, without a GPU and
 one tensor at a time.
 
-    convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout can read OUT; the one named here reads it fastest
-    convert.py to-hf CHECKPOINT OUT                         Megatron's, or a run's own (or checkpoints/: the latest)
+    convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   every layout can read OUT; the layout given here reads it fastest
+    convert.py to-hf CHECKPOINT OUT                         CHECKPOINT is Megatron's, or a run's (the latest of checkpoints/)
     convert.py merge HF_DIR ADAPTER OUT                     merges a PEFT folder into its model's weights
-    convert.py extract HF_DIR TRAINED OUT --rank 16         extracts the nearest adapters to the difference of two models
-    convert.py checksums HF_DIR                             for model.verify; to-hf writes them, too
-    convert.py verify A B [--logits]                        compares two folders of either kind, tensor by tensor
+    convert.py extract HF_DIR TRAINED OUT --rank 16         approximates the difference of two models by adapters
+    convert.py checksums HF_DIR                             writes checksums for model.verify; to-hf writes them, too
+    convert.py verify A B [--logits]                        compares A and B, each of either format, tensor by tensor
 
 An interrupted conversion resumes when it is called again with the same arguments.
 """
@@ -161,7 +161,9 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def of_adapters(chosen: argparse.Namespace) -> int:
-    """Merges or extracts adapters, and prints the share that was lost."""
+    """Merges or extracts adapters, and prints the share lost by rounding or by the limited rank.
+    Returns the exit code 0.
+    """
     from rftmega.run.conversion import adapters
     from rftmega.run.conversion.progress_bar import progress_bar
 

@@ -5,10 +5,10 @@
     jq -c 'select(.reward >= 1 and .exact)' runs/demo/messages.jsonl > given_answers.jsonl
 
 Each line is a trajectory: "messages", "tools" if the run had any, "reward", "reward_parts", "step",
-"group", "index" and "rollout". "weights" has a number for each message, 1 for those that the policy
-generated in this trajectory. "exact": the chat template reproduces the trajectory's tokens from
-these messages. trainer.trajectories sets how often a run writes the files that are read here
-(docs/monitoring.md).
+"group", "index" and "rollout". "weights" has a number for each message: 1 for messages that the
+policy generated in this trajectory, 0 for the others. "exact" tells whether the chat template
+reproduces the trajectory's tokens from these messages. trainer.trajectories sets how often a run
+writes the files that this program reads (docs/monitoring.md).
 """
 
 import argparse
@@ -69,7 +69,7 @@ def export(chosen: argparse.Namespace) -> int:
 
 
 def chosen_files(run: Path, step: int | None) -> list[Path]:
-    """Returns the files of a run's trajectories, or the one of a step.
+    """Returns the trajectory files of a run, or only the file of `step`.
 
     Raises DataError if there is none.
     """
@@ -89,7 +89,10 @@ def chosen_files(run: Path, step: int | None) -> list[Path]:
 
 
 def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
-    """Returns the folder of the run's tokenizer. Raises DataError if there is none."""
+    """Returns the folder with the run's tokenizer: `given`, or the run's policy/, or its model.path.
+
+    Raises DataError if none of them has a tokenizer.
+    """
     tried = [given] if given else [run / "policy", *([Path(chat.model)] if chat.model else [])]
     for folder in tried:
         if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
@@ -101,7 +104,7 @@ def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
 
 
 def exporter_of(chat: RunChat, folder: Path) -> Any:
-    """Builds the MessageExporter of the run's rows.
+    """Builds the MessageExporter of the run's trajectories; `folder`: see `tokenizer_folder`.
 
     Raises CheckpointError or DataError if the folder's tokenizer or template can't be used.
     """
@@ -120,9 +123,10 @@ def exporter_of(chat: RunChat, folder: Path) -> Any:
 
 
 def write(target: Path, lines: Iterator[dict[str, Any]]) -> tuple[int, int]:
-    """Writes one JSON object per line; the file gets its name when it is complete.
+    """Writes one JSON object per line to a draft, which is renamed to `target` when it is complete.
 
-    Returns the number of lines, and how many of them are exact. Raises OSError.
+    Returns the number of lines, and how many of them are exact. Raises OSError if the file can't be
+    written.
     """
     draft = target.with_name(f".{target.name}.draft")
     count = exact = 0

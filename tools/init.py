@@ -4,9 +4,9 @@ devices, with a description of every option.
     init.py Qwen/Qwen3-8B --gpus 8 --gpu-memory 80
     init.py ./my-model --gpus 64 --gpu-memory 80 --data tasks.jsonl --response-tokens 8192
 
-MODEL is a Hugging Face folder, or org/name of the hub; only its config.json is read. Without --data
-a file of small sums is written beside the YAML file, so that the run can start as it is. Next,
-estimate its resources, check it without a device, and start it:
+MODEL is a Hugging Face folder, or org/name of the hub; its weights are not read. Without --data, a
+small data set of addition problems is written beside the YAML file, so that you can start at once.
+Next, estimate the resources of the run, check it without a device, and start it:
 
     rftmega plan run.yaml --gpus 8 --gpu-memory 80
     rftmega train run.yaml --processes 8 --dry-run
@@ -26,7 +26,7 @@ from rftmega.config import ModelConfig, RunConfig
 from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.run.hub import fetched
 
-TASKS = 256  # sums in the file that is written without --data
+TASKS = 256  # addition problems in the file that is written without --data
 ASKED = "What is {} + {}? Put the final answer within \\boxed{{}}."
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
@@ -121,7 +121,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _sums() -> str:
-    """Returns the lines of a data file with sums of numbers below 1000."""
+    """Returns the lines of a data file with addition problems of two numbers below 1000."""
     rng = random.Random(0)
     pairs = [(rng.randrange(1000), rng.randrange(1000)) for _ in range(TASKS)]
     records = [{"prompt": ASKED.format(a, b), "label": str(a + b)} for a, b in pairs]

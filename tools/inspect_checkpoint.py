@@ -1,5 +1,5 @@
 """Lists the contents of a Hugging Face folder, of a Megatron distributed checkpoint or of a run's
-own checkpoint: model, layout, tensors, checksums.
+training checkpoint: model, layout, tensors, checksums.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""Starts a run on a Slurm cluster, through one readable sbatch file, or on this machine. The config
-is checked before anything is written.
+"""Starts a run on a Slurm cluster, through an sbatch file, or on this machine. The config is checked
+before anything is written.
 
     launch.py slurm CONFIG [option=value ...] --nodes N --gpus-per-node G [--time 24:00:00 --partition P --account A] [--submit]
     launch.py slurm CONFIG [option=value ...] --nodes N --processes-per-node P     # nodes without GPUs
     launch.py slurm CONFIG strategy=separate rollout.transport=network ... --server-nodes M [--servers-per-node K]
     launch.py local CONFIG [option=value ...] --processes N
 
-The file is trainer.output/slurm/run.sbatch, with the logs beside it: JOB.log of the job and
-JOB-rank-R.log of each rank. srun starts one process per GPU, and they meet at the first node.
-Before the time limit, and at `scancel --signal=USR1 JOB`, ranks save and the job is requeued, as it
-is after a failure. The file contains the environment variables that the program reads, except those
-that look like secrets: sbatch passes them on from the shell that calls it. Paths must be the same
-on all nodes. See docs/cluster.md.
+The file is trainer.output/slurm/run.sbatch. Logs are in the same folder: JOB.log of the job and
+JOB-rank-R.log of each rank. srun starts one process per GPU; the processes meet at the first node.
+Before the time limit, and at `scancel --signal=USR1 JOB`, ranks save and the job is requeued. After
+a failure the job is requeued, too. The file contains the environment variables that the program
+reads, except those that look like secrets: sbatch passes the secrets on from the shell that calls
+it. Paths must be the same on all nodes. See docs/cluster.md.
 """
 
 import argparse
@@ -230,7 +230,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Lists what is wrong with the nodes and the contents of the file, each with a remedy."""
+    """Returns a message, with a remedy, for each problem of the nodes and of the file's contents."""
     from rftmega.runtime.parallel.layout import nodes_of_engine
 
     found = []
@@ -293,9 +293,9 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Converts a Slurm time to seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+    """Converts a Slurm time (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS) to seconds.
 
-    Raises ConfigError.
+    Raises ConfigError if `limit` has none of these forms.
     """
     whole = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not whole:
@@ -319,8 +319,11 @@ def script(
     saved: int,
     command: list[str],
 ) -> str:
-    """Returns the text of the sbatch file, with logs in `folder`; `latest` is the file that a
-    complete checkpoint updates, `saved` the exit code of a run that was asked to stop.
+    """Returns the text of the sbatch file.
+
+    `environment`: this shell's variables; `folder`: of the logs; `target`: the path of the file;
+    `latest`: the file that every complete checkpoint updates; `saved`: exit code of a run that was
+    asked to stop; `command`: the command line that made the file, for its comment.
     """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
@@ -352,7 +355,7 @@ def script(
 
 
 def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
-    """Returns the sbatch options."""
+    """Returns the options of the #SBATCH lines."""
     limits = {"time": chosen.time, "partition": chosen.partition, "account": chosen.account}
     alone = ["--exclusive", "--mem=0"]
     return [
@@ -372,7 +375,9 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
-    """Returns the srun options of all steps, and those of the trainer alone."""
+    """Returns the srun options that all steps of the job share, and the options of the trainer's
+    step alone.
+    """
     mounts = chosen.mounts or ",".join(
         f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())])
     )
@@ -397,8 +402,10 @@ def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]
 def captured(
     environment: Mapping[str, str], more: tuple[str, ...] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns the environment variables that the program and its libraries read, and the names of
-    those that may be secrets; both sorted by name.
+    """Returns the environment variables that are written into the sbatch file, and the names of
+    variables that are left out since they may be secrets; both sorted by name.
+
+    These are the variables that the program and its libraries read, and those in `more`.
     """
     read = {
         name: value

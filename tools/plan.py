@@ -9,19 +9,19 @@ weights, data or processes are needed. GB are 10^9 bytes.
 
 Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient),
 update (training), push (weight sync to the engines); and data (rollouts move from the engines to
-the micro-batches). Rows have the maximum length, and routing to experts is balanced: the worst case
-of memory except for a skewed router. Kinds:
-  parameters, gradients, main_parameters, adam    as Megatron's buffers hold them, padding included
-  activations    stored for the backward pass and one layer at work, after arXiv:2205.05198; batches on the device
+the micro-batches). All sequences have the maximum length, and routing to experts is balanced: the
+worst case of memory except for a skewed router. Kinds:
+  parameters, gradients, main_parameters, adam    as Megatron's buffers contain them, with padding
+  activations    stored for the backward pass, and one layer's working memory (arXiv:2205.05198); batches on the device
   gathered       of FSDP2: whole layers while they compute, and communication buffers
-  tower          activations of a vision tower, on the first stage, if prompts consist of images alone
+  tower          activations of a vision encoder, on the first stage, if prompts consist only of images
   log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, allocator fragmentation
 Host copies per process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (the buffer
-of a save), offload, sharded (parallel.cpu_offload). Shared by all processes of a host: rollout (a
-step's tokens and their data), at_work (while advantages are computed), replay.
+for saving), offload, sharded (parallel.cpu_offload). Shared by all processes of a host: rollout (a
+step's tokens and their data), at_work (while the log-prob mismatch is computed), replay.
 
 Seconds are a roofline, a lower bound: work over speed, with completions of maximum length and all
 devices in step.
@@ -32,10 +32,11 @@ At the end it recommends a backend, by searching the quickest layout of each tha
 With --splits, for a run with strategy=separate, it compares instead how to divide the devices
 between the trainer and servers: parallel.* and rollout.tensor stay, the data-parallel size and
 rollout.servers vary. A synchronous step takes rollout + update, a one-step off-policy step the
-longer of both. With trainer.max_staleness=k it takes the longest of: update; the servers' time for
-a step's completions with those of k + 1 steps in flight; the longest completion over k + 1.
+longer of both. With trainer.max_staleness=k a step takes the longest of: update; the servers' time
+for a step's completions while those of k + 1 steps are in flight; the time of the longest
+completion divided by k + 1.
 
-The exit code is 0 if everything fits, 1 if not, 2 if nothing could be planned.
+The exit code is 0 if everything fits, 1 if not, 2 if the run can't be planned.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that describe the devices."""
+    """Adds the command-line options that describe the devices."""
     parser.add_argument(
         "--gpus",
         type=int,
@@ -208,7 +209,7 @@ def show(chosen: argparse.Namespace) -> int:
 def figures(
     models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
 ) -> dict[str, Any]:
-    """Returns all numbers of a plan."""
+    """Returns the predictions for a run, by name, as `--json` prints them."""
     from rftmega.run.planning.data_plane import on_each_host
     from rftmega.run.planning.fit import stages_of
     from rftmega.run.planning.memory import cache_of, load_of, on_device, on_host
@@ -261,7 +262,7 @@ def figures(
 
 
 def layout(config: RunConfig, world: int) -> str:
-    """Returns the name of the trainer's layout."""
+    """Returns a description of the trainer's layout on `world` processes."""
     from rftmega.runtime.parallel.layout import layout_name
 
     parallel = config.parallel
@@ -272,7 +273,7 @@ def layout(config: RunConfig, world: int) -> str:
 
 
 def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
-    """Returns lines that recommend a backend, with the reason and the best layout of each."""
+    """Returns lines that recommend a backend, with the reason and the best layout of each backend."""
     name, why = recommendation.backend, recommendation.why
     said = ["", *textwrap.wrap(f"Recommended: backend={name}: {why}" if name else why, WIDTH)]
     for backend, best in recommendation.best.items():
@@ -285,7 +286,7 @@ def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Returns the plan as text of at most 100 columns."""
+    """Returns the predictions of `figures` as lines of at most 100 columns."""
     stages, memory, engine = found["stages"], found["memory"], found["engine"]
     phases = list(stages[0])
     switches = [f"recompute {found['recompute']}"]
@@ -351,8 +352,8 @@ def verdict(
     proposal: "Proposal | None",
     rejected: list[tuple[Mapping[str, Any], "Misfit"]],
 ) -> list[str]:
-    """Returns lines about what does not fit, the proposal, and the rejected layouts, the nearest to
-    fitting first.
+    """Returns lines about the reasons why a run does not fit, the proposed layout, and the rejected
+    layouts, of which the one with the smallest excess comes first.
     """
     if not reasons:
         return ["All of it fits."]

@@ -1,4 +1,4 @@
-"""Compares splits of a plan's devices between trainer and servers (plan.py --splits)."""
+"""Compares how the devices of a run can be divided between trainer and servers (plan.py --splits)."""
 
 import json
 import sys
@@ -29,9 +29,10 @@ def show_splits(
     mean_length: float,
     as_json: bool,
 ) -> int:
-    """Prints the splits of all devices, and the quickest. Returns the exit code.
+    """Prints the splits of the devices that fit, and which is the quickest. Returns the exit code 0.
 
-    Raises ConfigError if no split is possible.
+    `mean_length`: mean completion length as a share of the maximum. Raises ConfigError if no split
+    is possible.
     """
     from rftmega.run.planning.splits import best_of, bounds_of, bytes_under_way, chosen_schedule
     from rftmega.run.planning.splits import splits_of as found_splits
@@ -87,8 +88,8 @@ def _none(config: RunConfig, devices: int, reasons: Sequence[str]) -> str:
 
 
 def _table(config: RunConfig, splits: Sequence["DeviceSplit"], best: "DeviceSplit") -> list[str]:
-    """Returns a line per split with lower bounds of the step time. A star marks the recommended
-    one.
+    """Returns a line per split with lower bounds of the step time; a star marks the recommended
+    split.
     """
     names = [name.replace("synchronous", "sync").replace("staleness ", "k=") for name in best.steps]
     heads = ["rollout", "update", *(name.removeprefix("one ") for name in names)]
@@ -127,7 +128,7 @@ def _advice(config: RunConfig, best: Mapping[str, "DeviceSplit"], schedule: str)
 
 
 def _price(config: RunConfig, machine: "Machine", mean_length: float) -> list[str]:
-    """Returns lines about the cost of a staleness bound and the assumptions made."""
+    """Returns lines about the cost of a staleness bound and the assumptions of the comparison."""
     from rftmega.run.planning.splits import bounds_of, bytes_under_way
 
     batch, most = config.trainer.prompts_per_step, bounds_of(config)[-1]

@@ -1,11 +1,11 @@
-"""Plans the push of a model's weights from a trainer's layout into engines, without running either:
-bytes per rank and the limiting link.
+"""Plans the push of a model's weights from a trainer's layout into engines, without running them:
+prints bytes per rank and the limiting link.
 
     plan_sync.py HF_DIR --trainer-ranks 64 --tp 4 --pp 2 --engine-ranks 32 --engine-tp 8
     [--separate]
 
-HF_DIR needs only a config.json. Seconds are a lower bound: the busiest rank's bytes over the
-bandwidth given for its link.
+HF_DIR needs only a config.json. Seconds are a lower bound: the bytes of the busiest rank divided by
+the bandwidth of its link.
 """
 
 import argparse

@@ -65,7 +65,9 @@ def replay(chosen: argparse.Namespace) -> int:
 
 
 def summary(bundle: GapBundle) -> list[str]:
-    """Returns lines about the log-prob mismatch, its cause, and the weights' slices."""
+    """Returns lines about the log-prob mismatch, its likely cause, and the weight slices whose
+    checksums differ.
+    """
     evidence, limits = bundle.evidence, bundle.limits
     cause = cause_of(evidence, limits)
     whole = evidence.whole
@@ -98,7 +100,9 @@ def shown(checksum: int | None) -> str:
 
 
 def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
-    """Returns a line for each of the tokens that differ most."""
+    """Returns a heading, and a line for each of the `most` tokens with the largest log-prob
+    mismatch.
+    """
     evidence, rows = bundle.evidence, bundle.rows
     places = evidence.mask.nonzero()
     gap = gaps_of(evidence.behaviour_logp, evidence.old_logp, evidence.mask)
@@ -114,8 +118,8 @@ def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
 
 
 def model_of_the_start(bundle: GapBundle) -> Path | None:
-    """Returns the folder that the run started from, if it generated the completions and still
-    exists.
+    """Returns the folder that the run started from if its weights generated the completions (step
+    0) and it still exists, otherwise None.
     """
     folder = Path(resolved(bundle.config, "model.path"))
     return folder if bundle.step == 0 and (folder / "config.json").is_file() else None
@@ -135,8 +139,8 @@ def loaded(folder: Path) -> Any:
 
 @torch.no_grad()
 def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
-    """Returns lines with the difference of engine and trainer from transformers, and the router
-    margins of the worst tokens.
+    """Returns lines with the log-prob differences of engine and trainer from transformers and, for
+    a MoE, the router margins of the tokens that differ most.
     """
     evidence, rows = bundle.evidence, bundle.rows
     found = torch.zeros_like(evidence.old_logp)
@@ -174,8 +178,8 @@ def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
 
 
 def margins_of(router_logits: Any, chosen: int, tokens: int) -> Tensor:
-    """Returns [tokens]: the smallest margin between the last chosen expert and the next, over
-    layers and earlier tokens.
+    """Returns, for each token, the smallest difference of router probability between the last
+    chosen expert and the next, over all layers and over this and earlier tokens. Shape: [tokens].
     """
     smallest = torch.full((tokens,), torch.inf)
     for logits in router_logits:

@@ -8,7 +8,8 @@ A config file names its schema in its first line, relative to its own folder:
 
     # yaml-language-server: $schema=rftmega.schema.json
 
-VS Code reads that with Red Hat's extension "YAML", Neovim and others with yaml-language-server.
+VS Code reads this line with Red Hat's extension "YAML", Neovim and other editors with
+yaml-language-server.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Runs vLLM servers of a run on this host, for a trainer on another.
+"""Runs vLLM servers of a run on this host, for a trainer on another host.
 
     export RFTMEGA_SERVER_KEY=...       # the same for servers and trainer
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --port 8100 --servers 4
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --server-list /shared/servers.txt
 
 CONFIG is the config file of train_rl.py. The trainer finds the servers by rollout.addresses (fixed
-ports: --port and the following ones), or by rollout.server_list: a file on a shared file system, to
-which each server adds its address when it is ready, and from which it removes it when it ends. So
-servers can join and leave during a run.
+ports: --port and the following ones), or by rollout.server_list, a file on a shared file system
+that contains the address of each server from the time it is ready until it ends. So servers can
+join and leave during a run.
 
-A server that ends is restarted. SIGTERM or Ctrl-C ends all of them. Servers hold random weights
+A server that ends is restarted. SIGTERM or Ctrl-C ends all servers. Servers have random weights
 until the run's first push.
 """
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Renamed(argparse.Action):
-    """Refuses the former name of --server-list."""
+    """Renamed refuses --roster, the former name of --server-list."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         parser.error("--roster is now --server-list")
@@ -123,7 +123,8 @@ class Servers:
         self._server_list = Path(chosen.server_list) if chosen.server_list else None
 
     def run(self, ending: threading.Event) -> None:
-        """Starts the servers, restarts those that end, and ends all once `ending` is set.
+        """Starts the servers, restarts each server that ends, and ends all servers once `ending` is
+        set.
 
         Raises EngineError for a failure that a restart would only repeat.
         """
@@ -172,7 +173,9 @@ class Servers:
         self._rewrite([], [address])
 
     def _rewrite(self, new: Sequence[str], gone: Sequence[str]) -> None:
-        """Updates the server list, which other hosts update too."""
+        """Adds the addresses `new` to the server list and removes the addresses `gone`, under a
+        lock, since other hosts change the same file.
+        """
         if self._server_list is None:
             return
         self._server_list.parent.mkdir(parents=True, exist_ok=True)

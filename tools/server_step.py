@@ -1,4 +1,4 @@
-"""Writes the step of a Slurm job that runs vLLM servers on separate nodes."""
+"""Generates the step of a Slurm job that runs vLLM servers on separate nodes."""
 
 import argparse
 import shlex
@@ -30,14 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(chosen: argparse.Namespace, server_list: str, listen: str) -> list[str]:
-    """Returns the options by which a trainer finds the servers; none without server nodes."""
+    """Returns the config options by which the trainer finds the servers; an empty list without
+    server nodes.
+    """
     if not chosen.server_nodes:
         return []
     return [f"rollout.server_list={server_list}", f"rollout.listen={listen}"]
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Lists what is wrong with the server nodes, each with a remedy."""
+    """Returns a message, with a remedy, for each problem of the server nodes."""
     if not chosen.server_nodes:
         return []
     found = [
@@ -76,9 +78,10 @@ def placed(chosen: argparse.Namespace) -> list[str]:
 def values(
     chosen: argparse.Namespace, folder: Path, python: str, options: list[str]
 ) -> dict[str, str]:
-    """Returns the script's values of SERVERS and END; empty without server nodes.
+    """Returns the values of the placeholders SERVERS and END in run.sbatch: the shell code that
+    starts and ends the servers; empty without server nodes.
 
-    `options`: srun options that both steps share.
+    `folder`: of the logs; `options`: srun options that the servers' and the trainer's step share.
     """
     if not chosen.server_nodes:
         return {"SERVERS": "", "END": ""}

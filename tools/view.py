@@ -7,7 +7,7 @@ coloured tokens.
 A multi-turn response is shown turn by turn. Tokens are coloured by the log-prob mismatch between
 engine and trainer, by advantage or by entropy; hovering shows the values. The page needs no network
 and no server: it contains its data, so it can be shared. trainer.trajectories sets how often a run
-writes the files that are read here.
+writes the files that this program reads.
 """
 
 import argparse
@@ -95,8 +95,9 @@ def show(chosen: argparse.Namespace) -> int:
 
 
 def files_of(source: Path) -> list[Path]:
-    """Returns the trajectory files of a run's folder, or the one file. Raises DataError if there is
-    none.
+    """Returns the trajectory files in `source`, a run's folder, or `source` itself if it is a file.
+
+    Raises DataError if there is none.
     """
     if source.is_file():
         return [source]
@@ -117,7 +118,7 @@ def files_of(source: Path) -> list[Path]:
 def samples_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yields one sample per line of a file, gzipped or plain.
 
-    Raises DataError that names file and line of an unreadable sample.
+    Raises DataError, which names file and line, for an invalid sample.
     """
     number = 0
     try:
@@ -136,7 +137,9 @@ def samples_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def checked(sample: Any) -> dict[str, Any]:
-    """Returns `sample` unchanged. Raises DataError if the page could not show it."""
+    """Returns `sample`, with the present names of its fields. Raises DataError if the page could not
+    show it.
+    """
     if not isinstance(sample, dict):
         raise DataError(f"a JSON {type(sample).__name__}, not an object.")
     for key, kind in SAMPLE.items():
@@ -164,8 +167,8 @@ def checked(sample: Any) -> dict[str, Any]:
 
 
 def check_rollout(sample: dict[str, Any]) -> None:
-    """Raises DataError for invalid turns, measures, messages or rollout numbers; older files have
-    none of them.
+    """Raises DataError for invalid turns, measures, messages or rollout numbers; all are optional,
+    since older files lack them.
     """
     turns = sample.get("turns", [])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -209,8 +212,10 @@ def check_images(images: Any) -> None:
 
 
 def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> str:
-    """Returns the whole page; `curves`: metric -> its steps and values. The tokens of each sample
-    are in an element of their own, so that the browser parses only those that are viewed.
+    """Returns the HTML of the page. `curves`: metric -> its steps and values.
+
+    Each sample has a separate element for its tokens, so that the browser parses only the tokens of
+    samples that are viewed.
     """
     rows = []
     thumbnails: dict[str, str] = {}  # by digest
@@ -255,15 +260,17 @@ def embedded(value: Any) -> str:
 
 
 def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
-    """Returns a response's token statistics for the table."""
+    """Returns the number of tokens of a response, and its mean and largest log-prob mismatch, for
+    the table.
+    """
     gaps = [abs(gap) for gap in tokens["gap"] if gap is not None]
     mean = sum(gaps) / len(gaps) if gaps else None
     return {"length": len(tokens["id"]), "gap": mean, "gap_max": max(gaps, default=None)}
 
 
 def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
-    """Returns the value at which the colours saturate: 99 % of tokens stay below, so that one
-    outlier does not bleach the others.
+    """Returns the value of a measure at which colours saturate: its 99th percentile over all tokens,
+    so that one outlier does not make all other tokens pale.
     """
     sizes = sorted(
         abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None

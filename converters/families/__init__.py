@@ -1,3 +1,3 @@
-"""One module per architecture, named like config.json's `model_type`, with a `table` of all
-tensors' rules.
+"""One module per architecture, named like config.json's `model_type`, whose function `table`
+returns the rules of all tensors.
 """

@@ -1,5 +1,5 @@
-"""DeepSeek-V3: multi-head latent attention (MLA); dense first layers, then MoE layers with an
-expert bias for routing and shared experts.
+"""DeepSeek-V3: multi-head latent attention (MLA); dense MLPs in the first layers, then MoE layers
+with shared experts and a routing bias per expert.
 """
 
 from collections.abc import Sequence, Set
@@ -57,8 +57,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def sigmoid_moe(config: Config) -> list[Rule]:
-    """Returns the rules of dense first layers, followed by MoE layers with an expert bias for
-    routing and shared experts.
+    """Returns the rules of dense MLPs in the first layers, and of MoE with shared experts and a
+    routing bias per expert in the others.
     """
     layers = range(config["num_hidden_layers"])
     first = config["first_k_dense_replace"]
@@ -76,9 +76,9 @@ def sigmoid_moe(config: Config) -> list[Rule]:
 
 
 def latent_attention(config: Config) -> list[Rule]:
-    """Returns the rules of multi-head latent attention. Up-projections are split by whole heads.
-    Transformer Engine holds the down-projections whole on every rank, and the norms inside the
-    up-projections.
+    """Returns the rules of multi-head latent attention.
+    Up-projections are split by whole heads. With Transformer Engine every rank holds all of the
+    down-projections, and the up-projections contain the norms.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rank, narrow = config.get("q_lora_rank"), config["kv_lora_rank"]
@@ -124,16 +124,17 @@ def latent_attention(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns the tensors of the multi-token prediction layers after the last layer."""
+    """Returns those of `names` that belong to the multi-token prediction layers, which follow the
+    last layer.
+    """
     return predictors(config, names, table(config))
 
 
 def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[str]:
-    """Returns those of `names` that belong to the multi-token prediction layers after the last
-    layer, as many as config.json states.
-
-    A layer without the tensors that only such layers have is not one of them: num_hidden_layers is
-    then too small.
+    """Returns those of `names` that belong to the multi-token prediction layers, which follow the
+    last layer; config.json states their number.
+    A layer that lacks the tensors specific to multi-token prediction is not counted as such a
+    layer: then num_hidden_layers is too small.
     """
     first, count = config["num_hidden_layers"], config["num_nextn_predict_layers"] or 0
     like_others = [tensor.name for rule in rules if rule.per_layer for tensor in rule.hf]
@@ -148,8 +149,8 @@ def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[st
 
 
 def written(config: Config) -> dict[str, Any]:
-    """Returns the change that declares no multi-token prediction layers in an exported folder.
-
-    Without the field transformers would expect one.
+    """Returns the change to config.json of an exported folder, which has no multi-token prediction
+    layers.
+    Without the field transformers would expect one such layer.
     """
     return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

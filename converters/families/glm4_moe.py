@@ -36,5 +36,7 @@ def table(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns the tensors of the multi-token prediction layers after the last layer."""
+    """Returns those of `names` that belong to the multi-token prediction layers, which follow the
+    last layer.
+    """
     return deepseek_v3.predictors(config, names, table(config))

@@ -1,6 +1,6 @@
-"""Kimi-K2: DeepSeek-V3's tensors.
-
-transformers has no defaults for it, so the fields with defaults for DeepSeek-V3 are required here.
+"""Kimi-K2: the same tensors as DeepSeek-V3.
+transformers has no defaults for Kimi-K2, so fields for which DeepSeek-V3 has defaults are required
+here.
 """
 
 from dataclasses import replace

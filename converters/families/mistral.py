@@ -1,4 +1,4 @@
-"""Mistral."""
+"""Mistral: the same tensors as Llama."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention

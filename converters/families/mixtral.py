@@ -1,4 +1,4 @@
-"""Mixtral: w1, w3 and w2 are gate, up and down."""
+"""Mixtral: MoE in every layer; an expert's w1, w3 and w2 are the gate, up and down projections."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import (

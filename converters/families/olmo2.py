@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP, and norms of q and k over all heads."""
+"""OLMo 2: norms follow attention and MLP, and the norms of q and k span all heads."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention

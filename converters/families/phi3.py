@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused q, k and v in one tensor, and gate and up in another."""
+"""Phi-3 and Phi-4: q, k and v are fused in one tensor, gate and up in another."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: always a bias on q, k and v, which config.json does not mention."""
+"""Qwen2 and Qwen2.5: q, k and v always have a bias, which config.json does not mention."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention

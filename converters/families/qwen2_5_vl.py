@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2 with a vision tower with window attention, gated MLP and RMSNorm."""
+"""Qwen2.5-VL: Qwen2 with a vision encoder that has window attention, gated MLPs and RMSNorm."""
 
 from collections.abc import Iterator
 

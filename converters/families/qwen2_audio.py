@@ -1,4 +1,4 @@
-"""Qwen2-Audio: Whisper's encoder and one linear projection in front of Qwen2."""
+"""Qwen2-Audio: Qwen2 with Whisper's audio encoder and a linear projection of its output."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +32,9 @@ def table(config: Config) -> list[Rule]:
 
 
 def _inside(rule: Rule) -> Rule:
-    """Returns the rule with the LM head's name within the whole model."""
+    """Returns the rule with the LM head renamed as in the audio-language model ("language_model."
+    in front).
+    """
     tensors = [
         tensor._replace(name=f"language_model.{HEAD}") if tensor.name == HEAD else tensor
         for tensor in rule.hf
@@ -41,7 +43,9 @@ def _inside(rule: Rule) -> Rule:
 
 
 def shapes(tower: Tower, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields names and shapes of the encoder and the projection; `hidden` is the decoder's width."""
+    """Yields the names and shapes of the tensors of the audio encoder and the projection; `hidden`
+    is the decoder's hidden size.
+    """
     width, ffn = tower["d_model"], tower["encoder_ffn_dim"]
     yield "audio_tower.conv1.weight", (width, tower["num_mel_bins"], 3)
     yield "audio_tower.conv1.bias", (width,)

@@ -1,4 +1,4 @@
-"""Qwen2 MoE: with a gated shared expert."""
+"""Qwen2 MoE: MoE layers with a shared expert whose output is gated."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import (

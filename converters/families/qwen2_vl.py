@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2 with a vision tower of plain transformer layers."""
+"""Qwen2-VL: Qwen2 with a vision encoder of plain transformer layers."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Qwen3: an RMSNorm over each head of q and k."""
+"""Qwen3: RMSNorms of q and k in each head."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention

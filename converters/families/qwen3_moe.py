@@ -1,4 +1,4 @@
-"""Qwen3 MoE: experts in some or all layers."""
+"""Qwen3 MoE: Qwen3 with MoE in some or all layers."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import (

@@ -1,4 +1,4 @@
-"""Qwen3-VL: Qwen3 with a vision tower some of whose layers feed the decoder's first layers
+"""Qwen3-VL: Qwen3 with a vision encoder, some of whose layers also feed the decoder's first layers
 (DeepStack).
 """
 

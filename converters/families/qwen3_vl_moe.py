@@ -1,6 +1,5 @@
-"""Qwen3-VL MoE: Qwen3 MoE with Qwen3-VL's vision tower.
-
-A folder stores the matrices of a layer's experts as two tensors.
+"""Qwen3-VL MoE: Qwen3 MoE with Qwen3-VL's vision encoder.
+A folder stores the matrices of all experts of a layer in two stacked tensors.
 """
 
 from rftmega.converters.config_fields import Fields
@@ -41,8 +40,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def refuse_ambiguous(hidden: int, ffn: int) -> None:
-    """Raises CheckpointError if an expert's matrices and their transposes have the same shape:
-    transformers would take such a published folder for one that it wrote itself.
+    """Raises CheckpointError if an expert's matrices have the same shape as their transposes: the
+    published layout and that of transformers 5 could not be told apart.
     """
     if hidden in (ffn, 2 * ffn):
         raise CheckpointError(
@@ -51,7 +50,7 @@ def refuse_ambiguous(hidden: int, ffn: int) -> None:
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the tensors of a folder that stack a matrix of each expert."""
+    """Returns the tensors of a folder that stack one matrix of every expert."""
     hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
     found = []
     for layer in sorted(qwen_sparse_layers(config)):

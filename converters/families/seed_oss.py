@@ -1,4 +1,4 @@
-"""Seed-OSS: a bias on q, k and v that config.json can switch off."""
+"""Seed-OSS: q, k and v have a bias unless config.json disables it."""
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention

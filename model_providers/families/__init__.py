@@ -1,3 +1,3 @@
-"""Supported architectures: one module per `model_type` of config.json, whose `describe` returns the
-ModelDescription.
+"""Supported architectures: one module per `model_type` of config.json, whose function `describe`
+returns the ModelDescription.
 """

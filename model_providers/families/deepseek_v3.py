@@ -1,7 +1,6 @@
-"""DeepSeek-V3: latent attention, sigmoid router scores with a selection bias, shared experts, dense
-first layers.
-
-Its multi-token prediction layers (`num_nextn_predict_layers`) are left out, as in transformers.
+"""DeepSeek-V3: latent attention; dense first layers, then MoE layers with shared experts and
+sigmoid router scores with a selection bias.
+Its multi-token prediction layers (`num_nextn_predict_layers`) are ignored, as in transformers.
 """
 
 from dataclasses import replace
@@ -60,9 +59,10 @@ def describe(config: HFConfig) -> ModelDescription:
 
 
 def sigmoid_experts(config: HFConfig, layers: int) -> Experts:
-    """Describes experts selected by sigmoid scores, in groups, after the dense first layers.
-
-    Raises CheckpointError for settings that Megatron-Core 0.16 would select or weight differently.
+    """Returns the description of MoE layers that follow the dense first layers and select experts
+    by sigmoid scores, within groups.
+    Raises CheckpointError for settings with which Megatron-Core 0.16 would select or weight experts
+    differently.
     """
     config.only("norm_topk_prob", True, why="Megatron-Core 0.16 always normalises sigmoid scores")
     ffn, active, groups = (

@@ -1,7 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: RoPE on the first half of each head, and experts selected as in
 DeepSeek-V3.
-
-Its multi-token prediction layers (`num_nextn_predict_layers`) are left out, as in transformers.
+Its multi-token prediction layers (`num_nextn_predict_layers`) are ignored, as in transformers.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Mixtral: MoE in every layer; the FFN size of an expert is intermediate_size."""
+"""Mixtral: MoE in every layer; intermediate_size is the FFN size of one expert."""
 
 from dataclasses import replace
 

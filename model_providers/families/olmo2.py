@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP, and q and k norms over all heads."""
+"""OLMo 2: norms follow attention and MLP, and the q and k norms span all heads."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a bias on q, k and v, which config.json does not mention."""
+"""Qwen2 and Qwen2.5: q, k and v have a bias, which config.json does not mention."""
 
 from rftmega.model_providers.description import ModelDescription, decoder, qwen_windows
 from rftmega.model_providers.hf_config import HFConfig

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2 with a vision tower that uses windowed attention."""
+"""Qwen2.5-VL: Qwen2 with a vision encoder that uses windowed attention."""
 
 from dataclasses import replace
 

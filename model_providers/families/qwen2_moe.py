@@ -1,7 +1,7 @@
-"""Qwen2-MoE: expert weights that need not sum to 1, and one gated shared expert.
-
-Its sliding window, if any, applies to every second layer up to `max_window_layers`, unlike in the
-dense models.
+"""Qwen2-MoE: the weights of the active experts need not sum to 1, and there is one gated shared
+expert.
+Its sliding window, if enabled, applies to every second layer below `max_window_layers`, unlike in
+the dense models.
 """
 
 from dataclasses import replace

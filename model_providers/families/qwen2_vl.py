@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2 with a vision tower."""
+"""Qwen2-VL: Qwen2 with a vision encoder."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Qwen3-MoE: top-k of a softmax over all experts, without a shared expert."""
+"""Qwen3-MoE: experts are selected by the top-k of a softmax over all experts; there is no shared
+expert.
+"""
 
 from dataclasses import replace
 

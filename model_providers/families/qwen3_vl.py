@@ -1,4 +1,4 @@
-"""Qwen3-VL: Qwen3 with a vision tower whose features also enter the first decoder layers
+"""Qwen3-VL: Qwen3 with a vision encoder whose features also enter the first decoder layers
 (DeepStack).
 """
 

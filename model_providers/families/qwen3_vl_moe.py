@@ -1,4 +1,6 @@
-"""Qwen3-VL-MoE: normalised top-k of a softmax over all experts."""
+"""Qwen3-VL-MoE: Qwen3-VL with experts selected by the top-k of a softmax over all experts; their
+weights sum to 1.
+"""
 
 from dataclasses import replace
 

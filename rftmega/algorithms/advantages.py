@@ -22,9 +22,9 @@ def group_normalised(
 ) -> Tensor:
     """Returns group-normalised advantages (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    reward [B], group [B] int -> [B]: reward minus the group's mean, over its unbiased standard
-    deviation. A group of equal rewards, or of one completion, gets exactly 0. `scale_by_std=False`
-    is Dr. GRPO (arXiv:2503.20783).
+    reward [B], group [B] int -> [B]: reward minus the group's mean, over the group's unbiased
+    standard deviation plus `eps`. A group of equal rewards, or of a single completion, gets exactly
+    0. `scale_by_std=False` omits the division, as in Dr. GRPO (arXiv:2503.20783).
     """
     centred, index, size = _centred(reward, group)
     if scale_by_std:
@@ -34,7 +34,7 @@ def group_normalised(
 
 
 def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
-    """Returns [B]: the reward minus the mean of the group's other rewards, 0 if there are none.
+    """Returns [B]: the reward minus the mean of the group's other rewards; 0 in a group of one.
 
     RLOO, arXiv:2402.14740, eq. 8.
     """
@@ -44,11 +44,11 @@ def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (reward minus its group's mean [B], group number of each row [B], sizes of the
-    groups).
+    """Returns the reward minus its group's mean [B], the group number of each row [B], and the
+    sizes of the groups [groups].
 
-    They are in float64: in float32 the mean of three rewards of 0.1 is not 0.1, and the residue
-    over eps would be a signal.
+    Rewards and sizes are in float64: in float32 the mean of three rewards of 0.1 is not 0.1, and
+    the rounding error divided by `eps` would act as a signal.
     """
     exact = reward.double()
     _, index = group.unique(return_inverse=True)
@@ -62,10 +62,11 @@ def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def token_rewards(
     reward: Tensor, mask: Tensor, penalty: Tensor | None = None, turns: Tensor | None = None
 ) -> Tensor:
-    """Returns token-level rewards: the completion's reward [B] at its last token, plus `turns` [B,
-    T] at the ends of turns, minus `penalty` [B, T] at every token.
+    """Returns token-level rewards [B, T]: the completion's reward [B] at its last token, plus the
+    turn rewards `turns` [B, T] at the ends of turns, minus the KL penalty `penalty` [B, T] at every
+    token.
 
-    0 outside the mask.
+    Tokens outside the mask get 0.
     """
     columns = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, columns, -1).amax(-1, keepdim=True)
@@ -78,9 +79,10 @@ def token_rewards(
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns the discounted return of each token: the sum of rewards [B, T] from it on.
+    """Returns the discounted return of each token [B, T]: the discounted sum of the rewards [B, T]
+    of this token and all later ones.
 
-    Tokens outside the mask are not discounted for.
+    Tokens outside the mask do not count as steps of discounting.
     """
     found = torch.zeros_like(reward)
     running = reward.new_zeros(len(reward))
@@ -91,8 +93,8 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns values of any shape normalised to mean 0 and variance 1 over all tokens of the mask,
-    0 outside.
+    """Returns `advantage`, of any shape, normalised to mean 0 and variance 1 over all tokens of the
+    mask, and 0 outside the mask.
 
     Constant values become 0.
     """
@@ -106,7 +108,7 @@ def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 class Scored(NamedTuple):
     """Scored holds the inputs of an advantage estimator: R completions in B rows.
 
-    A completion is one row, except for rollouts of several trajectories.
+    A completion is a single row, except for rollouts of several trajectories.
     """
 
     reward: Tensor  # [R]
@@ -126,9 +128,10 @@ class Scored(NamedTuple):
 
     @property
     def end_reward(self) -> Tensor:
-        """Returns [B]: the reward of each row beyond the rewards of its own turns.
+        """Returns [B]: the reward to place at the last token of each row, in addition to the row's
+        own turn rewards.
 
-        It consists of the outcome and the turn rewards of the rollout's later rows.
+        It consists of the outcome reward and the turn rewards of later rows of the same rollout.
         """
         reward = self.reward[self.rows.of_row]
         if self.turns is None:
@@ -140,9 +143,10 @@ class Scored(NamedTuple):
 
 
 def advantages(batch: Scored, options: Advantage) -> Ragged:
-    """Returns the advantage of each token, by the estimator of `options`.
+    """Returns the advantage of each token, computed by the estimator of `options`.
 
-    An estimator returns these, or [R]: one advantage for all tokens of each completion.
+    An estimator returns one advantage per token (Ragged), or one per completion ([R]), which all
+    tokens of the completion get.
     """
     found = IMPLEMENTATIONS[type(options)](batch, options)
     if isinstance(found, Tensor):
@@ -154,7 +158,7 @@ def advantages(batch: Scored, options: Advantage) -> Ragged:
 
 @implements(GroupNorm)
 def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
-    """Returns GRPO's advantages, [R]."""
+    """Returns GRPO's advantages, one per completion, [R]."""
     advantage = group_normalised(batch.reward, batch.group, scale_by_std=options.scale_by_std)
     if options.clip_filter_weight:
         advantage = advantage * clip_filter_weight(
@@ -165,8 +169,8 @@ def group_norm(batch: Scored, options: GroupNorm) -> Tensor:
 
 @implements(LeaveOneOut)
 def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
-    """Returns RLOO's advantages, [R]. A completion is one action, so the KL of all its tokens is
-    subtracted from its reward before the mean of the others.
+    """Returns RLOO's advantages, one per completion, [R]. A completion is one action, so the KL of
+    all its tokens is subtracted from its reward before the mean of the group's other rewards.
     """
     reward = batch.reward
     if batch.penalty is not None:
@@ -177,7 +181,7 @@ def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
 
 @implements(Returns)
 def reinforce(batch: Scored, options: Returns) -> Ragged:
-    """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262)."""
+    """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262), one per token."""
 
     def returns(
         reward: Tensor, mask: Tensor, penalty: Tensor | None, turns: Tensor | None
@@ -191,10 +195,12 @@ def reinforce(batch: Scored, options: Returns) -> Ragged:
 @implements(TurnNorm)
 def turn_norm(batch: Scored, options: TurnNorm) -> Ragged:
     """Returns GRPO's advantages with process supervision (arXiv:2402.03300, section 4.1.3): each
-    turn's reward minus the mean over all turns of its group, over their unbiased standard
-    deviation; a token's advantage is the sum over its turn and those that follow in the rollout.
+    turn's reward minus the mean over all turns of its group, over the unbiased standard deviation
+    of these rewards; a token's advantage is the sum over its turn and all later turns of the
+    rollout.
 
-    The reward beyond the turns' rewards counts for the rollout's last turn.
+    The part of a rollout's reward that no turn reward accounts for is added to the rollout's last
+    turn.
     """
     mask = batch.mask
     turns = mask.with_values(torch.zeros(len(mask.flat))) if batch.turns is None else batch.turns
@@ -219,9 +225,10 @@ def turn_norm(batch: Scored, options: TurnNorm) -> Ragged:
 
 
 def turn_numbers(mask: Ragged) -> Tensor:
-    """Returns the turn number of each token of the mask, counted over all rows from 0.
+    """Returns the turn number of each token of the mask, [tokens of the mask], counted over all
+    rows from 0.
 
-    A turn is a run of tokens that the policy chose.
+    A turn is a contiguous run of tokens that the policy chose.
     """
     begins = torch.zeros(len(mask.flat), dtype=torch.bool)
     begins[1:] = ~mask.flat[:-1]
@@ -231,7 +238,7 @@ def turn_numbers(mask: Ragged) -> Tensor:
 
 @implements(GAE)
 def generalised_advantages(batch: Scored, options: GAE) -> Ragged:
-    """Returns PPO's advantages (GAE), from the values of a critic."""
+    """Returns PPO's advantages (GAE), one per token, from the values of a critic."""
     assert batch.value is not None, "algorithm.advantage.type=gae needs a critic"
 
     def estimate(

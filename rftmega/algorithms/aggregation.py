@@ -17,14 +17,16 @@ Aggregation = Callable[[Tensor, Shares], tuple[Tensor, Tensor]]
 
 
 def token_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Weights every response token equally (DAPO, arXiv:2503.14476, eq. 8)."""
+    """Weights every response token equally (DAPO, arXiv:2503.14476, eq. 8); the count is the number
+    of response tokens.
+    """
     return mask.float(), mask.sum()
 
 
 def sequence_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
     """Weights every response equally, however long (GRPO, arXiv:2402.03300, eq. 3).
 
-    Count: non-empty responses.
+    The count is the number of non-empty responses.
     """
     length = mask.sum(-1, keepdim=True)
     weight = mask / length.clamp(min=1)
@@ -34,9 +36,9 @@ def sequence_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tens
 
 
 def sequence_sum(constant: int) -> Aggregation:
-    """Weights every response token by 1 / constant, so that a response's length does not matter
-    (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the maximum number of tokens of a
-    response). Count: non-empty responses.
+    """Returns an aggregation that weights every response token by 1 / constant, so that a
+    response's length does not matter (Dr. GRPO, arXiv:2503.20783, section 3.2; the constant is the
+    maximum number of tokens of a response). Its count is the number of non-empty responses.
     """
 
     def aggregation(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
@@ -47,14 +49,16 @@ def sequence_sum(constant: int) -> Aggregation:
 
 def sequence_total(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
     """Sums over each response's tokens and averages over responses: a response is one action, whose
-    log-probability is the sum of its tokens' (RLOO, arXiv:2402.14740, section 3). Count: non-empty
-    responses.
+    log-probability is the sum of its tokens' log-probs (RLOO, arXiv:2402.14740, section 3). The
+    count is the number of non-empty responses.
     """
     return mask.float(), _responses(mask.any(-1), shares)
 
 
 def _responses(taught: Tensor, shares: Shares) -> Tensor:
-    """Returns the number of responses that are trained on; taught [B] bool: whether a row is."""
+    """Returns the number of responses that are trained on. `taught` [B] bool: whether a row has a
+    token to train on.
+    """
     return (taught if shares.leads is None else taught & shares.leads).sum()
 
 
@@ -66,7 +70,9 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def aggregation_of(name: str, *, longest: int) -> Aggregation:
-    """Returns the aggregation that an option names; `longest`: maximum tokens of a response."""
+    """Returns the aggregation that the option value `name` selects; `longest`: maximum tokens of a
+    response.
+    """
     return sequence_sum(longest) if name == "sequence_sum" else AGGREGATIONS[name]
 
 
@@ -76,8 +82,8 @@ def averaged(
     aggregation: Aggregation = token_mean,
     shares: Shares = EACH_ROW,
 ) -> dict[str, TokenMetric]:
-    """Returns the metrics of `values` ([B, T] each), averaged over `mask` [B, T]: by tokens,
-    independent of the loss's aggregation, unless another one is given.
+    """Returns the metrics of `values` ([B, T] each), averaged over the tokens of `mask` [B, T],
+    independent of the loss's aggregation, or by another `aggregation` if given.
     """
     weight, count = aggregation(mask, shares)
     return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

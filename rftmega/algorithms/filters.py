@@ -1,4 +1,4 @@
-"""Weights of groups of completions by whether their rewards differ."""
+"""Weights of completions that depend on whether the rewards of their group differ."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ def clip_filter_weight(
     """Returns [B]: weights that keep the step size when groups have equal rewards (CPGD,
     arXiv:2505.12504).
 
-    Completions of a group whose rewards differ are weighted by the number of groups over the number
-    of such groups, at most `most`; those of a group with equal rewards by `agreeing`. If all groups
-    have equal rewards, all weights are 1.
+    Completions of a group whose rewards differ are weighted by the number of all groups over the
+    number of groups whose rewards differ, at most `most`; completions of a group with equal rewards
+    by `agreeing`. If all groups have equal rewards, all weights are 1.
     """
     differs = varied(reward.double(), group)  # integer dtypes have no infinity
     groups, differing = len(group.unique()), len(group[differs].unique())

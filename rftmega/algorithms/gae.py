@@ -11,9 +11,9 @@ def gae(
     (arXiv:1506.02438, eq. 16).
 
     values, rewards [B, T] float, mask [B, T] bool or 0/1. Tokens outside the mask are skipped: the
-    successor of a token is the next token *of the mask*, and nothing (a value of 0) after the last.
-    Values outside the mask are never read and may be NaN. returns = advantages + values: the target
-    of the value model.
+    successor of a token is the next token *of the mask*; after the last one the value is 0. Values
+    outside the mask are never read and may be NaN. returns = advantages + values: the target of the
+    value model.
     """
     acted = mask.bool()
     value, reward = torch.where(acted, values, 0.0).double(), rewards.double()

@@ -6,8 +6,8 @@ from torch import Tensor
 
 def varied(score: Tensor, group: Tensor) -> Tensor:
     """Returns whether the scores of each row's group differ: score [B], group [B] int -> [B] bool.
-    A group with equal scores has no learning signal, so dynamic sampling leaves it out (DAPO,
-    arXiv:2503.14476, eq. 11).
+    A group with equal scores has no learning signal, so dynamic sampling leaves the group out
+    (DAPO, arXiv:2503.14476, eq. 11).
     """
     found, index = group.unique(return_inverse=True)
     lowest = torch.full((len(found),), torch.inf, dtype=score.dtype).scatter_reduce(

@@ -25,9 +25,9 @@ def policy_loss(
     """Returns the policy loss: surrogate + kl_coef x KL to the reference - entropy_coef x entropy,
     per token.
 
-    The surrogate is that of `options`, times the importance weight of `correction`. Below 1,
-    `high_entropy_share` keeps only that share of each completion's tokens, those of highest entropy
-    (after arXiv:2506.01939, which takes the share over the batch).
+    `options` selects the surrogate, which is multiplied by the importance weight of `correction`.
+    `high_entropy_share` below 1 trains only on that share of each completion's tokens, those with
+    the highest entropy (after arXiv:2506.01939, which takes the share over the batch).
 
     Metrics are means over all response tokens, except `policy_loss`, which is aggregated like the
     loss, and `clip_fraction`, the share of the trained tokens (for gspo: of the completions) whose
@@ -74,10 +74,10 @@ def policy_loss(
 
 
 def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Returns [B, T]: True for the `share` of each completion's tokens (rounded down, at least one)
-    with the highest entropy.
+    """Returns a mask [B, T] that is True for the tokens with the highest entropy: a `share` of each
+    completion's tokens (rounded down, at least one).
 
-    Never True outside the mask; ties go to the first token.
+    It is never True outside `mask`; of tokens with equal entropy the first ones are chosen.
     """
     kept = (mask.sum(-1, keepdim=True) * share).floor().clamp(min=1)
     order = entropy.masked_fill(~mask, -torch.inf).argsort(dim=-1, descending=True, stable=True)

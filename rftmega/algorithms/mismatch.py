@@ -39,25 +39,27 @@ class Gap(NamedTuple):
 
 
 def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """Returns |engine - trainer| log-prob of the tokens of the mask; all inputs have one shape.
+    """Returns |engine - trainer| log-prob of each token of the mask, [tokens]; all inputs have the
+    same shape.
 
-    Infinite if one of the log-probs is NaN.
+    The difference is infinite if one of the log-probs is NaN.
     """
     gap = (behaviour_logp[mask].double() - old_logp[mask]).abs_()
     return gap.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns the log-prob mismatch of the response tokens; all inputs have one shape.
+    """Returns statistics of the log-prob mismatch of the response tokens; all inputs have the same
+    shape.
 
-    Without tokens all statistics are 0 and the error is 1.
+    Without tokens all statistics are 0, except the error, which is 1.
     """
     gap = gaps_of(behaviour_logp, old_logp, mask)
     if not len(gap):
         return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)
 
     def at(share: float) -> float:
-        """Returns the smallest gap that at least this share of the tokens does not exceed."""
+        """Returns the smallest difference that at least this share of the tokens does not exceed."""
         return gap.kthvalue(max(math.ceil(share * len(gap)), 1)).values.item()
 
     return Gap(
@@ -80,12 +82,12 @@ def importance(
 def effective_share(
     old_logp: Ragged, behaviour_logp: Ragged, mask: Ragged, options: ImportanceSampling
 ) -> float:
-    """Returns the effective sample size of the weights as a share of the tokens: (sum w)^2 / (n sum
-    w^2), 1 if all weights are equal (Kong 1992).
+    """Returns the effective sample size of the importance weights w as a share of the tokens: (sum
+    w)^2 / (n sum w^2), 1 if all weights are equal (Kong 1992).
 
     The weights are those of the loss, after cap and mask. n counts all tokens of the mask,
-    including those that a correction drops (weight 0). For `sequence`, whose weight all tokens of a
-    row share, rows are counted instead. 0 if all weights are 0.
+    including tokens that a correction drops (weight 0). With SequenceImportance, whose weight is
+    the same for all tokens of a row, n counts rows instead. Returns 0 if all weights are 0.
     """
     weights = by_rows(importance, old_logp, behaviour_logp, mask, options)
     if isinstance(options, SequenceImportance):
@@ -100,7 +102,9 @@ def effective_share(
 def effectiveness_of(
     options: ImportanceSampling,
 ) -> Callable[[Experience[Ragged]], float] | None:
-    """Returns a function that computes `effective_share` of a rollout; None without correction."""
+    """Returns a function that computes `effective_share` of an Experience; None if no importance
+    correction is configured.
+    """
     if isinstance(options, NoImportance):
         return None
 
@@ -121,13 +125,15 @@ def no_weights(log_ratio: Tensor, options: NoImportance) -> Tensor:
 
 @implements(TokenImportance)
 def token_weights(log_ratio: Tensor, options: TokenImportance) -> Tensor:
-    """Returns the trainer's probability over the engine's, at most `cap`."""
+    """Returns each token's ratio of trainer's to engine's probability, at most `cap`."""
     return log_ratio.clamp(max=20.0).exp().clamp(max=options.cap)
 
 
 @implements(SequenceImportance)
 def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
-    """Returns the product of the ratios over the completion, at most `cap`, for each of its tokens."""
+    """Returns, for each token of a completion, the product of the completion's probability ratios,
+    at most `cap`.
+    """
     return (
         log_ratio.sum(-1, keepdim=True)
         .clamp(max=20.0)
@@ -139,6 +145,8 @@ def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
 
 @implements(MaskedImportance)
 def token_mask(log_ratio: Tensor, options: MaskedImportance) -> Tensor:
-    """Returns 1 where a token's ratio lies in [1 / cap, cap], else 0."""
+    """Returns 1 where a token's ratio of trainer's to engine's probability lies in [1 / cap, cap],
+    else 0.
+    """
     ratio = log_ratio.clamp(max=20.0).exp()
     return ((ratio >= 1 / options.cap) & (ratio <= options.cap)).to(log_ratio.dtype)

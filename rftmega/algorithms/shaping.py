@@ -4,15 +4,16 @@ from torch import Tensor
 
 
 def overlong_penalty(length: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:
-    """Maps completion lengths [B] int to penalties [B]: 0 up to longest - buffer tokens, from there
-    falling linearly to -factor at `longest`, and never below (DAPO, arXiv:2503.14476, eq. 13).
+    """Maps completion lengths [B] int, in tokens, to penalties [B]: 0 up to `longest` - `buffer`
+    tokens, then falling linearly to -factor at `longest` tokens, and -factor beyond (DAPO,
+    arXiv:2503.14476, eq. 13).
     """
     return -factor * ((length - (longest - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 class RunningMoments:
-    """Running mean and variance of all rewards (Chan et al., "Updating formulae", 1979); `state` is
-    needed for a resume.
+    """Running mean and variance of all rewards (Chan et al., "Updating formulae", 1979); a
+    checkpoint stores `state`.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def update(self, reward: Tensor) -> None:
-        """Adds the rewards [B] of one rollout."""
+        """Adds the rewards [B] of one rollout phase."""
         exact = reward.double()
         mean, squares, count = (
             exact.mean().item(),
@@ -34,7 +35,7 @@ class RunningMoments:
         self.count = together
 
     def normalised(self, reward: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """Returns the reward [B] minus the mean, over the standard deviation."""
+        """Returns the rewards [B] minus the running mean, over the running standard deviation."""
         deviation = (self.squares / max(self.count - 1, 1)) ** 0.5
         return ((reward.double() - self.mean) / (deviation + eps)).to(reward.dtype)
 
@@ -48,8 +49,8 @@ class RunningMoments:
 
 
 class Shaping:
-    """Shaping applies overlong penalty, running normalisation and clipping, in this order; each is
-    off at 0 (or False).
+    """Shaping applies overlong penalty, running normalisation and clipping, in this order. `buffer`
+    0, `normalise` False or `clip` 0 turns the respective one off.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Shaping:
         self.clip = clip
 
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
-        """Shapes the rewards [B] of completions of length [B] in tokens; call it once per rollout."""
+        """Returns the shaped rewards [B] of completions; `length` [B]: their tokens. Updates the
+        running moments, so call it once per rollout phase.
+        """
         if self.buffer:
             reward = reward + overlong_penalty(
                 length, longest=self.longest, buffer=self.buffer, factor=self.factor

@@ -19,8 +19,8 @@ from rftmega.core.types import (
 
 
 def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
-    """Returns the SFT loss: -log p of each response token, including the end of sequence, but of no
-    prompt token.
+    """Returns the SFT loss: -log p of each response token, including the end-of-sequence token;
+    prompt tokens are not trained on.
     """
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
@@ -38,8 +38,9 @@ def pairwise_loss() -> LossFn:
     """Returns the reward model's loss: -log sigmoid(chosen - rejected) of the rewards of rows 2i
     and 2i + 1 (Bradley-Terry; arXiv:2203.02155, eq. 1).
 
-    Needs `Rows.with_end`, and rows in pairs (`update(..., group_size=2)`). The pair's loss is in
-    the chosen row, at its score; the count is of pairs. Accuracy counts a tie as wrong.
+    Needs rows from `Rows.with_end`, in pairs (`update(..., group_size=2)`). A pair's loss is at the
+    position of the chosen row's score; the count is the number of pairs. Accuracy counts a tie as
+    wrong.
     """
 
     def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
@@ -72,7 +73,7 @@ def pairwise_loss() -> LossFn:
 def last_value(values: Column, rows: Rows[Column]) -> Tensor:
     """Returns [B]: the value after each row's last token.
 
-    `values` belong to `rows`, which come from `Rows.with_end`.
+    `values` belong to `rows`, which must come from `Rows.with_end`.
     """
     if isinstance(values, Ragged):
         return values.at(rows.lengths - 2)

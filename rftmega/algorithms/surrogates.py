@@ -1,8 +1,8 @@
 """Surrogate objectives of the policy loss per token, before aggregation.
 
-Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], which has the
-gradient, the advantage [B, T] and the mask [B, T]; the first two are 0 outside the mask. Before the
-first update (log_ratio = 0) all have the gradient -advantage.
+Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], through which the
+gradient flows, the advantage [B, T] and the mask [B, T]; log_ratio and advantage are 0 outside the
+mask. Before the first update (log_ratio = 0) all surrogates have the gradient -advantage.
 """
 
 import math
@@ -25,8 +25,9 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """Returns exp(log_ratio), continued linearly beyond LARGEST_LOG_RATIO.
 
-    inf would have a gradient of NaN even where a clip applies. A constant would have none, and a
-    token of negative advantage that became far more likely would never be corrected.
+    An infinite ratio would have a gradient of NaN even where a clip applies. A constant ratio would
+    have no gradient, and a token of negative advantage that became far more likely would never be
+    corrected.
     """
     tangent = math.exp(LARGEST_LOG_RATIO) * (1 + log_ratio - LARGEST_LOG_RATIO)
     return torch.where(
@@ -59,23 +60,23 @@ def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options
     """Returns GSPO's loss (arXiv:2507.18071, eq. 5), with one clipped ratio per completion, the
     geometric mean of its tokens' ratios.
 
-    Each of its tokens gets this loss; with loss_aggregation=sequence_mean that is the paper's
-    objective. Clip ranges are near 1e-3.
+    Each token of a completion gets the completion's loss; with loss_aggregation=sequence_mean that
+    is the paper's objective. Clip ranges are near 1e-3.
     """
     return -_pessimistic(mean_log_ratio(log_ratio, mask), advantage, options)
 
 
 def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Returns [B, T]: the completion's mean log-ratio, at each of its tokens."""
+    """Returns [B, T]: at each token the mean log-ratio over the tokens of its completion."""
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return (log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio)
 
 
 @implements(CISPO)
 def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CISPO) -> Tensor:
-    """Returns CISPO's loss (arXiv:2506.13585, eq. 4), which cuts off no token's gradient.
+    """Returns CISPO's loss (arXiv:2506.13585, eq. 4): -ratio x advantage x log-ratio.
 
-    The ratio, its weight, is clipped and has no gradient.
+    The ratio is a weight, clipped and without gradient, so the clip cuts off no token's gradient.
     """
     weight = ratio_of(log_ratio.detach()).clamp(1 - options.low, 1 + options.high)
     return -weight * advantage * log_ratio
@@ -83,12 +84,12 @@ def weighted_score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: 
 
 @implements(CPGD)
 def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPGD) -> Tensor:
-    """Returns CPGD's loss (arXiv:2505.12504, eq. 5 and 7), the advantage times the clipped
-    log-ratio.
+    """Returns CPGD's loss (arXiv:2505.12504, eq. 5 and 7): minus the advantage times the clipped
+    log-ratio, plus `drift_coef` x KL(old || current).
 
-    Plus `drift_coef` x KL(old || current), estimated from the old policy's samples by ratio - 1 -
-    log ratio, never negative. Its gradient, ratio - 1, is at most `drift_clip`, as in the authors'
-    code: beyond that the estimate continues linearly.
+    The KL is estimated from the old policy's samples by ratio - 1 - log ratio, which is never
+    negative. The estimate's gradient, ratio - 1, is at most `drift_clip`, as in the authors' code:
+    beyond that the estimate continues linearly.
     """
     bounded = log_ratio.clamp(math.log1p(-options.low), math.log1p(options.high))
     value = -torch.minimum(log_ratio * advantage, bounded * advantage)
@@ -106,9 +107,9 @@ def _drift(log_ratio: Tensor, highest: float) -> Tensor:
 
 @implements(ScoreFunction)
 def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: ScoreFunction) -> Tensor:
-    """Returns REINFORCE's loss (Williams, 1992), the plain score function.
+    """Returns REINFORCE's loss (Williams, 1992): -advantage x log-ratio, the plain score function.
 
-    Correct for one optimizer step per rollout.
+    It is correct for one optimizer step per rollout phase.
     """
     return -advantage * log_ratio
 
@@ -119,8 +120,9 @@ def clip_binds(
     """Returns [B, T] bool: where the clip of a policy loss cuts the gradient off (cispo: bounds the
     weight); None for a loss without clip.
 
-    The clip on a ratio binds in the direction of the advantage: above if it is positive, below if
-    it is negative, where `dual` binds as well. For gspo all tokens of a completion are equal.
+    The clip on a ratio binds in the direction of the advantage: above if the advantage is positive,
+    below if it is negative, where `dual` binds as well. For gspo all tokens of a completion have
+    the same value.
     """
     if not isinstance(options, Clip | GSPO | CISPO | CPGD):
         return None

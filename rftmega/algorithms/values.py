@@ -12,9 +12,9 @@ def value_loss(
 ) -> LossFn:
     """Returns the critic's loss: half the squared distance of value [B, T] and return.
 
-    With `clip` above 0, the larger of it and the loss of a value clipped to within `clip` of the
-    value at scoring time (arXiv:2005.12729, section 3). With `huber` above 0, distances beyond it
-    count linearly.
+    With `clip` above 0, the larger of this loss and the loss of the value clipped to within `clip`
+    of the value at scoring time (arXiv:2005.12729, section 3). With `huber` above 0, the Huber
+    loss, which is linear for distances above `huber`.
     """
 
     def distance(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

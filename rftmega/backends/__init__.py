@@ -1,3 +1,1 @@
-"""Training backends: Megatron-Core and FSDP2, with the model runner and optimizers that they
-share.
-"""
+"""Training backends: Megatron-Core and FSDP2, and the runner and optimizers for them."""

@@ -15,7 +15,9 @@ ROUND = 1.0  # seconds
 
 
 class Beside(threading.Thread):
-    """Beside runs work in a daemon thread; afterwards `error` holds its failure, or None."""
+    """Beside runs `work` in a low-priority daemon thread. After the thread has ended, `error` is
+    the description of the exception that `work` raised, or None.
+    """
 
     def __init__(self, work: Callable[[], object]):
         super().__init__(daemon=True)
@@ -34,8 +36,9 @@ class Beside(threading.Thread):
 
 
 class BackgroundWriter:
-    """BackgroundWriter writes this process's part of a checkpoint and, on the first process,
-    completes the checkpoint once all parts are written.
+    """BackgroundWriter writes this process's part of a checkpoint in a background thread. On the
+    first process, a second thread completes the checkpoint once all processes have written their
+    parts.
     """
 
     def __init__(
@@ -43,16 +46,17 @@ class BackgroundWriter:
         part: Callable[[Callable[[float], object]], object],
         whole: Callable[[Callable[[], bool]], object] | None,
     ):
-        """`part` gets a function that sleeps for so many seconds, or until someone waits for the
-        checkpoint; `whole`, on the first process only, gets one that returns whether to give up.
+        """`part`: writes this process's files; it gets a function that sleeps for a number of
+        seconds, or less if `wait` is called. `whole`, on the first process only (elsewhere None):
+        completes the checkpoint; it gets a function that returns whether to give up.
         """
         self._given_up, self._awaited = threading.Event(), threading.Event()
         self._part = Beside(lambda: part(self._rest))
         self._whole = None if whole is None else Beside(lambda: whole(self._given_up.is_set))
 
     def _rest(self, seconds: float) -> None:
-        """Sleeps. A request to stop the run also ends it: another save follows, and waits for this
-        one.
+        """Sleeps for `seconds`, or until `wait` is called or the run is asked to stop: the run then
+        saves once more, and waits for this checkpoint first.
         """
         end = time.monotonic() + seconds
         while (
@@ -63,8 +67,8 @@ class BackgroundWriter:
             pass
 
     def wait(self) -> list[str]:
-        """Waits for the checkpoint; a collective. Returns the errors by rank, the same on all
-        processes.
+        """Waits until the checkpoint is written; a collective. Returns a list of the errors, each
+        with its rank, that is the same on all processes; [] if there was no error.
         """
         self._awaited.set()
         _join(self._part)
@@ -78,9 +82,10 @@ class BackgroundWriter:
 
 
 def _join(work: Beside | None) -> None:
-    """Waits until the work has ended on all processes.
+    """Waits until the thread `work` (None: no thread) has ended on all processes; a collective.
 
-    Waiting together counts as progress for the watchdog: a disk may take longer than its limit.
+    Waiting together counts as progress for the watchdog, since a disk may take longer than the
+    watchdog's limit.
     """
     waiting = 1
     while waiting:

@@ -1,4 +1,4 @@
-"""Identifies the versions of the running code."""
+"""Finds the versions of the running code: installed packages and git commit."""
 
 import functools
 import subprocess
@@ -12,15 +12,15 @@ SECONDS = 10.0  # limit for git, which reads every file
 
 @functools.cache
 def code_versions() -> dict[str, str]:
-    """Returns the versions of the packages involved, and this package's commit if it is a git
-    checkout.
+    """Returns the versions of the packages that a run depends on, by name, and under "commit" the
+    git commit of this project ("" if it is not a git checkout).
     """
     return versions() | {"commit": commit(ROOT)}
 
 
 def commit(folder: Path) -> str:
-    """Returns the commit hash of a folder, with the suffix "-dirty" if tracked files have changed;
-    "" if unknown.
+    """Returns the commit hash of the git checkout `folder`, with the suffix "-dirty" if tracked
+    files have changed; "" if the folder is no checkout or git fails.
     """
     if not (folder / ".git").exists():  # git would search the parent folders
         return ""

@@ -1,8 +1,8 @@
-"""Writes Megatron's distributed checkpoints (torch.distributed.checkpoint files) as a stream, one
-tensor at a time.
+"""Writes Megatron's distributed checkpoints (torch.distributed.checkpoint files) one tensor at a
+time.
 
-`megatron.core.dist_checkpointing` writes a whole state dict from memory; this writes the same files
-as a stream.
+`megatron.core.dist_checkpointing` needs the whole state dict in memory; this module writes the same
+files as a stream.
 """
 
 import functools
@@ -37,8 +37,9 @@ Boxed = tuple[str, tuple[int, ...], Tensor]  # key, offset, box
 
 
 def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None) -> list[Stored]:
-    """Writes (key, offset, box) one after the other into a file, which gets its name when it is
-    complete and synced.
+    """Writes blocks (boxes) of tensors, given as (key, offset in the tensor, elements), one after
+    the other into the file `path`. The file gets its name when it is complete and synced. Returns
+    the location and checksum of each block.
 
     If `size`, the bytes of the whole file, is given, the writes bypass the page cache.
     """
@@ -65,7 +66,7 @@ def write_pieces(path: Path, pieces: Iterable[Boxed], *, size: int | None = None
 
 
 def file_bytes(pieces: Iterable[Boxed]) -> int:
-    """Returns the size in bytes of the file that `write_pieces` would write."""
+    """Returns the size in bytes of the file that `write_pieces` would write for these blocks."""
     return sum(
         box.nbytes + sum(map(len, around(tuple(box.shape), box.dtype))) for _, _, box in pieces
     )
@@ -73,10 +74,12 @@ def file_bytes(pieces: Iterable[Boxed]) -> int:
 
 @functools.cache
 def around(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Returns the bytes that torch.save writes before and after the data of a contiguous tensor.
-    Writing the data itself with torch.save takes five times as long as a plain write.
+    """Returns the bytes that torch.save writes before and after the data of a contiguous tensor, so
+    that the data itself can be written directly: torch.save takes five times as long as a plain
+    write.
 
-    The CRC in them is invalid; torch ignores it when reading, and the manifest has our checksum.
+    The CRC in the returned bytes is invalid; torch ignores it when reading, and the manifest has
+    our checksum.
     """
     with tempfile.TemporaryDirectory() as folder, torch.serialization.skip_data():
         path = Path(folder) / "archive"
@@ -99,6 +102,10 @@ def finish(
 ) -> None:
     """Completes a checkpoint: writes torch's metadata, Megatron's marker file and, last, the
     manifest.
+
+    `stored`: all blocks in the checkpoint's files; `shapes`: shape of each whole tensor by key;
+    `objects`: keys of non-tensor entries, which are stored as empty; `manifest`: further content of
+    the manifest.
     """
     empty = _saved([None])
     names = sorted(objects)
@@ -145,7 +152,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file, which gets its name when it is complete and synced."""
+    """Writes a JSON file under a temporary name, and renames it when it is complete and synced."""
     _write(path, json.dumps(content, indent=1).encode())
 
 

@@ -1,4 +1,6 @@
-"""Checksum of frozen weights, which an adapter checkpoint refers to but does not contain."""
+"""Computes the checksum of frozen weights, which a checkpoint of adapters refers to but does not
+contain.
+"""
 
 import zlib
 from collections.abc import Iterable
@@ -13,10 +15,10 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 @torch.no_grad()
 def sum_of(shards: Iterable[Shard], where: torch.device) -> int:
-    """Returns a checksum of a whole model's weights that does not depend on the layout; a
+    """Returns a checksum of a whole model's weights that does not depend on the parallel layout; a
     collective over processes that compute on the device `where`.
 
-    The `shards` of all processes together hold each element once.
+    The `shards` of all processes together must contain each element exactly once.
     """
     total = torch.zeros((), dtype=torch.int64, device=where)
     for shard in shards:

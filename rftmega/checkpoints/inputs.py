@@ -1,4 +1,6 @@
-"""Compares the input files of a run with those of the run that saved the checkpoint."""
+"""Compares the input files and models of a run with the inputs of the run that saved the
+checkpoint.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,10 @@ SHOWN = 12  # characters of a checksum
 
 
 def changed_inputs(before: Inputs, now: Inputs) -> list[str]:
-    """Returns a line for each input that both runs know and that has changed."""
+    """Returns a line of text for each input (data file or model) that is known in both runs and has
+    changed. `before`: the inputs of the run that saved the checkpoint; `now`: the inputs of this
+    run.
+    """
     return [
         f"{name}: {_told(before[name])} -> {_told(now[name])}"
         for name in now

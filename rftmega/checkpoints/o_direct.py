@@ -1,5 +1,5 @@
-"""File writes that bypass the page cache (O_DIRECT), at the disk's speed; copying into fresh pages
-would cost more than the disk.
+"""File writes that bypass the page cache (O_DIRECT), at the disk's speed: copying into fresh cache
+pages would cost more time than the disk.
 """
 
 import contextlib
@@ -25,14 +25,15 @@ class DirectFile:
     """DirectFile is a new file of `size` bytes that is written sequentially. Its data is on the
     disk only after a sync.
 
-    Writes are asynchronous, so an error may belong to earlier bytes. If the file system does not
-    support direct writes, they go through its cache.
+    Writes are asynchronous, so an error may belong to bytes of an earlier `write`. If the file
+    system does not support direct writes, the file is written through the page cache.
     """
 
     def __init__(self, path: Path, size: int, *, chunk: int = CHUNK):
-        """Reserves the space at once, so that a full disk fails before anything is written.
+        """Creates the file and reserves its disk space at once, so that a full disk fails before
+        anything is written. `chunk`: bytes of one write to the disk.
 
-        Raises OSError.
+        Raises OSError if the file can't be created or the space is not available.
         """
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._at = self._filled = 0
@@ -71,8 +72,8 @@ class DirectFile:
         return self._at + self._filled
 
     def write(self, content: Any) -> int:
-        """Buffers some of `content`, bytes, and returns how many. Raises OSError for these or for
-        earlier bytes.
+        """Buffers the first bytes of `content`, and returns how many. Raises OSError if writing
+        these or earlier bytes to the disk failed.
         """
         memory = self._memory[0]
         count = min(len(content), len(memory) - self._filled)
@@ -85,8 +86,8 @@ class DirectFile:
         return count
 
     def _send(self) -> None:
-        """Submits the filled buffer as whole blocks; the next buffer is free once its own write has
-        ended.
+        """Submits the filled buffer for writing, rounded up to whole disk blocks; waits if too many
+        writes are pending.
         """
         whole = -(-self._filled // BLOCK) * BLOCK
         self._flying.append(self._pool.submit(self._put, self._memory[0][:whole], self._at))
@@ -112,8 +113,8 @@ class DirectFile:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserves disk space if the file system can. libc's posix_fallocate would otherwise write to
-    every block.
+    """Reserves `size` bytes of disk space if the file system supports it. libc's posix_fallocate
+    would otherwise write to every block.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(-(-size // BLOCK) * BLOCK))

@@ -1,5 +1,5 @@
-"""Reads distributed checkpoints: finds the pieces of each tensor and verifies each piece that it
-reads.
+"""Reads distributed checkpoints: finds the stored blocks of each tensor and verifies the checksum
+of each block that it reads.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ NORMS = {
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored is the location and checksum of one box of a tensor in a file."""
+    """Stored is the location and checksum of one block (box) of a tensor in a checkpoint file."""
 
     key: str
     offset: tuple[int, ...]
@@ -55,8 +55,8 @@ class Stored:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads a checkpoint's manifest. Raises CheckpointError if it is missing (the checkpoint is
-    incomplete), damaged or of another format.
+    """Returns the content of a checkpoint's manifest. Raises CheckpointError if the manifest is
+    missing (the checkpoint is incomplete), damaged or of an unknown format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -75,9 +75,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """Returns a file's bytes.
+    """Returns the bytes of the file `path`.
 
-    Raises CheckpointError if it can't be read or its checksum differs.
+    Raises CheckpointError if the file can't be read or its SHA-256 differs from `sha256`.
     """
     try:
         content = path.read_bytes()
@@ -89,23 +89,27 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """Returns a checksum of the manifest's content that does not depend on its formatting."""
+    """Returns the SHA-256 of the manifest's content, independent of its formatting in the file."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def is_distributed(folder: str | Path) -> bool:
-    """Returns whether a folder is a distributed checkpoint, or an unfinished conversion to one."""
+    """Returns whether a folder contains a distributed checkpoint, or an unfinished conversion to
+    one.
+    """
     return any((Path(folder) / name).exists() for name in (MARK, PROGRESS)) and not any(
         Path(folder).glob("*.safetensors")
     )
 
 
 class Reader:
-    """Reader reads boxes of a complete checkpoint's tensors, and verifies each piece it reads."""
+    """Reader reads blocks (boxes) of tensors from a complete checkpoint, and verifies the checksum
+    of each stored block that it reads.
+    """
 
     def __init__(self, folder: Path):
-        """Opens a checkpoint. Raises CheckpointError if it is incomplete or its metadata is
-        damaged.
+        """Opens the checkpoint in `folder`. Raises CheckpointError if the checkpoint is incomplete
+        or its metadata is damaged.
         """
         self.folder = folder
         self.manifest = read_manifest(folder)
@@ -118,8 +122,8 @@ class Reader:
             self.stored.setdefault(box.key, []).append(box)
 
     def __contains__(self, key: str) -> bool:
-        """Returns whether there is a tensor with this name, or with the name that the other norm
-        layout gives it.
+        """Returns whether the checkpoint contains the tensor `key`, or the same norm weight under
+        the name that Megatron's other norm layout (separate or fused) uses.
         """
         return self._named(key) in self.stored
 
@@ -135,15 +139,18 @@ class Reader:
         return key
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Returns a tensor's dtype. Raises CheckpointError if there is no such tensor."""
+        """Returns the dtype of tensor `key`. Raises CheckpointError if the checkpoint has no such
+        tensor.
+        """
         if key not in self:
             raise CheckpointError(f"{self.folder} holds no tensor {key!r}.")
         return getattr(torch, self.stored[self._named(key)][0].dtype)
 
     def fill(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
-        """Copies the box at `offset` of tensor `key` into `target`.
+        """Copies the block of tensor `key` that begins at `offset` and has the shape of `target`
+        into `target`.
 
-        Raises CheckpointError if the checkpoint does not hold all of it, or a piece's checksum
+        Raises CheckpointError if the checkpoint does not contain all of the block, or a checksum
         differs.
         """
         self.dtype_of(key)
@@ -188,7 +195,8 @@ class Reader:
         *,
         padded: bool,
     ) -> None:
-        """Copies a shard as `fill` does, and checks that the tensor has `shape` in the model.
+        """Copies a shard as `fill` does, after checking that the whole tensor has the same shape in
+        the checkpoint as in the model (`shape`).
 
         If `padded` (the vocabulary is padded to divide evenly among ranks), the shapes may differ,
         and rows that are not stored become zeros.
@@ -207,8 +215,9 @@ class Reader:
             self.fill(target, key, offset)
 
     def _read(self, box: Stored, tensor: Tensor) -> Tensor:
-        """Reads a piece into `tensor`, contiguous, of the piece's shape and dtype: straight from
-        the data that torch.save wrote.
+        """Reads a stored block into `tensor` and returns `tensor`, which must be contiguous and
+        have the block's shape and dtype. Reads the data in torch.save's archive directly. Raises
+        CheckpointError if the block can't be read or its checksum differs.
         """
         path = self.folder / box.file
         try:
@@ -228,7 +237,7 @@ class Reader:
 
 
 class _Part(io.RawIOBase):
-    """A byte range of a file, presented as a file."""
+    """A byte range of a file, presented as a separate file."""
 
     def __init__(self, stream: Any, begin: int, length: int):
         self.stream, self.begin, self.length, self.at = stream, begin, length, 0

@@ -1,4 +1,4 @@
-"""Rotates the checkpoints of a folder and finds the latest."""
+"""Finds the latest checkpoint of a folder and deletes old ones."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ MARK = ".rftmega-checkpoint"  # marker file in each: other folders are never del
 
 
 class Saved(NamedTuple):
-    """Saved is one complete checkpoint."""
+    """Saved is the name, age and size of one complete checkpoint."""
 
     name: str
     age: float  # any number that is greater for an older checkpoint
@@ -30,10 +30,10 @@ class Saved(NamedTuple):
 
 
 def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
-    """Returns the names to delete, oldest first, so that at most `max_num` are left with at most
-    `max_mem` MB (10^6 bytes) together.
+    """Returns the names of the checkpoints to delete, oldest first, so that at most `max_num` are
+    left and take at most `max_mem` MB (10^6 bytes) together.
 
-    The newest always stays, however large.
+    The newest checkpoint is never deleted, whatever its size.
     """
     kept = sorted(saved, key=lambda each: -each.age)
     gone = []
@@ -45,15 +45,16 @@ def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str
 
 
 def rotate(folder: Path, *, max_num: int, max_mem: float, saved: str = "") -> list[str]:
-    """Deletes expired checkpoints of `folder`, and drafts of dead saves that are older than the
-    newest checkpoint. Returns the deleted names. Call it after a new checkpoint is complete; a
-    failed deletion only logs a warning.
+    """Deletes expired checkpoints of `folder`, and drafts (unfinished checkpoints of crashed saves)
+    that are older than the newest checkpoint. Returns the deleted names. Call it after a new
+    checkpoint is complete; a failed deletion only logs a warning.
 
-    Age follows steps, not clocks. `saved`: the checkpoint written last; those of later steps were
-    abandoned when an earlier one was resumed, and are deleted first.
+    Age is determined by steps, not by file times. `saved`: the checkpoint written last; checkpoints
+    of later steps belong to an abandoned run that was resumed from an earlier step, and are deleted
+    first.
 
-    The latest checkpoint stays even if it is older, and so do all other files: `folder` may be a
-    home directory.
+    The checkpoint that is marked as latest is never deleted, even if it is the oldest. Files and
+    folders that are no checkpoints are not touched: `folder` may be a home directory.
     """
     complete = [path for path in folder.iterdir() if is_checkpoint(path)]
     last = written_at(folder / saved) if saved else max(map(written_at, complete), default=NEVER)
@@ -83,7 +84,7 @@ def rotate(folder: Path, *, max_num: int, max_mem: float, saved: str = "") -> li
 
 
 class Written(NamedTuple):
-    """Written is a checkpoint's position in the order of a run."""
+    """Written is the position of a checkpoint in the order in which a run saved its checkpoints."""
 
     step: int
     again: int  # number of the checkpoint among those of its name
@@ -94,8 +95,8 @@ NEVER = Written(-1, -1, -1)
 
 
 def written_at(checkpoint: Path) -> Written:
-    """Returns the checkpoint's position, with the step in its manifest or else in its name; NEVER
-    without a manifest.
+    """Returns the position of a checkpoint among the others, by the step in its manifest or else in
+    its name; NEVER if it has no manifest.
     """
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
@@ -110,7 +111,9 @@ def written_at(checkpoint: Path) -> Written:
 
 
 def begun_at(draft: Path, last: Written) -> Written:
-    """Returns a draft's position, as `written_at` does, from the step in its name."""
+    """Returns the position of a draft among checkpoints, by the step in its name; see `written_at`.
+    `last`: the position of the newest checkpoint, whose step counts if the name has none.
+    """
     named = re.match(NAMED, draft.name)
     step = int(named[1]) if named else last.step
     return Written(step, last.again, draft.stat().st_mtime_ns)
@@ -118,8 +121,8 @@ def begun_at(draft: Path, last: Written) -> Written:
 
 @cache
 def _step_in(manifest: Path, changed: int) -> int | None:
-    """Returns the step in a manifest, or None. The result is cached, since the file may be long;
-    `changed`, its modification time, makes the cache reread a replaced file.
+    """Returns the step in a manifest, or None if it has none. The result is cached, since the file
+    may be long; `changed`, the file's modification time, makes the cache reread a replaced file.
     """
     try:
         said = json.loads(manifest.read_bytes())
@@ -130,9 +133,10 @@ def _step_in(manifest: Path, changed: int) -> int | None:
 
 
 def begin(folder: Path, name: str) -> Path:
-    """Creates an empty draft of checkpoint `name`; the draft of a dead save is removed.
+    """Creates an empty draft folder for checkpoint `name`, and returns it. A draft that a crashed
+    save left behind is removed.
 
-    Raises OSError, e.g. FileExistsError if the folder exists and no save made it.
+    Raises OSError, e.g. FileExistsError if a folder of this name exists that no save created.
     """
     draft = folder / (name + DRAFT)
     if draft.exists() and not is_draft(draft):
@@ -145,19 +149,19 @@ def begin(folder: Path, name: str) -> Path:
 
 
 def is_draft(path: Path) -> bool:
-    """Returns whether a save created this folder (or it is empty)."""
+    """Returns whether `path` is a folder with the marker file of a save, or an empty folder."""
     return path.is_dir() and ((path / MARK).is_file() or not any(path.iterdir()))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether this is the folder of a complete training checkpoint."""
+    """Returns whether `path` is the folder of a complete training checkpoint."""
     return not path.name.endswith(DRAFT) and all(
         (path / name).is_file() for name in (MANIFEST, note_of(0))
     )
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Makes `name` the latest checkpoint, atomically for readers."""
+    """Makes `name` the latest checkpoint in `folder`: replaces the pointer file atomically."""
     draft = folder / (LATEST + DRAFT)
     with draft.open("w") as stream:
         stream.write(name)
@@ -167,8 +171,8 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def settle(draft: Path, wanted: Path) -> Path:
-    """Renames a complete draft to its final name, or to a numbered one if that exists, so that no
-    checkpoint is removed before the pointer moves. Returns the path.
+    """Renames a complete draft to `wanted`, or to a numbered variant if `wanted` exists, so that no
+    checkpoint is removed before the pointer file is updated. Returns the new path.
     """
     target, number = wanted, 2
     while target.exists():
@@ -177,8 +181,8 @@ def settle(draft: Path, wanted: Path) -> Path:
 
 
 def before(checkpoint: Path) -> Path | None:
-    """Returns the newest complete checkpoint in the same folder that is older than this one, or
-    None.
+    """Returns the newest complete checkpoint in the same folder that is older than `checkpoint`, or
+    None if there is none.
     """
     manifests = [
         path
@@ -193,20 +197,25 @@ def before(checkpoint: Path) -> Path | None:
 
 
 def pointed(folder: Path) -> str | None:
-    """Returns the content of the pointer file (empty after some power losses); None without one."""
+    """Returns the content of the pointer file, the name of the latest checkpoint (may be "" after a
+    power loss); None if there is no pointer file.
+    """
     pointer = folder / LATEST
     return pointer.read_text(errors="replace").strip("\0 \n") if pointer.is_file() else None
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the complete checkpoint of the folder with the last step, or None."""
+    """Returns the complete checkpoint in `folder` with the highest step, or
+    None if there is none.
+    """
     whole = [path for path in folder.iterdir() if is_checkpoint(path)] if folder.is_dir() else []
     return max(whole, key=written_at, default=None)
 
 
 def find(folder: Path, tag: str | None) -> Path:
-    """Returns the checkpoint `tag`, or the latest. If the pointer names no complete checkpoint,
-    warns and returns the newest complete one. Raises CheckpointError if there is none.
+    """Returns the folder of checkpoint `tag`, or with `tag` None of the latest checkpoint. If the
+    pointer file names no complete checkpoint, logs a warning and returns the newest complete one.
+    Raises CheckpointError if there is no checkpoint to return or no pointer file.
     """
     whole = newest(folder)
     there = f" The newest whole one is {whole}." if whole else " There is no whole one."

@@ -1,4 +1,6 @@
-"""Saves and resumes a run's training checkpoints; the latest is always complete."""
+"""Saves and resumes a run's training checkpoints. The checkpoint marked as latest is always
+complete.
+"""
 
 import json
 import logging
@@ -34,26 +36,32 @@ class TrainedModel(Protocol):
     """
 
     def training_tensors(self) -> Iterable[ShardBox]:
-        """Yields this process's boxes of the weights, their average, and the optimizer state."""
+        """Yields this process's blocks (ShardBox) of the weights, their average and the optimizer
+        state.
+        """
 
     def described(self) -> dict[str, Any]:
         """Returns a JSON description that identifies the model.
 
-        It has "hf_config", "dtype" and "layout"; a checkpoint of another layout can be resumed.
-        With adapters it also has "adapters" and "base", the checksum of the frozen weights; with a
+        It has "hf_config", "dtype" and "layout" (the parallel layout, which may differ on resume).
+        With adapters, it also has "adapters" and "base", the checksum of the frozen weights; with a
         reference model also "reference", the checksum of its weights.
         """
 
     def counters(self) -> dict[str, int]:
-        """Returns the optimizer's progress ("adam_steps", "schedule_steps") on this process."""
+        """Returns the optimizer's step counters on this process: "adam_steps"
+        and "schedule_steps".
+        """
 
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Restores the tensors and counters of a checkpoint; see `TrainingCheckpoints.load`."""
+        """Restores the model's tensors and counters from a checkpoint; see
+        `TrainingCheckpoints.load` for the flags.
+        """
 
     def random_state(self) -> dict[str, Any]:
-        """Returns the states of the random streams that depend on the layout."""
+        """Returns the states of the random number generators that depend on the parallel layout."""
 
     def set_random_state(self, state: dict[str, Any]) -> None: ...
 
@@ -61,7 +69,7 @@ class TrainedModel(Protocol):
 class TrainingCheckpoints:
     """TrainingCheckpoints saves `models` (by name) to subfolders of `folder`, and loads them.
 
-    All processes must call each method in step.
+    All processes must call its methods in the same order.
     """
 
     def __init__(
@@ -76,9 +84,10 @@ class TrainingCheckpoints:
         warn: bool = False,
         export: Callable[[Path], None] | None = None,
     ):
-        """Keeps at most `keep` checkpoints of `keep_mb` (10^6 bytes) together. A failed write is a
-        warning with `warn`, else a CheckpointError at the next save or wait. `export` writes a
-        Hugging Face folder beside the state, or raises CheckpointError on all processes.
+        """`keep`, `keep_mb`: most checkpoints to keep, and their total size in MB (10^6 bytes).
+        `warn`: a failed write logs a warning; without it, the next save or wait raises
+        CheckpointError. `export`: writes a Hugging Face folder into the checkpoint, or raises
+        CheckpointError on all processes.
         """
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
@@ -93,8 +102,8 @@ class TrainingCheckpoints:
     def save(
         self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True
     ) -> None:
-        """Starts writing folder/`tag` (or step_<step>) after waiting for the previous save. With
-        `latest`, it becomes the checkpoint to resume from.
+        """Starts to write the checkpoint `tag` (default: step_<step>), after waiting for the
+        previous save. With `latest`, a run resumes from this checkpoint.
 
         `state`: JSON values and tensors, which must not change while they are written.
         """
@@ -132,9 +141,9 @@ class TrainingCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last save is on disk.
+        """Waits until the last save is on disk; does nothing if there is none.
 
-        If the write failed, raises CheckpointError, or warns.
+        If the write failed, raises CheckpointError or, with `warn`, logs a warning.
         """
         if self._writing is None:
             return
@@ -144,8 +153,9 @@ class TrainingCheckpoints:
             self._failed(name, errors)
 
     def leave(self) -> None:
-        """Waits for the files of a save in a single-process run, since another run may start in
-        this process. With several processes, each is about to exit.
+        """Waits until a save in progress has ended, in a single-process run: another run may start
+        in the same process. With several processes, does nothing, since each process is about to
+        exit.
         """
         if self._writing is not None and dist.get_world_size() == 1:
             self._writing[1].wait()
@@ -160,12 +170,14 @@ class TrainingCheckpoints:
         schedule: bool = True,
         random: bool = True,
     ) -> dict[str, Any]:
-        """Restores models and random streams from a checkpoint, under any layout. Returns the
-        `state` it was saved with.
+        """Restores models and random number generators from the checkpoint in `folder`, under any
+        parallel layout. Returns the `state` that was passed to `save`.
 
-        Without `strict`, weights that it lacks stay unchanged. `random` streams are restored only
-        under the same layout. Raises CheckpointError on every process if the checkpoint is of
-        another model, of an unknown format, or damaged; the message names the previous checkpoint.
+        Without `strict`, weights that the checkpoint lacks stay unchanged; without `optimizer` or
+        `schedule`, the optimizer's state or the schedule's progress is not restored. With `random`,
+        generators are restored, but only under the same layout. Raises CheckpointError on every
+        process if the checkpoint is of another model, of an unknown format, or damaged; the message
+        names the previous checkpoint.
         """
         state: dict[str, Any] = {}
         error = None
@@ -192,8 +204,8 @@ class TrainingCheckpoints:
         return state
 
     def resume(self) -> dict[str, Any] | None:
-        """Loads the checkpoint that checkpoint.resume selects. Returns its `state`, or None for a
-        new run.
+        """Loads the checkpoint that the option checkpoint.resume selects. Returns the `state` that
+        was passed to `save`, or None if a new run is to start.
         """
         if (given := self._to_resume()) is None:
             return None
@@ -203,8 +215,8 @@ class TrainingCheckpoints:
         return state
 
     def _to_resume(self) -> Path | None:
-        """Returns the checkpoint to resume, as chosen on the first process: other hosts may not see
-        a new one yet.
+        """Returns the folder of the checkpoint to resume, or None for a new run. The first process
+        chooses for all processes: other hosts may not see a new checkpoint yet.
         """
         found, error = None, ""
         if dist.get_rank() == 0:
@@ -233,7 +245,9 @@ class TrainingCheckpoints:
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
 
     def _say_resumed(self, given: Path) -> None:
-        """Logs the resumed checkpoint, and what has changed since the run that saved it."""
+        """Logs which checkpoint is resumed, and how config, inputs and code have changed since the
+        run that saved it.
+        """
         log.info("resumed from %s", given)
         before, now = (
             read_manifest(given),
@@ -252,8 +266,9 @@ class TrainingCheckpoints:
         latest: bool,
         given_up: Callable[[], bool],
     ) -> None:
-        """Completes a checkpoint that all ranks have written: writes the manifest, renames it,
-        moves the pointer, and then deletes older ones.
+        """Completes a checkpoint once all ranks have written their files: writes the manifest,
+        renames the draft `draft`, updates the pointer file, and then deletes expired checkpoints.
+        Does nothing if it is given up.
         """
         if not write_whole(draft, dist.get_world_size(), about, given_up=given_up):
             return
@@ -278,7 +293,9 @@ class TrainingCheckpoints:
             log.warning("%s", text)
 
     def _on_first(self, work: Callable[[], object]) -> str | None:
-        """Runs the work on the first process. Returns its error, or None, on all processes."""
+        """Runs `work` on the first process; a collective. Returns, on all processes, the
+        description of the OSError that it raised, or None.
+        """
         error = None
         if dist.get_rank() == 0:
             try:
@@ -326,8 +343,8 @@ def of_run(
     export: Callable[[Path], None],
     frozen: Mapping[str, int | None] | None = None,
 ) -> TrainingCheckpoints:
-    """Builds the TrainingCheckpoints for a run's config. `frozen`: checksums of the untrained
-    weights that it reads, by option.
+    """Builds the TrainingCheckpoints for a run's config. `frozen`: checksums of the model weights
+    that the run reads and does not train, by option.
     """
     chosen = config.checkpoint
     found = TrainingCheckpoints(
@@ -347,7 +364,9 @@ def of_run(
 def refuse_another(
     name: str, model: TrainedModel, manifest: dict[str, Any], config: RunConfig
 ) -> None:
-    """Raises CheckpointError if a checkpoint is of another algorithm or model."""
+    """Raises CheckpointError if a checkpoint does not fit the model `name` of this run: its
+    algorithm, model, dtype, reference or adapters differ. `manifest`: the checkpoint's manifest.
+    """
     saved = manifest["models"]
     if name not in saved:
         raise CheckpointError(
@@ -374,7 +393,9 @@ def refuse_another(
 
 
 def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if run and checkpoint differ in adapters or their frozen weights."""
+    """Raises CheckpointError if run and checkpoint differ in their adapters or in the frozen
+    weights to which the adapters belong.
+    """
     here, there = described.get("adapters"), saved.get("adapters")
     if here != there:
         raise CheckpointError(
@@ -387,7 +408,9 @@ def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any
 
 
 def _refuse_another_reference(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if run and checkpoint have reference models with different weights."""
+    """Raises CheckpointError if the reference models of run and checkpoint have
+    different weights.
+    """
     here, there = described.get("reference"), saved.get("reference")
     if None not in (here, there) and here != there:
         raise CheckpointError(

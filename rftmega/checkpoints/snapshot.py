@@ -1,5 +1,5 @@
-"""Host copies of the tensors that a process saves, so that training continues while they are
-written.
+"""Copies the tensors that a process saves to host memory, so that training continues while the
+copies are written.
 """
 
 import math
@@ -19,13 +19,15 @@ COPIERS = 2
 
 
 class Snapshot(NamedTuple):
-    """Snapshot holds copied boxes as (key, offset, box), and the shapes of their whole tensors."""
+    """Snapshot holds copied blocks (boxes) of tensors as (key, offset, elements), and the shapes of
+    the whole tensors by key.
+    """
 
     boxes: Sequence[tuple[str, tuple[int, ...], Tensor]]
     shapes: dict[str, tuple[int, ...]]
 
     def beside(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
-        """Returns the snapshot with additional whole tensors."""
+        """Returns the snapshot with `tensors` added as whole tensors."""
         boxes = [(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
         return Snapshot(
             [*self.boxes, *boxes],
@@ -34,13 +36,14 @@ class Snapshot(NamedTuple):
 
 
 class HostCopies:
-    """HostCopies owns the host memory of one snapshot, which the next one reuses."""
+    """HostCopies owns the host memory of a snapshot; the next snapshot reuses the same memory."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, held: Iterable[tuple[str, ShardBox]]) -> Snapshot:
-        """Copies the boxes that this process writes, given as (prefix of the key, box).
+        """Copies the blocks that this process writes (`ShardBox.written`) to host memory. `held`:
+        (prefix of the key, block) of all blocks on this process.
 
         Overwrites the previous snapshot.
         """

@@ -1,5 +1,5 @@
-"""Splits a state into JSON for the checkpoint's manifest and tensors for its files, and merges it
-again.
+"""Splits a training state into JSON for the checkpoint's manifest and tensors for its files, and
+merges both again.
 """
 
 import math
@@ -17,8 +17,8 @@ Tensors = dict[str, list[Tensor]]
 
 
 def taken_apart(state: Any) -> tuple[Any, Tensors]:
-    """Splits a state into JSON (dicts, lists) and its tensors. All tensors of one dtype share a
-    key, since there may be very many.
+    """Splits a state into JSON (dicts, lists, values) and its tensors by key. All tensors of one
+    dtype share a key, since there may be very many tensors.
     """
     tensors: Tensors = {}
     ends: dict[str, int] = {}
@@ -38,7 +38,7 @@ def taken_apart(state: Any) -> tuple[Any, Tensors]:
 
 
 def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Concatenates the tensors of each key. Returns a host copy [n] by key."""
+    """Concatenates the tensors of each key on the host. Returns one flat tensor [n] by key."""
     return {
         key: torch.cat([each.detach().cpu().flatten() for each in parts])
         for key, parts in tensors.items()
@@ -46,7 +46,9 @@ def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
 
 
 def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
-    """Returns the state that `taken_apart` split; `read` returns the joined tensor of a key."""
+    """Returns the state that `taken_apart` split into `said` (the JSON) and tensors; `read` returns
+    the joined tensor of a key.
+    """
     read = cache(read)
 
     def put(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Files of a training checkpoint: each process writes its own, and the first one the manifest when
-all are complete.
+"""Files of a training checkpoint: each process writes its own files; the first process writes the
+manifest when all are complete.
 
-manifest.json         written last: step, states, config, all pieces with checksums, its own seal
-__<rank>_0.distcp     the pieces that this rank wrote, in torch.distributed.checkpoint's format
-rank_<rank>.json      the list of these pieces, and the states of the rank's random streams
+manifest.json         written last: step, states, config, all blocks of tensors with checksums
+__<rank>_0.distcp     the blocks that this rank wrote, in torch.distributed.checkpoint's format
+rank_<rank>.json      the list of these blocks, and the states of the rank's random streams
 """
 
 import hashlib
@@ -43,8 +43,10 @@ def write_rank(
     beside: Tensors | None,
     rest: Callable[[float], object],
 ) -> None:
-    """Writes this rank's files, with the additional tensors `beside` the models'; the note is
-    written last. Between boxes it calls `rest` with a number of seconds to leave to training.
+    """Writes the files of rank `rank`: the blocks of `snapshot` and the additional tensors
+    `beside`, then rank_<rank>.json with `random`, the states of the random number generators.
+    Between blocks it calls `rest` with a number of seconds to pause, so that training is not
+    slowed.
     """
     snapshot = snapshot.beside(joined(beside or {}))
     boxes = _with_rests(snapshot.boxes, rest)
@@ -58,8 +60,8 @@ def write_rank(
 
 
 def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iterator[Boxed]:
-    """Yields the boxes with pauses between them: disk writes slow a step, so they are spread over
-    several steps.
+    """Yields the blocks (boxes) and pauses after each: disk writes slow a training step, so the
+    writes are distributed over several steps.
     """
     for box in boxes:
         begin = time.perf_counter()
@@ -70,9 +72,10 @@ def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iter
 def write_whole(
     folder: Path, ranks: int, about: dict[str, Any], *, given_up: Callable[[], bool]
 ) -> bool:
-    """Waits for the notes of all ranks, then writes the manifest, with `about` in it.
+    """Waits until all `ranks` ranks have written their files, then writes the manifest, which
+    includes `about`.
 
-    Returns False if it was given up.
+    Returns True when the manifest is written, False if `given_up` returned True before.
     """
     notes = [folder / note_of(rank) for rank in range(ranks)]
     while not all(note.is_file() for note in notes):
@@ -95,7 +98,8 @@ def write_whole(
 class TrainingReader(Reader):
     """TrainingReader reads a complete training checkpoint.
 
-    Raises CheckpointError if the folder is none, or its manifest is damaged or of an old format.
+    Raises CheckpointError if the folder contains no training checkpoint, or its manifest is damaged
+    or of an old format.
     """
 
     def __init__(self, folder: Path):
@@ -113,18 +117,18 @@ class TrainingReader(Reader):
             )
 
     def whole(self, key: str) -> Tensor:
-        """Returns a tensor that one rank wrote as a whole.
+        """Returns the tensor `key`, which one rank wrote as a whole.
 
-        Raises CheckpointError if it is damaged.
+        Raises CheckpointError if the tensor is damaged.
         """
         tensor = torch.empty(tuple(self.manifest["shapes"][key]), dtype=self.dtype_of(key))
         self.fill(tensor, key, (0,) * tensor.dim())
         return tensor
 
     def random_of(self, rank: int) -> dict[str, Any]:
-        """Returns the states of a rank's random streams.
+        """Returns the saved states of the random number generators of rank `rank`.
 
-        Raises CheckpointError if its file is damaged.
+        Raises CheckpointError if the rank's file is damaged.
         """
         name = note_of(rank)
         said: dict[str, Any] = json.loads(
@@ -134,7 +138,9 @@ class TrainingReader(Reader):
 
 
 class StoredModel:
-    """StoredModel reads one model of a training checkpoint, by the keys of its ShardBoxes."""
+    """StoredModel reads one model of a training checkpoint. Tensors are identified by the keys of
+    their ShardBoxes.
+    """
 
     def __init__(self, reader: TrainingReader, name: str):
         self.reader, self.name = reader, name
@@ -144,13 +150,15 @@ class StoredModel:
         return f"{self.name}/{key}" in self.reader
 
     def holds(self, kind: str) -> bool:
-        """Returns whether the checkpoint has tensors of the model whose keys begin with `kind`."""
+        """Returns whether the checkpoint has tensors of the model whose keys begin with "<kind>/",
+        e.g. an average of the weights.
+        """
         return any(key.startswith(f"{self.name}/{kind}/") for key in self.reader.stored)
 
     def fill(self, boxes: Iterable[ShardBox]) -> None:
-        """Reads boxes into their tensors.
+        """Reads the blocks `boxes` from the checkpoint into their tensors.
 
-        Raises CheckpointError if one is missing, has another shape, or is damaged.
+        Raises CheckpointError if a block is missing, has another shape, or is damaged.
         """
         with ThreadPoolExecutor(READERS) as pool:
             for _ in pool.map(self._fill, boxes):

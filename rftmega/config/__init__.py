@@ -1,6 +1,6 @@
-"""Options of a run: schema, loading and explanations; `validation` checks them.
+"""Options of a run: schema, loading and checks; the subpackage `validation` finds conflicts.
 
-Importing this is cheap: no torch, no Megatron.
+Importing this package is fast: it imports neither torch nor Megatron.
 """
 
 from rftmega.config.config_diff import changes

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 def address_of(text: str) -> str:
     """Returns the canonical form of a server's address: `http://h:1/` becomes `http://h:1`.
 
-    Raises ValueError if it is invalid.
+    Raises ValueError if the address is invalid.
     """
     parts = urlsplit(text)
     host, port = parts.hostname, parts.port  # ValueError if it is not a number

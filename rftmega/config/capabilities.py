@@ -1,7 +1,7 @@
 """Capabilities of backends and engines.
 
-Checks, planner and placement ask for a capability instead of comparing names, so that a new backend or
-engine is described here and in its own module only.
+Checks, planner and placement ask for a capability instead of comparing names, so that a new backend
+or engine is described only here and in its own module.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ from rftmega.config.schema import RolloutConfig, RunConfig
 class BackendTraits:
     """Capabilities of a training backend.
 
-    module, name: where its class is. any_decoder: builds every decoder of transformers, without a
-    conversion table. layouts: supports pipeline, context and expert parallelism and Megatron's
-    options of them. frees_gradients: holds gradients during the update only. optimizers: supports
-    optimizers and optimizer dtypes other than Adam in float32. base_on_host: can keep a frozen
-    base on the host. router_replay: takes expert routes. names_linear: knows which modules an FP8
-    engine must not quantize.
+    module, name: module and name of the backend's class. any_decoder: trains every decoder that
+    transformers supports, without a conversion table. layouts: supports pipeline, context and
+    expert parallelism and the related Megatron options. frees_gradients: holds gradients only
+    during the update. optimizers: supports optimizers other than Adam and optimizer states other
+    than float32. base_on_host: can keep the frozen weights on the host in int8
+    (model.lora.base_on_host). router_replay: accepts recorded expert routes. names_linear: knows
+    which modules an FP8 engine must not quantize.
     """
 
     module: str
@@ -37,12 +38,12 @@ class EngineTraits:
     """Capabilities of a rollout engine.
 
     colocated: runs in the trainer's processes. served: runs as servers. started_here: this package
-    can start it. has_model: samples from weights, rather than a script. side_by_side: generates
-    several completions at once, and continues interrupted ones. split: runs tensor-parallel over
-    processes, restarts without the trainer, and has options for its memory. serves_adapters: takes
-    LoRA adapters without merging. returns_routes: returns the experts of each token. quantizes:
-    computes with FP8 or int8 weights. broadcasts: joins one process group with the trainer for
-    weights over the network, where others take messages.
+    can start it. has_model: samples from a model's weights, not from a script. side_by_side:
+    generates several completions at once, and continues interrupted completions. split: runs
+    tensor-parallel over processes, restarts without the trainer, and has options for its memory.
+    serves_adapters: takes LoRA adapters without merging. returns_routes: returns the experts of
+    each token. quantizes: computes with FP8 or int8 weights. broadcasts: receives weights over the
+    network by joining a process group with the trainer, instead of by messages.
     """
 
     colocated: bool = True
@@ -82,10 +83,14 @@ ENGINES = {
 
 
 def backend_of(config: RunConfig) -> BackendTraits:
-    """Returns the backend's capabilities; Megatron's for an unknown name, which other checks report."""
+    """Returns the capabilities of the run's backend; Megatron's for an unknown name, which other
+    checks report.
+    """
     return BACKENDS.get(config.backend, BACKENDS["megatron"])
 
 
 def engine_of(rollout: RolloutConfig) -> EngineTraits:
-    """Returns the engine's capabilities; the defaults for an unknown name, which other checks report."""
+    """Returns the capabilities of the rollout engine; the defaults for an unknown name, which other
+    checks report.
+    """
     return ENGINES.get(rollout.engine, EngineTraits())

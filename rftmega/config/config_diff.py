@@ -12,10 +12,12 @@ NOTHING = "(nothing)"
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns one line "name: old -> new" per option that differs between two trees of options.
+    """Returns one line "name: old -> new" per option that differs between two trees of options,
+    `before` and `now`.
 
-    One of them may have gone through JSON. An option that only one side knows is (nothing) on the
-    other. Values that the critic takes from the policy are not listed twice.
+    Either tree may have been stored as JSON. An option that only one tree has is shown as (nothing)
+    for the other tree. A change of a policy option is not repeated for the critic's option that
+    defaults to it.
     """
     olds, news = _leaves(before), _leaves(now)
     pairs = {name: (olds.get(name, NOTHING), news.get(name, NOTHING)) for name in {**news, **olds}}
@@ -28,7 +30,9 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, str]:
-    """Returns the options by name, as text, without secrets that an older version may have stored."""
+    """Returns dotted name -> value as text for all options, without secrets that an older version
+    may have stored.
+    """
     known = {
         name: stored(value, hint_of(name))
         for name, value in flatten(tree).items()
@@ -42,6 +46,8 @@ def _leaves(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _the_policys(name: str) -> str:
-    """Returns the policy's option that is the default of a critic's option; "" for all others."""
+    """Returns the policy option that is the default of the critic option `name`; "" if `name` is
+    not such an option.
+    """
     own = name.removeprefix("critic.")
     return own if own != name and own.startswith(AS_THE_POLICY) else ""

@@ -1,4 +1,4 @@
-"""Reads the YAML files of a config: the given one and its bases."""
+"""Reads the YAML files of a config: the given file and the files that it names as `base`."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -14,17 +14,19 @@ Given = str | Path | Mapping[str, Any]
 
 
 class Layer(NamedTuple):
-    """Layer is one file of a config: its folder, and its sections of options."""
+    """Layer is one file of a config: `folder`, the file's folder, and `tree`, its sections of
+    options.
+    """
 
     folder: Path
     tree: dict[str, Any]
 
 
 class StrictLoader(yaml.SafeLoader):
-    """StrictLoader reads YAML and rejects a key that occurs twice in a mapping."""
+    """StrictLoader reads YAML and rejects a mapping in which a key occurs twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Raises a YAML error with the line of the second occurrence."""
+        """Returns the mapping; raises a YAML error with the line of a key's second occurrence."""
         seen: list[Any] = []
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
@@ -37,10 +39,10 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Returns the single document of a text.
+    """Returns the content of a YAML text with a single document.
 
-    Raises a YAML error; ValueError for an invalid date or number, and for a value that contains
-    itself.
+    Raises a YAML error for invalid YAML; ValueError for an invalid date or number, and for a value
+    that contains itself or is too large.
     """
     loader = StrictLoader(text)
     try:
@@ -79,13 +81,15 @@ def layers_of(given: Given) -> list[Layer]:
     """Returns the layers of a config, base first. A dictionary is treated as a file in the working
     directory.
 
-    Raises ConfigError for unreadable files.
+    Raises ConfigError for a file that cannot be read.
     """
     return list(_layers(Path() if isinstance(given, Mapping) else Path(given), given))
 
 
 def _layers(path: Path, given: Given, below: tuple[Path, ...] = ()) -> Iterator[Layer]:
-    """Yields the layers of a file; `below`: the files that named it as base."""
+    """Yields the layers of a file, base first; `below`: the files whose chain of `base` led to this
+    file.
+    """
     is_file = not isinstance(given, Mapping)
     if is_file and path.resolve() in below:
         raise ConfigError(

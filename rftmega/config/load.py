@@ -1,6 +1,6 @@
 """Loads a run's config: YAML file + dotted overrides -> RunConfig.
 
-Problems of all options are collected before one error is raised.
+The problems of all options are collected and raised as a single error.
 """
 
 import contextlib
@@ -60,9 +60,9 @@ MEANT = {
 
 
 def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
-    """Splits "a.b=value" into ("a.b", value), the value parsed as YAML if possible.
+    """Splits "a.b=value" into ("a.b", value), with the value parsed as YAML if possible.
 
-    Raises ConfigError without "=".
+    Raises ConfigError if there is no "=".
     """
     name, equals, value = text.partition("=")
     name = name.strip()
@@ -88,7 +88,7 @@ def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
 def load(config: Given, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads `config`, a file or the equivalent dictionary, and the file that it names as its
     `base`, applies `overrides` on top, and fills in the defaults. Relative paths are relative to
-    the working directory, wherever they are written (`config.paths`).
+    the working directory, not to the file that contains them (`config.paths`).
 
     The policy's layout and optimizer options are also the critic's defaults. If a file or override
     selects another type of a component than a lower layer, the lower layer's options of that
@@ -132,12 +132,14 @@ def load(config: Given, overrides: Sequence[str] = ()) -> RunConfig:
 
 @lru_cache(32)
 def _defaults(chosen: tuple[tuple[str, str], ...], plugins: Plugins) -> Any:
-    """Returns all options with their defaults; making them takes five times as long as a copy."""
+    """Returns the config with the defaults of all options. Callers copy the cached result, which is
+    five times as fast as building it again.
+    """
     return OmegaConf.structured(merged_schema(dict(chosen), plugins))
 
 
 def _put(config: Any, name: str, value: Any, plugins: Plugins) -> str:
-    """Sets an option. Returns the reason if the value is invalid; otherwise ""."""
+    """Sets the option `name` in `config`. Returns the reason if the value is invalid; otherwise ""."""
     if _too_large(value):
         return f"{name} holds a whole number of more than 300 digits. Give a smaller one."
     if value == MISSING:
@@ -150,7 +152,9 @@ def _put(config: Any, name: str, value: Any, plugins: Plugins) -> str:
 
 
 def _unresolved(config: Any, name: str, value: Any, plugins: Plugins) -> str:
-    """Returns the reason why a value's references (${...}) cannot be resolved; "" if they can."""
+    """Returns the reason why references (${...}) in the value of `name` cannot be resolved; "" if
+    all can be resolved.
+    """
     try:
         found = OmegaConf.select(config, name)
         if OmegaConf.is_config(found):
@@ -163,7 +167,9 @@ def _unresolved(config: Any, name: str, value: Any, plugins: Plugins) -> str:
 
 
 def _too_large(value: Any) -> bool:
-    """Returns whether an integer, or one within a list or a dictionary, is larger than any float."""
+    """Returns whether a value is, or contains in lists or dictionaries, an integer larger than any
+    float.
+    """
     if isinstance(value, Mapping):
         return any(map(_too_large, (*value.keys(), *value.values())))
     if isinstance(value, list | tuple | set):
@@ -177,7 +183,7 @@ def _is_missing(config: Any, name: str) -> bool:
 
 
 def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Sets the options whose defaults depend on other options."""
+    """Sets the options whose defaults depend on other options, except those in `given`."""
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
@@ -188,13 +194,13 @@ def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> Non
 
 
 def _layers(config: Given) -> list[dict[str, Any]]:
-    """Returns the dotted options of a config's files, base first."""
+    """Returns each file of a config as dotted name -> value, base first."""
     return [flatten(layer.tree) for layer in layers_of(config)]
 
 
 def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Returns option -> complaint for files that do not exist but would if paths were relative to
-    the YAML file that sets the option or, for overrides, to the config file.
+    """Returns option -> complaint for each path that does not exist in the working directory but
+    does exist relative to the YAML file that sets the option or, for overrides, to the config file.
     """
     found: dict[str, str] = {}
     *below, last = layers_of(config)
@@ -207,7 +213,8 @@ def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
-    """Returns the classes of the user-defined components that a config names.
+    """Returns the classes of the user-defined components in the files that a config's `plugins`
+    names.
 
     Raises ConfigError as `load` does.
     """
@@ -217,7 +224,9 @@ def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
 def _chosen_parts(
     given: dict[str, Any], plugins: Plugins
 ) -> tuple[dict[str, str], dict[str, Any], list[str]]:
-    """Returns (union -> type, the options without those of unknown types, problems)."""
+    """Returns union name -> chosen type, the options without options of unknown types, and a list
+    of problems.
+    """
     chosen, problems = {}, []
     for name, known in unions(plugins).items():
         chosen[name] = str(given.get(f"{name}.type", default_type(name)))
@@ -233,7 +242,9 @@ def _chosen_parts(
 
 
 def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins) -> str:
-    """Returns the reason why an option does not exist; "" if it does."""
+    """Returns the reason why the option `name` does not exist for the chosen components; "" if it
+    exists.
+    """
     known, section = options(plugins), name.rpartition(".")[0]
     # a dictionary's keys are the user's
     if name not in known and get_origin(known.get(section)) is not dict:
@@ -251,12 +262,14 @@ def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins)
 
 
 def _union_of(name: str, chosen: Mapping[str, str]) -> str:
-    """Returns the union that contains an option, also within its sections; "" if none does."""
+    """Returns the name of the union that contains an option, directly or within a section; "" if
+    the option is not in a union.
+    """
     return next((union for union in chosen if name.startswith(f"{union}.")), "")
 
 
 def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
-    """Returns the classes in the files that `plugins` names.
+    """Returns the classes of the components in the files that the option `plugins` names.
 
     Raises ConfigError as `plugin_parts` does.
     """
@@ -267,8 +280,8 @@ def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
 
 
 def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
-    """Returns a layer with components given as a whole split into dotted options; a plain text is
-    the component's type.
+    """Returns a layer in which components given as a dictionary are split into dotted options; a
+    component given as text becomes the component's `type`.
     """
     parts, found = {*unions(plugins), "reward.custom"}, dict[str, Any]()
     for name, value in layer.items():
@@ -283,9 +296,10 @@ def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
 
 
 def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
-    """Returns the options of all layers; later layers win.
+    """Returns the options of all layers; a later layer overrides earlier ones.
 
-    A layer that selects another type of a component discards the earlier options of it.
+    A layer that selects another type of a component discards the component's options from earlier
+    layers.
     """
     found: dict[str, Any] = {}
     for layer in layers:
@@ -302,8 +316,8 @@ def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any
 
 
 def _judged_otherwise(config: Any) -> bool:
-    """Returns whether another component judges correctness, so that exact_match would count the
-    same twice.
+    """Returns whether a component other than exact_match judges correctness, so that exact_match
+    would count correctness twice.
     """
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
     parts = (*JUDGES, "functions")
@@ -321,8 +335,8 @@ def _compares_with_labels(config: Any) -> bool:
 
 
 def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
-    """Requires no labels, and uses the first function to judge correctness in evaluation, unless
-    given otherwise.
+    """Sets data.label_key to empty, and uses the first reward function to measure accuracy in
+    evaluation, unless `given` sets these options.
     """
     if "data.label_key" not in given:
         config.data.label_key = ""
@@ -331,8 +345,8 @@ def _judge_by_functions(config: Any, given: Mapping[str, Any]) -> None:
 
 
 def recipe(name: str) -> list[dict[str, Any]]:
-    """Returns the layers of dotted options of a recipe; none for "". Raises ConfigError for an
-    unknown name.
+    """Returns the layers of a recipe as dotted options, base first; an empty list for "". Raises
+    ConfigError for an unknown name.
 
     `name`: a recipe in rftmega/config/recipes, or the path of a YAML file.
     """
@@ -351,9 +365,10 @@ def recipe(name: str) -> list[dict[str, Any]]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
-    """Flattens {"a": {"b": 1}} to {"a.b": 1}; an option that is a dictionary itself stays whole.
+    """Flattens {"a": {"b": 1}} to {"a.b": 1}; the value of an option whose type is a dictionary is
+    not flattened.
 
-    A section without options is skipped. Raises ConfigError for endlessly nested sections (an
+    A section whose value is None is skipped. Raises ConfigError for endlessly nested sections (an
     anchor that contains itself).
     """
     flat: dict[str, Any] = {}

@@ -17,7 +17,9 @@ MOST_NAMED = 3  # in an error
 
 
 class TheirNames(NamedTuple):
-    """TheirNames is one row of a table: option names of another system, and their counterpart here."""
+    """TheirNames is one row of a table in the documentation: names of an option in another
+    framework, `system`, and the text on its counterpart in this project, `here`.
+    """
 
     system: str
     names: tuple[str, ...]
@@ -47,7 +49,9 @@ def _theirs(name: str, elsewhere: Sequence[TheirNames]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> str:
-    """Returns the option with the most similar name, part by part; "" if none is similar."""
+    """Returns the option of `known` with the most similar name, comparing part by part; "" if none
+    is similar.
+    """
     parts = name.split(".")
     best, found = 0.0, ""
     for option in known:
@@ -61,8 +65,8 @@ def closest(name: str, known: Sequence[str]) -> str:
 
 
 def _alike(a: str, b: str) -> float:
-    """Returns the similarity of two parts from 0 to 1; 0 if they differ in more than one letter and
-    are less similar than CLOSE.
+    """Returns the similarity of two parts of dotted names, from 0 to 1; 0 if they differ in more
+    than one letter and their similarity is below CLOSE.
     """
     matcher = difflib.SequenceMatcher(None, a, b)
     same = sum(block.size for block in matcher.get_matching_blocks())
@@ -71,8 +75,8 @@ def _alike(a: str, b: str) -> float:
 
 
 def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
-    """Returns the table rows with this name; without `whole`, rows with a name that ends in its
-    last part.
+    """Returns at most MOST_NAMED table rows of other frameworks' options with the name `name`. With
+    `whole` False, returns rows with a name whose last part equals the last part of `name`.
     """
     name = name.removeprefix(PREFIX)
     leaf = name.rpartition(".")[2]
@@ -84,7 +88,7 @@ def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
 
 @cache
 def rows() -> tuple[TheirNames, ...]:
-    """Returns the rows of the documentation's tables."""
+    """Returns the rows of the tables in the documentation's page from_other_systems.md."""
     found, system = [], ""
     for line in TABLES.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -96,12 +100,14 @@ def rows() -> tuple[TheirNames, ...]:
 
 
 def _names(cell: str) -> tuple[str, ...]:
-    """Returns the option names in a cell, without dashes and values: of `--max_epochs`, `beta=0.1`."""
+    """Returns the option names in a table cell, without dashes and values: from `--max_epochs`,
+    `beta=0.1`.
+    """
     quoted = re.findall(r"`([^`]+)`", cell)
     bare = (text.lstrip("-").partition("=")[0].partition(" ")[0] for text in quoted)
     return tuple(name.removeprefix(PREFIX) for name in bare)
 
 
 def _plain(cell: str) -> str:
-    """Returns a cell as text without the markup of links and code."""
+    """Returns a table cell as text without the markup of links and code."""
     return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", cell).replace("`", "")

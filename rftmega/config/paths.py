@@ -1,5 +1,5 @@
 """Options that name files and folders, and their common rule: relative paths are relative to the
-directory that the run is started in, wherever they are written.
+directory in which the run is started, not to the file that contains them.
 
 Only the `base` of a YAML file, which is not an option, is relative to that file's own folder.
 """
@@ -15,7 +15,7 @@ TEXT_FILES = (".txt", ".md")  # suffixes of a judge template that is a file
 
 
 def is_recipe_path(name: str) -> bool:
-    """Returns whether algorithm.recipe is a file's path instead of a recipe's name."""
+    """Returns whether a value of algorithm.recipe is a file's path instead of a recipe's name."""
     return name.endswith((".yaml", ".yml")) or "/" in name
 
 
@@ -77,8 +77,8 @@ WRITTEN = (
 
 
 def misplaced(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Returns option -> complaint for files that do not exist but would if paths were relative to
-    `folder`, that of the YAML file.
+    """Returns option -> complaint for each path that does not exist in the working directory but
+    does exist relative to `folder`, the folder of the YAML file.
     """
     return {
         name: reason

@@ -1,5 +1,5 @@
-"""Pickles a RunConfig as its options, because classes from plugins exist only where the plugins
-were loaded.
+"""Pickles a RunConfig as a dictionary of options, because classes from plugins exist only in
+processes that have loaded the plugins.
 """
 
 import copyreg
@@ -12,7 +12,7 @@ from rftmega.config.tree import built
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config for nested dictionaries, as returned by `asdict`.
+    """Returns the config with the values of nested dictionaries, as returned by `asdict`.
 
     Loads the plugins' files again.
     """

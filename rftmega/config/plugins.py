@@ -15,10 +15,10 @@ from rftmega.core.errors import ConfigError
 
 
 def plugin_parts(paths: Sequence[str]) -> tuple[type, ...]:
-    """Returns the option dataclasses of all components in the files.
+    """Returns the option dataclasses of all components in the files `paths`.
 
     Raises ConfigError for a file that is missing or broken, and for a component that has no
-    function, or the name of another.
+    implementation, or the same type name as another component of its kind.
     """
     found: list[type] = []
     for path in dict.fromkeys(str(Path(path).resolve()) for path in paths):

@@ -1,4 +1,4 @@
-"""Decides whether a weight sync sends LoRA adapters by themselves or merged weights."""
+"""Decides whether a weight sync sends LoRA adapters separately or merged into the weights."""
 
 from pathlib import Path
 
@@ -16,14 +16,18 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def served_rank(config: RunConfig) -> int:
-    """Returns the rank of the adapters that engines get unmerged; 0 if they get merged weights."""
+    """Returns the rank of the adapters that are sent to engines unmerged; 0 if engines get merged
+    weights.
+    """
     lora = config.model.lora
     as_such = lora.push == "adapters" or (lora.push == "auto" and not why_merged(config))
     return lora.rank if as_such else 0
 
 
 def why_merged(config: RunConfig) -> str:
-    """Returns why engines need merged weights in this run; "" if they can take the adapters."""
+    """Returns the reason why engines need merged weights in this run; "" if they can take the
+    adapters separately.
+    """
     rollout, lora = config.rollout, config.model.lora
     if not engine_of(rollout).serves_adapters:
         return f"rollout.engine={rollout.engine} takes merged weights"

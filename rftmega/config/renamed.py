@@ -1,7 +1,4 @@
-"""Former names of options.
-
-A former name is rejected with a message that states the current one.
-"""
+"""Former names of options, which are rejected with a message that states the current name."""
 
 RENAMED = {
     "algorithm.scale_by_std": "algorithm.advantage.scale_by_std",
@@ -52,9 +49,9 @@ RENAMED_TYPES = {  # (option, former value) -> value
 
 
 def renamed(name: str, value: object) -> str:
-    """Returns the error message for a former name, with its replacement.
+    """Returns the error message for a former option name, with its replacement.
 
-    "" for a name that never changed.
+    Returns "" for a name that was never renamed.
     """
     section, _, last = name.rpartition(".")
     if section == "rollout" and last in TRUNCATING:

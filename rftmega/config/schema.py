@@ -1,4 +1,4 @@
-"""Schema of all options: type, default and meaning of each.
+"""Schema of all options: the type, default and meaning of each option.
 
 `train_rl.py --help` prints this file's docstrings.
 """
@@ -192,7 +192,9 @@ class OptimizerConfig:
     """
 
     def shards_states(self, copies: int) -> bool:
-        """Returns whether `copies` processes with the same parameters shard the optimizer states."""
+        """Returns whether optimizer states are sharded over `copies` processes that hold the same
+        parameters.
+        """
         return self.distributed and self.name == "adam" and copies > 1
 
 
@@ -469,7 +471,7 @@ class DataConfig:
 
     @property
     def held_out(self) -> dict[str, str]:
-        """Returns name -> evaluation set; that of data.eval has the name ""."""
+        """Returns name -> source of each evaluation set; the set of data.eval has the name ""."""
         return ({"": self.eval} if self.eval else {}) | self.evals
 
 
@@ -661,24 +663,24 @@ class RewardConfig:
 
     @staticmethod
     def built_in() -> tuple[str, ...]:
-        """Returns the built-in components, which are options with a weight."""
+        """Returns the names of the built-in components, each of which is an option with a weight."""
         return ("exact_match", "format", "math", "multiple_choice", "code", "remote", "judge")
 
     def parts(self) -> tuple[str, ...]:
-        """Returns the names of all components, user-defined ones last."""
+        """Returns the names of all reward components, user-defined ones last."""
         return (*self.built_in(), *self.function_names(), *self.custom)
 
     def function_names(self) -> list[str]:
-        """Returns the names of reward.functions, under which their scores are reported."""
+        """Returns the names under which the scores of reward.functions are reported."""
         return [name_of(reference) for reference in self.functions]
 
     @property
     def reads_columns(self) -> bool:
-        """Returns whether any component reads the columns of the data set."""
+        """Returns whether any reward component reads the columns of the data set."""
         return bool(self.functions or self.custom or "judge" in self.used())
 
     def weights(self) -> dict[str, float]:
-        """Returns the weight of each component if there is no recipe."""
+        """Returns component -> weight for a config without reward.recipe."""
         own = {name: part.weight for name, part in self.custom.items()}
         functions = zip(
             self.function_names(),
@@ -688,12 +690,14 @@ class RewardConfig:
         return {name: getattr(self, name) for name in self.built_in()} | dict(functions) | own
 
     def used(self) -> set[str]:
-        """Returns the components used for any prompt."""
+        """Returns the names of the components with a weight for at least one task type."""
         weights = self.recipe.values() if self.recipe else [self.weights()]
         return {name for given in weights for name, weight in given.items() if weight}
 
     def in_every_completion(self) -> set[str]:
-        """Returns the components used for every prompt, whatever its task type."""
+        """Returns the names of the components that score every completion, whatever its prompt's
+        task type.
+        """
         kinds = [
             {name for name, weight in given.items() if weight} for given in self.recipe.values()
         ] or [self.used()]
@@ -979,12 +983,12 @@ class RunConfig:
 
     @property
     def reads_columns(self) -> bool:
-        """Returns whether a reward or the environment reads the columns of the data set."""
+        """Returns whether a reward component or the environment reads the columns of the data set."""
         return self.reward.reads_columns or self.environment.type != "single_turn"
 
     @property
     def exported(self) -> str:
-        """Returns the folder of the exported model."""
+        """Returns the folder to which the trained model is exported."""
         name = "reward_model" if self.algorithm.task == "reward_model" else "policy"
         return f"{self.trainer.output}/{name}"
 
@@ -1000,8 +1004,9 @@ class RunConfig:
 
     @property
     def late_scoring(self) -> bool:
-        """Returns whether the update's own forward pass can compute the old log-probs: nothing
-        needs them earlier, and there is a single update, which computes the same as a scoring pass.
+        """Returns whether the update's own forward pass can compute the old log-probs. This
+        requires that nothing needs them earlier, and that the run takes a single update per
+        rollout, whose forward pass equals a scoring pass.
         """
         chosen = self.algorithm
         one_update = chosen.steps_per_rollout == 1 and not chosen.replay.max_age

@@ -1,8 +1,8 @@
 """Options that hold secrets, which are left out of stored or published configs and of error
 messages.
 
-A field's marker identifies them (`options.secrecy`). References such as ${oc.env:NAME} are stored
-as written, and URLs without user, password and query.
+A marker in a field's annotation identifies these options (`options.secrecy`). References such as
+${oc.env:NAME} are stored as written, and URLs without user, password and query.
 """
 
 import re
@@ -26,19 +26,21 @@ REFERENCE = re.compile(r"\$\{(oc\.env:)?[\w.]+\}")
 
 
 def without_secrets(config: RunConfig) -> dict[str, Any]:
-    """Returns the options as nested dictionaries, without secrets."""
+    """Returns the options of a config as nested dictionaries, without secrets."""
     return _section(config)
 
 
 def shown(name: str, value: Any, plugins: Plugins = ()) -> str:
-    """Returns "name=value" for error messages; the name alone if the option holds secrets."""
+    """Returns "name=value" for error messages; only the name if the option holds secrets."""
     if holds_secrets(name, plugins) and not isinstance(value, bool | int | float):
         return name
     return f"{name}={stored(value)}"
 
 
 def stored(value: Any, hint: Any = None) -> Any:
-    """Returns the storable form of an option's value; `hint`: its annotation."""
+    """Returns the form of an option's value in which it may be stored; `hint`: the annotation of
+    the option's field.
+    """
     if (mark := _mark(hint)) is not None and value:
         return _hidden(value, mark)
     if isinstance(value, Interpolated):
@@ -54,8 +56,8 @@ def stored(value: Any, hint: Any = None) -> Any:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a URL without user, password and query; other text without users and passwords in the
-    URLs that it contains.
+    """Returns a URL without user, password and query. For other text, removes users and passwords
+    from the URLs in the text.
     """
     if ADDRESS.fullmatch(text):
         text, asked, _ = text.partition("?")
@@ -69,21 +71,21 @@ def has_credentials(address: str) -> bool:
 
 
 def hint_of(name: str, plugins: Plugins = ()) -> Any:
-    """Returns the annotation of a dotted option; None if it does not exist."""
+    """Returns the annotation of a dotted option; None if the option does not exist."""
     return _hints(plugins).get(name)
 
 
 @cache
 def holds_secrets(name: str, plugins: Plugins = ()) -> bool:
-    """Returns whether a dotted option holds secrets, or lies within one that does."""
+    """Returns whether a dotted option holds secrets, or is part of an option that holds secrets."""
     parts = name.replace("[", ".").split(".")
     above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return any(_bears(hint) for each in above if (hint := hint_of(each, plugins)) is not None)
 
 
 def interpolated(written: Any, resolved: Any) -> Any:
-    """Returns `resolved` with its references marked by how they are `written`; both are the same
-    tree.
+    """Returns the tree `resolved` with each text that came from a reference (${...}) as an
+    Interpolated, which knows how it was `written`; both trees have the same structure.
     """
     if isinstance(resolved, dict) and isinstance(written, dict):
         return {name: interpolated(written.get(name), each) for name, each in resolved.items()}
@@ -97,8 +99,8 @@ def interpolated(written: Any, resolved: Any) -> Any:
 
 
 def resolved(tree: dict[str, Any], name: str) -> str:
-    """Returns an option of a stored config with its variables resolved; as written if one is not
-    set.
+    """Returns an option of a stored config with its references resolved; as written if a reference
+    cannot be resolved.
     """
     config = OmegaConf.create(tree)
     try:
@@ -117,7 +119,7 @@ def _all_interpolated(resolved: Any, written: str) -> Any:
 
 
 def _section(given: Any) -> dict[str, Any]:
-    """Returns the storable fields of an options dataclass."""
+    """Returns the fields of an options dataclass that may be stored, in their storable form."""
     schema: Any = type(given)
     found = {}
     for f in fields(given):
@@ -140,7 +142,9 @@ def _kept(value: Any, hint: Any) -> Any:
 
 
 def _element(given: Any, schema: type) -> Any:
-    """Returns the storable form of a dataclass in a list, given as a dictionary."""
+    """Returns the storable form of a list element, given as a dictionary with the fields of the
+    dataclass `schema`.
+    """
     if not isinstance(given, Mapping):
         return NOT_STORED
     known = hints(schema)
@@ -156,8 +160,8 @@ def _hidden(value: Any, mark: Hidden) -> Any:
 
 
 def _reference(value: Any) -> str:
-    """Returns the reference to the variable that holds a secret; NOT_STORED if it is given
-    literally.
+    """Returns the reference (${...}) from which a secret is read; NOT_STORED if the config contains
+    the secret itself.
     """
     written = value.written if isinstance(value, Interpolated) else str(value)
     return written if REFERENCE.fullmatch(written) else NOT_STORED

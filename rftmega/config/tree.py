@@ -1,8 +1,8 @@
-"""The tree of options: names, types and the dataclasses that hold them.
+"""The tree of options: their names and types, and the dataclasses that hold them.
 
 Two kinds of nodes depend on the run. A union (algorithm.advantage) holds the component selected by
-its `type`; a table (reward.custom) holds all user-defined components. `plugins` are the classes of
-such components, see plugins.py.
+its `type`; a table (reward.custom) holds all user-defined components. The parameter `plugins` is a
+tuple of the classes of user-defined components, see plugins.py.
 """
 
 import types
@@ -22,8 +22,8 @@ AS_THE_POLICY = ("parallel.", "optimizer.")
 
 
 class Option(NamedTuple):
-    """Option is one option: dotted name, annotation, its dataclass, and the type of its component,
-    or "".
+    """Option is one option: its dotted name, its annotation `hint`, the dataclass `owner` that has
+    the field, and in a union or table the type of the component, `part` ("" elsewhere).
     """
 
     name: str
@@ -43,23 +43,24 @@ def hints(schema: type) -> dict[str, Any]:
 
 
 def plain(hint: Any) -> Any:
-    """Returns the type in an annotation, without bounds and choices."""
+    """Returns the type in an annotation, without bounds; str for a Literal."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return str if get_origin(hint) is Literal else hint
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """Returns the values of a Literal; none for other annotations."""
+    """Returns the values of a Literal; () for other annotations."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
-    """Returns type -> dataclass of a union of components, including user-defined ones.
+    """Returns type name -> dataclass for an annotation that is a union of components, including
+    user-defined ones.
 
-    Empty for other annotations.
+    Returns {} for other annotations.
     """
     inner = plain(hint)
     if get_origin(inner) not in (Union, types.UnionType):
@@ -71,7 +72,9 @@ def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
 
 
 def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
-    """Returns name -> dataclass of a table of user-defined components; None for other annotations."""
+    """Returns type name -> dataclass of the user-defined components in a table; None for an
+    annotation that is not a table.
+    """
     inner = plain(hint)
     if get_origin(inner) is not dict or not is_dataclass(get_args(inner)[1]):
         return None
@@ -79,7 +82,7 @@ def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
 
 
 def listed(hint: Any) -> type | None:
-    """Returns the dataclass of a list's elements; None for other annotations."""
+    """Returns the dataclass of the elements of a list; None for other annotations."""
     inner = plain(hint)
     if get_origin(inner) is not list or not is_dataclass(get_args(inner)[0]):
         return None
@@ -90,7 +93,9 @@ def listed(hint: Any) -> type | None:
 def walk(
     schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = ""
 ) -> Iterator[Option]:
-    """Yields all options, including those of every member of a union, in the order of the schema."""
+    """Yields all options of `schema`, including the options of every member of a union, in the
+    order of the schema. `prefix` begins the dotted names; `part`: the component's type.
+    """
     for name, hint in hints(schema).items():
         if name not in {f.name for f in fields(schema)}:
             continue  # a ClassVar
@@ -119,15 +124,15 @@ def walk(
 
 @cache
 def options(plugins: Plugins = ()) -> Mapping[str, Any]:
-    """Returns dotted name -> type of all options, including those of every member of a union, in
-    the order of the schema.
+    """Returns dotted name -> type of all options, including the options of every member of a union,
+    in the order of the schema.
     """
     return {option.name: option.kind for option in walk(plugins=plugins)}
 
 
 @cache
 def sections(plugins: Plugins = ()) -> Set[str]:
-    """Returns the dotted names of all sections."""
+    """Returns the dotted names of all sections of options."""
     return {name[:at] for name in options(plugins) for at in range(len(name)) if name[at] == "."}
 
 
@@ -135,7 +140,7 @@ def sections(plugins: Plugins = ()) -> Set[str]:
 def unions(
     plugins: Plugins = (), schema: type = RunConfig, prefix: str = ""
 ) -> Mapping[str, Mapping[str, type]]:
-    """Returns dotted name -> {type: dataclass} of all unions."""
+    """Returns dotted name of a union -> {type name: dataclass of options} for all unions."""
     found: dict[str, Mapping[str, type]] = {}
     for f in fields(schema):
         hint = hints(schema)[f.name]
@@ -148,7 +153,7 @@ def unions(
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """Returns the value of a dotted option; list elements are addressed by their number."""
+    """Returns the value of a dotted option; a number in the name is the index of a list element."""
     value: Any = config
     for leaf in name.split("."):
         if isinstance(value, list):
@@ -159,7 +164,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def default_type(name: str) -> str:
-    """Returns the default type of a union."""
+    """Returns the default type of the union `name`."""
     schema: Any = RunConfig
     *sections, leaf = name.split(".")
     for section in sections:
@@ -171,7 +176,7 @@ def default_type(name: str) -> str:
 def rebuilt(
     schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins = (), prefix: str = ""
 ) -> type:
-    """Returns a dataclass like `schema` whose leaves have the annotation hint_of(dotted name,
+    """Returns a dataclass like `schema` in which each field has the annotation hint_of(dotted name,
     annotation); a dataclass returned by `hint_of` is rebuilt as well.
     """
     made = []
@@ -202,8 +207,8 @@ def rebuilt(
 
 
 def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
-    """Returns the schema for OmegaConf: without bounds, with the component `chosen` (union -> type)
-    for each union.
+    """Returns the schema for OmegaConf: without bounds, and with the component of type chosen[name]
+    for the union `name`.
     """
     known = unions(plugins)
 
@@ -216,8 +221,8 @@ def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
 
 
 def bounded_schema(plugins: Plugins) -> type:
-    """Returns the schema for pydantic: with bounds, choices, and discriminated unions that include
-    user-defined components.
+    """Returns the schema for pydantic: with bounds, choices, and unions (selected by `type`) that
+    include user-defined components.
     """
     known = unions(plugins)
 
@@ -230,9 +235,10 @@ def bounded_schema(plugins: Plugins) -> type:
 
 
 def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
-    """Returns an instance of `schema` with the values of nested dictionaries.
+    """Returns an instance of the dataclass `schema` with the values of the nested dictionaries
+    `tree`.
 
-    Unions take the component that `type` selects.
+    For a union, builds the component that its `type` selects.
     """
     values = {}
     for f in fields(schema):

@@ -1,4 +1,1 @@
-"""Data types, protocols and errors that every other subpackage uses.
-
-Input: numbers and text. Output: trajectories, samples, experience, shards. Start with types.py.
-"""
+"""Data types, protocols and errors that every other subpackage uses. Start reading with types.py."""

@@ -12,8 +12,8 @@ SHOWN = 80  # characters of a value that an error quotes
 
 
 def described(error: BaseException, *, call: bool = False) -> str:
-    """Returns the class name and message of an exception from foreign code; never raises, even if
-    the exception's own methods fail. `call`: returns its repr instead.
+    """Returns "class name: message" of an exception from foreign code, or its repr if `call` is
+    True. Never raises, even if the exception's own methods fail.
     """
     name = type(error).__name__
     try:
@@ -29,7 +29,7 @@ class RFTMegaError(Exception):
 
     @classmethod
     def listing(cls, what: str, reasons: Iterable[str]) -> Self:
-        """Builds an error that lists several reasons, one per line."""
+        """Builds an error whose message is `what` and a colon, followed by one line per reason."""
         return cls(f"{what}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
 
 
@@ -38,35 +38,37 @@ class ConfigError(RFTMegaError):
 
 
 class DataError(RFTMegaError):
-    """A data file that cannot be used; names the file and the line."""
+    """A data file that cannot be used; the message names the file and the line."""
 
     @classmethod
     def first_of(cls, problems: Sequence[str]) -> Self:
-        """Builds an error from the first ten problems, one per line, and the number of the others."""
+        """Builds an error from the first ten problems, one per line, and the number of further
+        problems.
+        """
         more = len(problems) - 10
         return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
 
 
 class LockedError(RFTMegaError):
-    """A folder that is in use by another program, or that cannot be locked; names the process that
-    holds the lock.
+    """A folder that is in use by another program, or that cannot be locked; the message names the
+    process that holds the lock.
     """
 
 
 class CheckpointError(RFTMegaError):
-    """A model folder or checkpoint that is missing, incomplete or of another model."""
+    """A model folder or checkpoint that is missing, incomplete or belongs to another model."""
 
 
 class OutputError(RFTMegaError, OSError):
-    """A file of the run's output that cannot be written; names it."""
+    """An output file of the run that cannot be written; the message names the file."""
 
 
 class WeightMismatch(RFTMegaError):
-    """Tensors on the two sides of a weight conversion or weight sync (push) do not correspond."""
+    """Tensors at source and target of a weight conversion or weight sync (push) do not correspond."""
 
 
 class EngineError(RFTMegaError):
-    """The rollout engine was asked for something it cannot do in its present state."""
+    """The rollout engine was asked for something that its present state does not allow."""
 
 
 class EngineFault(EngineError):
@@ -78,13 +80,15 @@ class EngineFault(EngineError):
 
 
 class Diverged(RFTMegaError):
-    """A run whose optimizer steps are all skipped; starting it again would not help."""
+    """Gradients were not finite in too many successive steps, so no optimizer step was taken;
+    starting the run again would not help.
+    """
 
     exit_code = 76
 
 
 class NothingTrained(RFTMegaError):  # noqa: N818  named after the event
-    """A step whose gradient reaches no parameter; more such steps would not help."""
+    """The loss has a gradient, but the trained parameters get none; further steps would not help."""
 
     exit_code = 76
 
@@ -96,7 +100,7 @@ class RewardError(RFTMegaError):
 
 
 class ContextTooLong(EngineError):  # noqa: N818  an environment may catch it, and end there
-    """An environment requested a completion of a context that leaves no room for one."""
+    """An environment requested a completion of a context that leaves no room for a completion."""
 
 
 class EnvironmentFailed(RFTMegaError):  # noqa: N818  named after the event
@@ -108,36 +112,38 @@ class EnvironmentFailed(RFTMegaError):  # noqa: N818  named after the event
 
 
 class InfrastructureFault(RFTMegaError):  # noqa: N818  the policy is not to blame
-    """Something that a rollout needs (a tool's server, a sandbox) is gone: the rollout is run
-    again, and left out of training if that fails too.
+    """A service that a rollout needs (a tool's server, a sandbox) is gone. The rollout is run
+    again; if the repetitions fail too, it is left out of training.
     """
 
     exit_code = 1
 
 
 class GapExceeded(RFTMegaError):  # noqa: N818  the finding's name
-    """The log-probs of engine and trainer for the same tokens differ too much (train-inference
-    mismatch) to train on these completions.
+    """The log-probs that engine and trainer compute for the same tokens differ too much
+    (train-inference mismatch) to train on these completions.
     """
 
     exit_code = 77
 
 
 class NodeError(RFTMegaError):
-    """A host of the run lacks something or differs from the other hosts; names the host and a rank
-    on it.
+    """A host of the run lacks something or differs from the other hosts; the message names the host
+    and a rank on it.
     """
 
 
 class NodeFault(NodeError):
-    """A host lacks something that may be available when the run is started again."""
+    """A host lacks something that may be available when the run is started again, so a restart may
+    help.
+    """
 
     exit_code = 1
 
 
 class RanksFailed(RFTMegaError):  # noqa: N818  named after the event
     """A run of several ranks ended because one of them died or because of a signal; its launcher
-    has already printed which rank and why.
+    has already printed the rank and the reason.
     """
 
     exit_code = 1
@@ -158,7 +164,7 @@ FINAL_CODES = (RFTMegaError.exit_code, Diverged.exit_code, GapExceeded.exit_code
 class Preempted(Exception):  # noqa: N818  nothing went wrong
     """Raised on all processes when the run is asked to stop.
 
-    `completions`: those of the current rollout, None for unfinished ones.
+    `completions`: the completions of the current rollout, None for each unfinished one.
     """
 
     def __init__(self, completions: Sequence[Any] = ()):

@@ -1,8 +1,9 @@
 """Expert routes of MoE models, for router replay: the experts that each token was sent to, as
 tensors [tokens, MoE layers, experts per token].
 
-They cover every token of a row but the last, which is never a model input. Entries without a
-recorded route hold `unknown`: the model that computes that token chooses its experts itself.
+Routes cover every token of a row except the last, which is never a model input. Entries without a
+recorded route hold the value `unknown`: the model that computes these tokens chooses their experts
+itself.
 """
 
 from typing import Any, NamedTuple
@@ -30,18 +31,19 @@ class ChosenExperts(NamedTuple):
 
 
 def kind_of(experts: int) -> torch.dtype:
-    """Returns the smallest integer dtype that can number so many experts and `unknown`."""
+    """Returns the smallest integer dtype that can number `experts` experts and `unknown`."""
     return torch.uint8 if experts <= torch.iinfo(torch.uint8).max else torch.int16
 
 
 def unknown(kind: torch.dtype) -> int:
-    """Returns the value that marks an expert without a recorded route."""
+    """Returns the value of dtype `kind` that marks an expert without a recorded route: its maximum."""
     return torch.iinfo(kind).max
 
 
 def joined(before: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Returns the routes of a longer context, `more`, but keeps those recorded `before` for earlier
-    tokens: later tokens attended to the keys and values computed with them.
+    """Returns the routes `more` of a longer context, in which the routes of the first tokens are
+    replaced by those recorded `before`, since later tokens attended to keys and values computed
+    with the earlier routes. If one argument is None, returns the other.
     """
     if before is None or more is None:
         return before if more is None else more
@@ -49,7 +51,7 @@ def joined(before: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def to_length(routes: Tensor, length: int) -> Tensor:
-    """Cuts or extends routes to `length` tokens; the added ones are unknown."""
+    """Cuts or extends routes to `length` tokens; the routes of added tokens are `unknown`."""
     missing = length - len(routes)
     if missing <= 0:
         return routes[:length]
@@ -58,10 +60,12 @@ def to_length(routes: Tensor, length: int) -> Tensor:
 
 
 def of_vllm(told: Any, model: RoutedModel, fed: int) -> Tensor:
-    """Converts the routes that vLLM reports for a request: an array [input tokens, layers of the
-    model, experts per token], in which the entries of dense layers are unused.
+    """Converts the routes that vLLM reports for a request, `told`, to a tensor [input tokens, MoE
+    layers, experts per token].
 
-    Raises EngineError for any other shape or expert number.
+    `told` is an array [input tokens, layers of the model, experts per token], in which the entries
+    of dense layers are unused; `fed`: the expected number of input tokens. Raises EngineError for
+    any other shape or expert number.
     """
     shape = tuple(getattr(told, "shape", ()))
     last = max(model.layers)

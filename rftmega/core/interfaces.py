@@ -1,8 +1,8 @@
 """Protocols between the algorithms and trainer on one side and engines, models and checkpoints on
-the other. They compute nothing.
+the other side. The protocols compute nothing.
 
 Every method is called with the *whole* batch on every process; the implementation decides how to
-split it.
+split the batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ class Model(Protocol):
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Generates a completion of `token_ids`, at the run's temperature, with the turn's own
-        seed.
+        """Generates a completion of the context `token_ids`, at the run's temperature, with a
+        separate seed per turn.
 
         Turns are counted in the order of the calls. `max_tokens`: maximum length of this
         completion; None: the run's maximum. Raises ContextTooLong if the context leaves no room for
@@ -56,19 +56,20 @@ class Model(Protocol):
 class Environment(Protocol):
     """Environment runs a task and returns trajectories to train on.
 
-    Many rollouts share one engine, which generates for the others while one waits.
+    Many rollouts share one engine; while one rollout waits, the engine generates for the other
+    rollouts.
     """
 
     async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory] | Rollout:
         """Runs one rollout; its result must depend only on the task and the model's completions.
 
-        Returns a Rollout instead of trajectories to pass rewards and measures of its own. Raises
-        InfrastructureFault if something other than the policy failed.
+        Returns a Rollout instead of trajectories to pass the environment's own rewards and
+        measures. Raises InfrastructureFault if something other than the policy failed.
         """
 
 
 class RolloutEngine(Protocol):
-    """RolloutEngine generates rollouts for tasks with the weights of its last weight sync."""
+    """RolloutEngine generates rollouts for tasks with the weights of the most recent weight sync."""
 
     def generate(
         self,
@@ -80,19 +81,20 @@ class RolloutEngine(Protocol):
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Generates one rollout per prompt, each sampled with its own seed, independent of the rest
-        of the batch; temperature 0 is greedy.
+        """Generates one rollout per prompt, each sampled with its own seed and independent of the
+        other prompts in the batch; temperature 0 is greedy.
 
-        With a `reward`, rollouts may come back already scored, while others are still generated.
-        Generation continues until `enough` returns True for the finished and scored rollouts;
-        unfinished ones are then aborted and returned as None. Without `enough` every rollout is
-        finished. `expected_lengths`: expected completion tokens of each prompt, which decide the
-        order in which requests start; without them the prompt's length is used. Raises Preempted.
+        With a `reward`, rollouts may be scored while other rollouts are still generated. Generation
+        continues until `enough` returns True for the finished and scored rollouts; unfinished
+        rollouts are then aborted and returned as None. Without `enough` every rollout is finished.
+        `expected_lengths`: expected completion tokens of each prompt, which decide the order in
+        which requests start; None: the prompts' lengths are used. Raises Preempted if the run is
+        asked to stop.
         """
 
     def answering_with(self, adapter: str) -> AbstractContextManager[None]:
-        """Makes the engines use another adapter than the policy's, given by name, within the
-        context.
+        """Makes the engines generate with the adapter named `adapter` instead of the policy's
+        within the context.
         """
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> "WeightSync":
@@ -107,7 +109,7 @@ class RolloutEngine(Protocol):
 
 
 class RolloutGroup(NamedTuple):
-    """RolloutGroup is a task and the seeds of its rollouts, which are trained on together."""
+    """RolloutGroup is a task and the sampling seeds of its rollouts, which are trained on together."""
 
     number: int  # in the run
     prompt: Prompt
@@ -115,14 +117,16 @@ class RolloutGroup(NamedTuple):
 
 
 class TakenGroups(NamedTuple):
-    """Finished groups in the order in which they finished."""
+    """TakenGroups holds finished groups and their rollouts, in the order in which the groups
+    finished.
+    """
 
     groups: Sequence[RolloutGroup]
     rollouts: Sequence[Rollout | None]  # of the first group, then of the second, ...
 
 
 class RolloutStream(Protocol):
-    """RolloutStream generates groups of rollouts while others are trained on (asynchronous
+    """RolloutStream generates groups of rollouts while earlier groups are trained on (asynchronous
     training). Its methods are called on every process.
     """
 
@@ -132,50 +136,57 @@ class RolloutStream(Protocol):
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: "Reward | None"
     ) -> None:
-        """Starts the rollouts of these groups, in addition to those under way."""
+        """Starts the rollouts of these groups, in addition to the groups in progress."""
 
     @property
     def under_way(self) -> Sequence[RolloutGroup]:
-        """Returns the groups that were begun but neither taken nor dropped."""
+        """Returns the groups in progress: begun, but neither taken nor dropped."""
 
     def take(self, most: int) -> TakenGroups:
-        """Waits for and returns the first `most` groups to finish.
+        """Waits for the first `most` groups to finish and returns them.
 
-        Raises Preempted if the run is asked to stop while it waits.
+        Raises Preempted if the run is asked to stop during the wait.
         """
 
     def take_these(self, numbers: Sequence[int]) -> TakenGroups:
-        """Waits for and returns the groups with these numbers, in this order. Raises Preempted."""
+        """Waits for the groups with these numbers and returns them in this order. Raises Preempted
+        if the run is asked to stop during the wait.
+        """
 
     def join(self) -> None:
-        """Waits until all groups under way have finished. Raises Preempted."""
+        """Waits until all groups in progress have finished. Raises Preempted if the run is asked to
+        stop during the wait.
+        """
 
     def drop(self, oldest: int) -> Sequence[RolloutGroup]:
-        """Drops and returns the groups with a token from a policy version before `oldest`."""
+        """Removes and returns the groups that have a token from a policy version before `oldest`."""
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns, on the first process, the finished groups under way, in the order of finishing."""
+        """Returns, on the first process, the finished groups that were not taken yet, as group
+        number -> rollouts, in the order of finishing.
+        """
 
     def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
-        """Adds a group that had finished before a resume."""
+        """Adds a group whose rollouts had finished before the run was resumed."""
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Removes and returns groups, finished or not: those that the interrupted step had already
-        taken before a resume, and those that another run has dropped.
+        """Removes and returns the groups with these numbers, finished or not: after a resume,
+        groups that the interrupted step had already taken; in a replay of another run's order,
+        groups that the other run has dropped.
         """
 
     def unfinished(self) -> Callable[[], dict[str, Any]]:
         """Returns a function that collects, on the first process, the state of unfinished groups
-        for a checkpoint; {} if they start over after a resume. It is called only if a checkpoint is
-        written.
+        for a checkpoint; {} if these groups start over after a resume. The function is called only
+        if a checkpoint is written.
         """
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
-        """Restores the state returned by `unfinished` for groups that are begun again."""
+        """Restores the state returned by `unfinished`, for groups that are then begun again."""
 
 
 class Scorer(Protocol):
-    """Scorer computes log-probs of rows."""
+    """Scorer computes log-probs of token rows."""
 
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
@@ -183,15 +194,16 @@ class Scorer(Protocol):
         """Returns the log-prob of every target of `rows` under the current weights, without
         gradient.
 
-        `temperature` None: the rollout's. The result has columns like `rows`, padded or Ragged.
+        `temperature` None: the temperature of the rollout. The result's columns are padded or
+        Ragged, as in `rows`.
         """
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the log-probs under the frozen reference weights."""
+        """Returns the log-prob of every target of `rows` under the frozen reference weights."""
 
 
 class Policy(Scorer, Protocol):
-    """Policy is the trained model."""
+    """Policy is the model that is trained."""
 
     def step(
         self,
@@ -226,17 +238,21 @@ class ValueModel(ValueScorer, Protocol):
     """ValueModel is a trained critic or reward model."""
 
     def step(self, experience: Experience[Any], loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
-        """Takes one optimizer step; see Policy.step."""
+        """Takes one optimizer step on the rows of `experience`; `group_size` and metrics are those
+        of Policy.step.
+        """
 
 
 class WeightSync(Protocol):
-    """WeightSync moves the policy's weights into the engine (a push)."""
+    """WeightSync moves the policy's weights into the engine (a push); `version` is the policy
+    version of the weights.
+    """
 
     def push(self, *, version: int) -> Metrics: ...
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of the last push: as the trainer holds the weights, as sent, as
-        received.
+        """Returns the checksums of each weight slice of the last push: of the values that the
+        trainer holds, that were sent, and that were received.
 
         Called on every process.
         """
@@ -244,21 +260,21 @@ class WeightSync(Protocol):
 
 @runtime_checkable
 class LateWeights(Protocol):
-    """A WeightSync that can send its last push to engines that have joined since."""
+    """A WeightSync that can send its last push again, to engines that have joined after it."""
 
     def push_to_late(self) -> int:
-        """Sends the last push to engines that joined later and returns how many engines have the
-        weights now. Called on every process, before the policy's weights change.
+        """Sends the last push to engines that joined after it. Returns the number of engines that
+        have the weights now. Called on every process, before the policy's weights change.
         """
         ...
 
 
 class Reward(Protocol):
     """Reward scores any number of completions; it may be called from several threads at once, while
-    others are still generated.
+    other completions are still being generated.
 
     A reward that compares the completions of a prompt has `whole_groups = True` and is called once
-    the whole group is there.
+    all completions of the prompt are finished.
     """
 
     def __call__(
@@ -274,8 +290,8 @@ class Reward(Protocol):
 class Resumable(Protocol):
     """An object whose state the next step depends on.
 
-    `state` returns it as JSON, with tensors that are never modified; `load_state` restores it. It
-    is called after every step, so it copies nothing large.
+    `state` returns the state as JSON, with tensors that are never modified; `load_state` restores
+    it. `state` is called after every step, so it must not copy large data.
     """
 
     def state(self) -> Any: ...
@@ -289,8 +305,8 @@ class Host(Protocol):
     def once(self, make: Callable[[], Result]) -> Result:
         """Returns the result of `make`, which is called once per host. Called on every process.
 
-        The result consists of tensors, numbers, Ragged columns, dicts and tuples; it must not be
-        modified.
+        The result consists of tensors, numbers, Ragged columns, dicts and tuples; callers must not
+        modify it.
         """
 
 
@@ -302,8 +318,8 @@ class OneProcess:
 
 
 class Numerics(Protocol):
-    """Numerics describes how closely engine and trainer can agree, and makes all processes reach
-    the same verdict on it.
+    """Numerics describes how closely the log-probs of engine and trainer can agree, and makes all
+    processes reach the same verdict on a mismatch.
     """
 
     dtype: str  # of the trainer's forward pass: float32 or bfloat16
@@ -311,11 +327,13 @@ class Numerics(Protocol):
     is_main: bool  # whether this process writes files
 
     def agreed(self, exceeded: bool) -> bool:
-        """Returns True on every process where any of them passes True; every process calls it."""
+        """Returns whether any process passes True as `exceeded`; every process calls it and gets
+        the same result.
+        """
 
 
 class Machinery(Protocol):
-    """Components of a run with rollouts."""
+    """Components of a run with rollouts, built for its backend and engine."""
 
     numerics: Numerics
     host: Host
@@ -328,7 +346,7 @@ class Machinery(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Checkpoints saves and loads everything needed to resume a run: the given state, and weights,
+    """Checkpoints saves and loads everything needed to resume a run: the given state, weights,
     optimizers and random states.
     """
 
@@ -339,12 +357,14 @@ class Checkpoints(Protocol):
         """Waits until the last checkpoint is on disk."""
 
     def leave(self) -> None:
-        """Stops writing on this process alone; called when training raises an error."""
+        """Stops writing checkpoints on this process without waiting for other processes; called
+        when training raises an error.
+        """
 
     def resume(self) -> dict[str, Any] | None:
         """Loads the checkpoint that `checkpoint.resume` names.
 
-        Returns its `state`; None if the run starts anew.
+        Returns the state that `save` was given; None if the run starts from scratch.
         """
 
 
@@ -352,8 +372,8 @@ class Callback(Protocol):
     """Callback is notified of the trainer's events (base class with empty methods:
     `monitoring/observers/observer.py`).
 
-    Callbacks receive `metrics` in their order and may add to it; evaluation comes before the
-    callbacks that log.
+    The trainer passes the same `metrics` to all callbacks, in their order; each may add entries.
+    Evaluation comes before the callbacks that log.
     """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
@@ -363,7 +383,8 @@ class Callback(Protocol):
     def on_experience(
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:
-        """Receives the data that step `trainer.step`, just done, has trained on.
+        """Receives the samples and the experience on which the step just done, `trainer.step`, has
+        trained.
 
         Called before `on_step`.
         """
@@ -374,11 +395,11 @@ class Callback(Protocol):
         """Called before a checkpoint is written; output of earlier steps must be flushed to disk."""
 
     def on_given_up(self, trainer: Any) -> None:
-        """Called if training ends within a step: on all callbacks, before any `on_end`."""
+        """Called if training ends before a step is complete: on all callbacks, before any `on_end`."""
 
     def on_end(self, trainer: Any) -> None: ...
 
     def on_failed(self, trainer: Any) -> None:
-        """Releases files, ports and threads if training raises an error. Nothing is called
+        """Releases files, ports and threads if training raises an error. No other method is called
         afterwards; `on_end` may have been called before.
         """

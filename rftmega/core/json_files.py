@@ -1,5 +1,5 @@
-"""Strict reading of JSON files from other programs; a file that two parsers could read differently
-is rejected.
+"""Strict reading of JSON files from other programs; a file that two JSON parsers could read
+differently is rejected.
 """
 
 import json
@@ -23,7 +23,9 @@ ESCAPES = re.compile(  # pairs of surrogates, single ones (named), every other e
 
 
 class NotJSON(ValueError):  # noqa: N818  describes the text
-    """Text that is not JSON or not strict; `line` counts from 1."""
+    """Text that is not JSON or not strict JSON; `line`: the line of the error, counted from 1;
+    None: unknown.
+    """
 
     def __init__(self, reason: str, line: int | None):
         super().__init__(reason)
@@ -62,7 +64,7 @@ def parse_json(content: str | bytes) -> Any:
 def read_json(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> Any:
     """Reads a file that holds one JSON value.
 
-    Raises `raising`, naming file and line, if that fails.
+    Raises an error of class `raising`, naming file and line, if the file cannot be read or parsed.
     """
     try:
         if path.exists() and not path.is_file():
@@ -86,7 +88,8 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
-    Raises `raising`, naming file and line, if that fails.
+    Raises an error of class `raising`, naming file and line, if the file cannot be read or holds
+    another JSON value.
     """
     value = read_json(path, raising=raising)
     if not isinstance(value, dict):
@@ -95,9 +98,10 @@ def read_json_object(
 
 
 def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> dict[str, str]:
-    """Reads the index of a Hugging Face model folder: tensor -> file in that folder.
+    """Reads the index of a Hugging Face model folder: tensor name -> name of the file in that
+    folder.
 
-    Raises `raising` if the file is no such index.
+    Raises an error of class `raising` if the file is not such an index.
     """
     found = read_json_object(path, raising=raising).get("weight_map")
     if not isinstance(found, dict) or not found:
@@ -117,7 +121,7 @@ def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError
 
 
 def kind_of(value: Any) -> str:
-    """Returns JSON's name for the type of a value, with its article."""
+    """Returns JSON's name for the type of a value, with its article; "empty" for an empty dict."""
     if isinstance(value, dict):
         return "an object" if value else "empty"
     names = {
@@ -183,7 +187,9 @@ def _refuse_depth(text: str) -> None:
 
 
 def _second_line(text: str, key: str) -> int | None:
-    """Returns the line of a key's second occurrence; None if the key is written with escapes."""
+    """Returns the number of the line with a key's second occurrence; None if the key is written
+    with escapes.
+    """
     places = [
         found.start()
         for found in re.finditer(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:", text)

@@ -15,8 +15,8 @@ class Frames:
     """Frames records which frames of a video file are used, and the token positions of their
     features.
 
-    The features are one run of tokens, or one run per time step of the grid with text tokens in
-    between.
+    The features are one contiguous run of tokens, or one run per time step of the grid with text
+    tokens in between.
     """
 
     chosen: tuple[int, ...]  # indices of the frames used, in order
@@ -31,7 +31,7 @@ class Frames:
 class PlacedImage:
     """PlacedImage is an image or a video of a prompt with the token positions of its features.
 
-    Two are equal if their contents and positions are.
+    Two are equal if their digests and positions are.
     """
 
     # a file's path, a file's bytes, or the patches [t * h * w, channels * patch * patch * 2]
@@ -53,7 +53,7 @@ class PlacedImage:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns the token ranges [start, end) of its features."""
+        """Returns the token ranges [start, end) of the image's features."""
         if self.frames is None:
             return [(self.start, self.end)]
         begins = [self.start + start for start in self.frames.starts]
@@ -64,7 +64,7 @@ class PlacedImage:
         return sum(end - begin for begin, end in self.runs)
 
     def state(self) -> list[object]:
-        """Returns the image as JSON; contents that are in no file become a tensor."""
+        """Returns the image as a JSON list; contents that are not in a file become a tensor."""
         source: object = self.source
         if isinstance(source, bytes):
             source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -73,7 +73,7 @@ class PlacedImage:
 
     @staticmethod
     def from_state(state: Sequence[object]) -> "PlacedImage":
-        """Restores an image from `state`."""
+        """Restores an image from the list that `state` returned."""
         given: list[Any] = list(state)
         source, digest, grid, start, tokens = given[:5]
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
@@ -96,7 +96,7 @@ def images_of(placed: Iterable[Placed]) -> tuple[PlacedImage, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
-    """RowImages holds the images, videos or waveforms of each row of a batch."""
+    """RowImages holds the images, videos and waveforms of each row of a batch."""
 
     rows: tuple[tuple[Placed, ...], ...]
 
@@ -108,12 +108,14 @@ class RowImages:
 
     @property
     def patches(self) -> list[int]:
-        """Returns the number of patches of each row."""
+        """Returns the number of image patches (for waveforms: encoder positions) of each row."""
         return [sum(image.patches for image in row) for row in self.rows]
 
     @property
     def distinct(self) -> dict[str, Placed]:
-        """Returns digest -> image, in the order of first occurrence."""
+        """Returns the distinct media of all rows, as digest -> image, video or waveform, in the
+        order of first occurrence.
+        """
         found: dict[str, Placed] = {}
         for row in self.rows:
             for image in row:
@@ -121,42 +123,48 @@ class RowImages:
         return found
 
     def only(self, kind: type[Kind]) -> "list[tuple[Kind, ...]]":
-        """Returns the media of one kind in each row, for a model that takes no other kind."""
+        """Returns each row's media of the type `kind` (PlacedImage or PlacedWaveform), for a model
+        that accepts only this type.
+        """
         return [tuple(each for each in row if isinstance(each, kind)) for row in self.rows]
 
     @staticmethod
     def of(rows: Iterable[Sequence[Placed]]) -> "RowImages | None":
-        """Returns the images of rows, or None if no row has one."""
+        """Builds RowImages from the media of each row; returns None if no row has any."""
         held = tuple(tuple(row) for row in rows)
         return RowImages(held) if any(held) else None
 
     @staticmethod
     def join(parts: "Sequence[RowImages | None]", sizes: Sequence[int]) -> "RowImages | None":
-        """Joins the rows of several batches; `sizes`: rows of each batch."""
+        """Joins the rows of several batches. `parts`: the media of each batch, None for a batch
+        without media; `sizes`: number of rows of each batch.
+        """
         rows: list[tuple[Placed, ...]] = []
         for part, size in zip(parts, sizes, strict=True):
             rows += [()] * size if part is None else part.rows
         return RowImages.of(rows)
 
     def state(self) -> list[list[list[object]]]:
-        """Returns the rows as JSON; contents that are in no file become tensors."""
+        """Returns the rows as JSON lists; contents that are not in a file become tensors."""
         return [[image.state() for image in row] for row in self.rows]
 
     @staticmethod
     def from_state(state: Sequence[Sequence[Sequence[object]]]) -> "RowImages":
-        """Restores the rows from `state`."""
+        """Restores the rows from the lists that `state` returned."""
         return RowImages(tuple(tuple(map(placed_from_state, row)) for row in state))
 
 
 def placed_from_state(state: Sequence[Any]) -> Placed:
-    """Restores an image (its third entry is a grid) or a waveform (its third entry is a number)."""
+    """Restores an image or video (the third entry of `state` is a grid) or a waveform (the third
+    entry is a number).
+    """
     kind = PlacedImage if isinstance(state[2], Sequence) else PlacedWaveform
     return kind.from_state(state)
 
 
 def unexpanded(token_ids: Sequence[int], images: Sequence[Placed]) -> list[int]:
-    """Returns the tokens with one placeholder per image, video or waveform, the input of an
-    engine's own processor, which expands placeholders itself.
+    """Returns the tokens with a single placeholder per image, video or waveform, as an engine's own
+    processor expects them; it expands placeholders itself.
     """
     kept: list[int] = []
     before = 0

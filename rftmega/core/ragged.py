@@ -14,7 +14,7 @@ SHORT = 256  # mean length below which one gather is faster than a copy per row
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Ragged holds B rows of values, each with a length of its own.
+    """Ragged holds B rows of values, each with its own length.
 
     Rows lie anywhere in `values`, so selecting or reordering rows copies nothing.
     """
@@ -25,17 +25,19 @@ class Ragged:
 
     @staticmethod
     def packed(values: Tensor, lengths: Tensor) -> "Ragged":
-        """Returns rows of these lengths ([B] int64) that lie one after another in `values`."""
+        """Builds a Ragged whose rows, of these lengths ([B] int64), lie one after another in
+        `values`.
+        """
         return Ragged(values, lengths.cumsum(0) - lengths, lengths)
 
     @staticmethod
     def of(rows: Sequence[Tensor]) -> "Ragged":
-        """Joins rows, one tensor [n] each; at least one is required."""
+        """Builds a Ragged from tensors [n], one per row; at least one is required."""
         return Ragged.packed(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]))
 
     @staticmethod
     def of_padded(padded: Tensor, lengths: Tensor) -> "Ragged":
-        """Takes the first `lengths` [B] values of each row of `padded` [B, T]."""
+        """Builds a Ragged from the first `lengths` [B] values of each row of `padded` [B, T]."""
         inside = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
         return Ragged.packed(padded[inside], lengths)
 
@@ -49,7 +51,7 @@ class Ragged:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Returns row `row` as a view [n]."""
+        """Returns the values of one row, [n], as a view."""
         start = int(self.starts[row])
         return self.values[start : start + int(self.lengths[row])]
 
@@ -69,13 +71,13 @@ class Ragged:
         return self.values[self._places()] if self._short else torch.cat(list(self))
 
     def with_values(self, flat: Tensor) -> "Ragged":
-        """Returns rows of the same lengths with other values, [sum of lengths], laid out as in
-        `flat`.
+        """Returns rows of the same lengths whose values are `flat`, [sum of lengths]: the new rows
+        one after another.
         """
         return Ragged.packed(flat, self.lengths)
 
     def select(self, index: Tensor) -> "Ragged":
-        """Returns rows `index` (int64 [b]); copies nothing."""
+        """Returns the rows at `index` (int64 [b]); copies nothing."""
         return Ragged(self.values, self.starts[index], self.lengths[index])
 
     def shifted(self, by: int) -> "Ragged":
@@ -87,8 +89,8 @@ class Ragged:
         return Ragged(self.values, self.starts, (self.lengths - 1).clamp(min=0))
 
     def padded(self, *, width: int | None = None, fill: float = 0) -> Tensor:
-        """Returns [B, width, ...] with `fill` after the end of each row; width None: the longest
-        row.
+        """Returns a tensor [B, width, ...] with `fill` after the end of each row; width None: the
+        length of the longest row.
         """
         if width is None:
             width = int(self.lengths.max()) if len(self) else 0
@@ -105,7 +107,7 @@ class Ragged:
         return found
 
     def assign(self, padded: Tensor) -> None:
-        """Writes the values of `padded` [B, at least the longest row] into the rows."""
+        """Writes the values of `padded` [B, at least the longest row] into the rows, in place."""
         if self._short:
             self.values[self._places()] = padded[self._inside(padded.shape[1])]
             return
@@ -117,15 +119,17 @@ class Ragged:
         return Ragged.of([functional.pad(row, (0, 1), value=fill) for row in self])
 
     def at(self, column: Tensor) -> Tensor:
-        """Returns [B]: the value of each row at its `column` ([B] int64)."""
+        """Returns [B]: the value of each row at index `column` ([B] int64)."""
         return self.values[self.starts + column]
 
     def spread(self, of_row: Tensor) -> Tensor:
-        """Returns [sum of lengths]: the value of its row in `of_row` ([B]) for each element."""
+        """Returns [sum of lengths]: for each element the entry of `of_row` ([B]) for the element's
+        row.
+        """
         return of_row.repeat_interleave(self.lengths)
 
     def sums(self) -> Tensor:
-        """Returns [B]: the sum of each row; for booleans the number of True."""
+        """Returns [B]: the sum of each row; for booleans the number of True values."""
         whole = self.values.dtype in (torch.bool, torch.int32)
         kind = torch.int64 if whole else self.values.dtype
         if whole and self._short:
@@ -143,21 +147,22 @@ class Ragged:
         return int(self.lengths.sum()) < SHORT * len(self)
 
     def _places(self) -> Tensor:
-        """Returns [sum of lengths]: the index in `values` of each element, row by row."""
+        """Returns [sum of lengths]: the position in `values` of each element, row by row."""
         before = self.lengths.cumsum(0) - self.lengths
         return torch.arange(int(self.lengths.sum())) + self.spread(self.starts - before)
 
     def _inside(self, width: int) -> Tensor:
-        """Returns [B, width] bool: True within each row's length."""
+        """Returns a mask [B, width] that is True for columns below the row's length."""
         return torch.arange(width) < self.lengths[:, None]
 
 
 def by_rows(function: Callable[..., Tensor], *given: Any) -> Ragged:
-    """Applies a row-wise `function` to padded chunks of the rows.
+    """Applies a row-wise `function` to the rows, padded a chunk of rows at a time, and returns the
+    results as a Ragged.
 
-    given: Ragged of the same rows (the function gets [b, T] of each), tensors [B] (it gets [b]) or
-    anything else, passed on. The function returns [b, T]. At most CHUNK elements are padded at a
-    time, but at least one row.
+    `given`: Ragged of the same rows (the function gets [b, T] of each), tensors [B] (the function
+    gets [b]) or any other value, passed on unchanged. The function returns [b, T]. A chunk has at
+    most CHUNK padded elements, but at least one row.
     """
     like = next(one for one in given if isinstance(one, Ragged))
     found: list[Tensor] = []
@@ -175,7 +180,9 @@ def _of_rows(given: Any, index: Tensor) -> Any:
 
 
 def chunks(lengths: Tensor) -> Iterator[Tensor]:
-    """Yields consecutive rows such that at most CHUNK elements are padded; at least one row each."""
+    """Yields the indices of consecutive rows that together need at most CHUNK elements when padded;
+    at least one row each.
+    """
     begin, widest = 0, 0
     for row, length in enumerate(lengths.tolist()):
         widest = max(widest, length)

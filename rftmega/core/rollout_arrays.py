@@ -25,7 +25,9 @@ ROUTES = "routes"  # one more column, of vectors, if engines report expert route
 
 
 class TrajectoryPlace(NamedTuple):
-    """Position of a trajectory in the columns, and the attributes that the columns don't hold."""
+    """Position of a trajectory in the columns, and the trajectory's attributes that the columns
+    don't hold.
+    """
 
     start: int
     length: int
@@ -34,7 +36,7 @@ class TrajectoryPlace(NamedTuple):
 
 
 class RolloutPlace(NamedTuple):
-    """Positions of a rollout's trajectories, and its other attributes."""
+    """Positions of a rollout's trajectories, and the rollout's other attributes."""
 
     trajectories: tuple[TrajectoryPlace, ...]
     scores: dict[str, float] | None
@@ -44,19 +46,20 @@ class RolloutPlace(NamedTuple):
     score_zero: bool = False
 
     def moved(self, by: int) -> "RolloutPlace":
-        """Returns the same for columns in which everything lies `by` later."""
+        """Returns the place with all trajectories' start positions moved by `by` elements."""
         own = tuple(each._replace(start=each.start + by) for each in self.trajectories)
         return self._replace(trajectories=own)
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutArrays(Sequence[Rollout | None]):
-    """RolloutArrays is a sequence of rollouts whose trajectories lie in four columns.
+    """RolloutArrays is a sequence of rollouts whose trajectories lie in the four columns of
+    COLUMNS.
 
-    A trajectory taken out of it is a view; nothing is copied.
+    Indexing returns a rollout whose trajectories are views; nothing is copied.
     """
 
-    columns: dict[str, Tensor]  # those of COLUMNS, [N] each, and perhaps ROUTES, [N, ...]
+    columns: dict[str, Tensor]  # the columns of COLUMNS, [N] each, and perhaps ROUTES, [N, ...]
     places: list[RolloutPlace | None]  # one per rollout; None for a missing one
 
     @cached_property
@@ -66,12 +69,12 @@ class RolloutArrays(Sequence[Rollout | None]):
 
     @cached_property
     def _taken(self) -> list[Rollout | None]:
-        """Caches the rollouts that were built; None for the others."""
+        """Returns the cache of rollouts that were already built; None for each other rollout."""
         return [None] * len(self.places)
 
     @staticmethod
     def of(rollouts: Sequence[Rollout | None]) -> "RolloutArrays":
-        """Packs rollouts into columns; returns them unchanged if they are packed already."""
+        """Packs rollouts into columns; returns `rollouts` itself if it is a RolloutArrays already."""
         if isinstance(rollouts, RolloutArrays):
             return rollouts
         there = [rollout for rollout in rollouts if rollout is not None]
@@ -137,7 +140,7 @@ class RolloutArrays(Sequence[Rollout | None]):
         return found
 
     def column(self, name: str) -> Ragged:
-        """Returns a column of COLUMNS with one row per trajectory of each rollout."""
+        """Returns a column of COLUMNS as a Ragged with one row per trajectory, rollout by rollout."""
         there = [place for place in self.places if place is not None]
         rows = [own for place in there for own in place.trajectories]
         starts = torch.tensor([own.start for own in rows], dtype=torch.int64)
@@ -152,7 +155,7 @@ class RolloutArrays(Sequence[Rollout | None]):
 
 
 def _routes_of(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """Returns the concatenated routes of all trajectories; None if none has any."""
+    """Returns the concatenated routes of all trajectories; None if no trajectory has routes."""
     known = [own.routes for own in trajectories if own.routes is not None]
     if not known:
         return None
@@ -165,7 +168,9 @@ def _routes_of(trajectories: Sequence[Trajectory]) -> Tensor | None:
 
 
 def selected(rollouts: Sequence[Rollout | None], index: Sequence[int]) -> RolloutArrays:
-    """Returns the rollouts at `index` in columns; copies nothing if they are packed already."""
+    """Returns the rollouts at `index` as RolloutArrays; copies nothing if `rollouts` are
+    RolloutArrays already.
+    """
     if isinstance(rollouts, RolloutArrays):
         return rollouts.select(index)
     return RolloutArrays.of([rollouts[row] for row in index])
@@ -189,7 +194,7 @@ def packed_completions(rollouts: Sequence[Rollout | None]) -> dict[str, Any]:
 
 
 def unpacked_completions(packed: dict[str, Any]) -> RolloutArrays:
-    """Restores rollouts from `packed_completions`."""
+    """Restores rollouts from the plain data that `packed_completions` returned."""
     places, end = [], 0
     for said in packed["trajectories"]:
         length, truncated, *more = said

@@ -1,7 +1,7 @@
 """Seeds of sampled completions.
 
 A seed depends on the run's seed, the task's number in the run, the sample's number among the task's
-completions, and the turn. So step, batch size and schedule do not change a completion.
+completions, and the turn. So step, batch size and schedule do not affect a completion.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ def continued_seed(first: int, tokens: int) -> int:
 
 
 def evaluation_seed(index: int, sample: int) -> int:
-    """Returns the seed of a completion of evaluation prompt `index`, below 2^31: the same in every
-    evaluation and every run.
+    """Returns the seed, below 2^31, of completion number `sample` of evaluation prompt `index`: the
+    same in every evaluation and every run.
     """
     return _hashed(f"evaluation/{index}/{sample}")
 
 
 def request_seed(source: str, number: int) -> int:
-    """Returns the seed of request `number` from `source`, below 2^31."""
+    """Returns the seed, below 2^31, of request `number` of the client named `source`."""
     return _hashed(f"{source}/{number}")
 
 

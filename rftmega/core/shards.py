@@ -1,5 +1,5 @@
-"""Shards describe the part of a model that a process holds in terms of Hugging Face tensors,
-independent of the backend.
+"""Shards describe which blocks of Hugging Face tensors a process holds of a model, independent of
+the training backend.
 """
 
 import math
@@ -27,7 +27,7 @@ class LogicalTensor:
     """LogicalTensor is one or several HF tensors of the whole model that are transferred together,
     such as q, k and v.
 
-    Two are the same tensor only if they are the same object.
+    LogicalTensors are compared by identity, not by content.
     """
 
     names: tuple[str, ...]
@@ -46,23 +46,29 @@ class LogicalTensor:
 
 
 class ShardPart(NamedTuple):
-    """ShardPart is a box of an HF tensor and its offset in the shard's own tensor."""
+    """ShardPart is a block (box) of an HF tensor and the block's offset in the shard's local
+    tensor.
+    """
 
-    number: int  # of the HF tensor among those of the LogicalTensor
+    number: int  # index of the HF tensor in LogicalTensor.names
     box: Box
     offset: tuple[int, ...]
 
 
 class Addend(Protocol):
-    """Addend is added to a shard's tensor when it is read, as an adapter to a weight."""
+    """Addend is a tensor that is added to a shard's tensor when the shard is read, such as a LoRA
+    adapter's product.
+    """
 
     def of(self, box: Box) -> Tensor:
-        """Returns the addend of a box of the shard's own tensor, in float32."""
+        """Returns the addend of a block (box) of the shard's local tensor, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard is a tensor of this process and the boxes of HF tensors in it; the rest is padding."""
+    """Shard is a local tensor of this process with the blocks (boxes) of Hugging Face tensors that
+    it holds; elements outside these blocks are padding.
+    """
 
     logical: LogicalTensor
     parts: tuple[ShardPart, ...]
@@ -70,15 +76,17 @@ class Shard:
     addend: Addend | None = None
 
     def views(self, number: int) -> Iterator[tuple[Box, Tensor]]:
-        """Yields the boxes of one HF tensor in this shard and their elements: views, or newly
-        computed tensors if there is an addend.
+        """Yields each block (box) of HF tensor `number` in this shard, with its elements: a view,
+        or a newly computed tensor if there is an addend.
         """
         for part in self.parts:
             if part.number == number:
                 yield part.box, self.elements(part)
 
     def elements(self, part: ShardPart) -> Tensor:
-        """Returns the elements of a part, as in `views`."""
+        """Returns the elements of one block: a view, or a newly computed tensor if there is an
+        addend.
+        """
         ends = zip(part.offset, shape_of(part.box), strict=True)
         local = tuple((start, start + size) for start, size in ends)
         view = narrowed(self.tensor.detach(), local)
@@ -87,8 +95,8 @@ class Shard:
         return (view.float() + self.addend.of(local)).to(view.dtype)
 
     def rounding(self) -> Tensor:
-        """Returns [2] float64: the sums of squares of the addend's rounding error after the merge,
-        and of the addend.
+        """Returns [2] float64: the sum of squares of the rounding error that merging the addend
+        into the weight makes, and the sum of squares of the addend.
         """
         found = torch.zeros(2, dtype=torch.float64)
         for part in self.parts if self.addend is not None else ():
@@ -104,11 +112,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TrainedAdapters:
-    """TrainedAdapters holds this process's shards of a model's LoRA adapters and how they are
-    applied: weight plus alpha / rank times the product of the pair, with `rslora` alpha /
-    sqrt(rank) times.
+    """TrainedAdapters holds this process's shards of a model's LoRA adapters and their scale: a
+    weight becomes weight + alpha / rank x B x A, with `rslora` weight + alpha / sqrt(rank) x B x A.
 
-    `head`: the tensors of a value head, which are trained in full beside them.
+    `head`: shards of a value head, which is trained in full in addition to the adapters.
     """
 
     shards: tuple[Shard, ...]
@@ -121,7 +128,7 @@ class TrainedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """Source of a weight sync that sends adapters only."""
+    """Source of the adapters in a weight sync that sends only adapters."""
 
     held: TrainedAdapters
     group: Any  # the processes of a replica of the model
@@ -129,10 +136,10 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class ShardBox:
-    """ShardBox is a box of one tensor of the training state, as this process holds it.
+    """ShardBox is a block (box) of one tensor of the training state that this process holds.
 
     Keys and shapes are the same under every parallel layout, so a checkpoint of one layout can be
-    read under another.
+    read under another layout.
     """
 
     key: str  # "weights/...", "average/...", "main/...", "exp_avg/...": kind, and name in the model
@@ -145,8 +152,8 @@ class ShardBox:
 
 @torch.no_grad()
 def lost_share(shards: Iterable[Shard], everyones: Callable[[Tensor], Tensor]) -> float:
-    """Returns the share of the adapters' update that is lost when weights are merged and rounded:
-    |error| / |addend|, 0 if nothing is added. `everyones` sums a tensor over all processes.
+    """Returns the share of the adapters' update that is lost when merged weights are rounded:
+    |error| / |addend|, 0 if there is no addend. `everyones` sums a tensor over all processes.
     """
     own = sum((shard.rounding() for shard in shards), torch.zeros(2, dtype=torch.float64))
     lost, added = everyones(own).tolist()
@@ -159,7 +166,7 @@ def is_linear(name: str) -> bool:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Returns the box of a whole tensor."""
+    """Returns the box of a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -174,7 +181,7 @@ def volume(box: Box) -> int:
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Returns the elements of a tensor within a box, as a view."""
+    """Returns a view of the tensor's elements within a box."""
     for dim, (start, stop) in enumerate(box):
         if (start, stop) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, start, stop - start)
@@ -182,7 +189,7 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Returns a box relative to the start of an outer box that contains it."""
+    """Returns the coordinates of a box relative to the start of an outer box that contains it."""
     edges = zip(box, outer, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in edges)
 
@@ -199,7 +206,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, other: Box) -> list[Box]:
-    """Returns boxes that cover `box` minus `other`."""
+    """Returns boxes that together cover the elements of `box` outside `other`."""
     common = intersection(box, other)
     if common is None:
         return [box]
@@ -212,7 +219,7 @@ def without(box: Box, other: Box) -> list[Box]:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Returns disjoint boxes that cover the same elements, with neighbours merged."""
+    """Returns disjoint boxes that cover the same elements as `boxes`, with adjacent boxes merged."""
     found: list[Box] = []
     for box in sorted(set(boxes)):
         if volume(box):
@@ -221,7 +228,7 @@ def disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def remaining(box: Box, taken: Iterable[Box]) -> list[Box]:
-    """Returns boxes that cover `box` minus all `taken` boxes."""
+    """Returns boxes that together cover the elements of `box` outside all `taken` boxes."""
     left = [box]
     for other in taken:
         left = [rest for piece in left for rest in without(piece, other)]

@@ -50,13 +50,15 @@ class Prompt:
     images: tuple[Placed, ...] = ()
 
     def state(self) -> list[Any]:
-        """Returns the prompt as JSON; images that are in no file become tensors."""
+        """Returns the prompt as a JSON list; images that are not in a file become tensors."""
         plain = [self.label, self.index, self.kind, self.record, self.task]
         return [list(self.token_ids), *plain, [each.state() for each in self.images]]
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "Prompt":
-        """Restores a prompt from `state`; a checkpoint before format 4 has fewer fields."""
+        """Restores a prompt from the list that `state` returned; checkpoints before format 4 have
+        fewer fields.
+        """
         token_ids, *plain = state[:6]
         known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
         images = state[6] if len(state) > 6 else ()
@@ -84,7 +86,7 @@ class Completion:
     A truncated completion ("length") keeps its last token; a stopped one ends with the stop token,
     or with the token that completed a stop string.
 
-    Numbers given as other sequences become arrays of 4 bytes each.
+    Token ids, log-probs and versions given as other sequences become arrays of 4-byte elements.
     """
 
     token_ids: Sequence[int]
@@ -139,7 +141,9 @@ class Trajectory:
 
     @staticmethod
     def of(*segments: "Sequence[int] | Completion", turns: tuple[Turn, ...] = ()) -> "Trajectory":
-        """Joins segments: token ids are context, completions are tokens chosen by the policy."""
+        """Builds a trajectory from segments: token ids are context, Completions are tokens chosen
+        by the policy.
+        """
         # growing arrays of the standard library is faster than making NumPy arrays of lists
         ids, versions, logprobs, mask = array("i"), array("i"), array("f"), bytearray()
         truncated = False
@@ -191,7 +195,7 @@ class Trajectory:
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Rollout holds the result of an environment for one task: one trajectory, or several if the
-    context was rewritten between turns. They share the rollout's reward and weight.
+    context was rewritten between turns. All trajectories of a rollout share its reward and weight.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -216,7 +220,7 @@ class Rollout:
 
     @property
     def context_ids(self) -> list[int]:
-        """Returns the tokens before `response_ids` in the last trajectory."""
+        """Returns the tokens of the last trajectory before its `response_ids`."""
         ids: list[int] = self.trajectories[-1].token_ids[: self._response[0]].tolist()
         return ids
 
@@ -237,14 +241,14 @@ class Rollout:
 
     @property
     def versions(self) -> set[int]:
-        """Returns the policy versions that chose its tokens."""
+        """Returns the policy versions that chose the rollout's tokens."""
         parts = [own.versions[own.loss_mask] for own in self.trajectories]
         return set(np.concatenate(parts).tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Generic[Column]):
-    """Token rows to score: the inputs with which a policy computes log-probs."""
+    """Token rows to score: the inputs from which a policy computes log-probs."""
 
     tokens: Column  # token ids: prompt, response
     prompt_lengths: Tensor  # [B] int64: tokens before the first completion
@@ -265,20 +269,20 @@ class Rows(Generic[Column]):
         return len(self.lengths)
 
     def select(self, index: Tensor) -> "Rows[Column]":
-        """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
+        """Returns the rows at `index` (int64 [b]); padded rows are trimmed to the longest of them."""
         return _selected(self, index)
 
     def padded(self) -> "Rows":
-        """Returns the rows as model inputs: padded, tokens in int64."""
+        """Returns the rows as model inputs: padded, with token ids in int64."""
         return _padded(self)
 
     def ragged(self) -> "Rows[Ragged]":
-        """Returns the rows without their padding."""
+        """Returns the rows with Ragged columns instead of padded ones."""
         return _ragged(self)
 
     def like(self, stats: Any) -> Any:
-        """Converts statistics of these rows (TokenStats, TokenValues), possibly padded, to columns
-        like those of the rows.
+        """Converts statistics of these rows (TokenStats, TokenValues) from padded columns to Ragged
+        ones if the rows are Ragged.
         """
         if not isinstance(self.tokens, Ragged):
             return stats
@@ -291,10 +295,11 @@ class Rows(Generic[Column]):
         """Returns the rows with one more position at the end of each, for scores of whole
         completions.
 
-        The last token of a row is a target but never a model input. A value model's score of the
-        whole completion is its value after the last token: with one more target after it (0, never
-        an input, never predicted) it is in column lengths - 2 of the longer row, where
-        `algorithms.supervised.last_value` reads it. Routes belong to a policy and are left out.
+        The last token of a row is a target but never a model input. A value model scores a whole
+        completion by its value after the last token. With one more target after the last token (id
+        0, never a model input and never predicted) this value is in column lengths - 2 of the
+        longer row, where `algorithms.supervised.last_value` reads it. Expert routes belong to a
+        policy and are left out.
         """
 
         def longer(column: Any) -> Any:
@@ -315,7 +320,8 @@ class Rows(Generic[Column]):
 class Samples(Generic[Column]):
     """Scored trajectories of one rollout phase; rows with equal `group` belong to the same prompt.
 
-    Rows of one rollout are adjacent, and each repeats the rollout's values.
+    Rows of the same rollout are adjacent, and each row repeats the rollout's reward, group and
+    measures.
     """
 
     prompts: Sequence[Prompt]  # B, one a row
@@ -349,15 +355,19 @@ class Samples(Generic[Column]):
         return RowsOfRollouts.of(self.rollout, len(self))
 
     def part(self, name: str) -> Tensor:
-        """Returns a reward component [B]; NaN for rows, or all rows, without it."""
+        """Returns the reward component `name` of each row, [B]; NaN for rows without this
+        component.
+        """
         return self.reward_parts.get(name, torch.full_like(self.reward, torch.nan))
 
     def measured(self, name: str) -> Tensor:
-        """Returns a measure of the environment [B]; NaN for rows without it."""
+        """Returns the environment's measure `name` of each row, [B]; NaN for rows without this
+        measure.
+        """
         return self.measures.get(name, torch.full_like(self.reward, torch.nan))
 
     def select(self, index: Tensor) -> "Samples[Column]":
-        """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
+        """Returns the rows at `index` (int64 [b]); padded rows are trimmed to the longest of them."""
         return _selected(self, index)
 
     def padded(self) -> "Samples":
@@ -369,7 +379,7 @@ class Samples(Generic[Column]):
         parts: "Sequence[Samples[Ragged]]",
         once: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     ) -> "Samples[Ragged]":
-        """Joins several rollouts into one; their groups stay separate.
+        """Joins the samples of several rollout phases; groups of different phases stay separate.
 
         `once`: Host.once, to keep one copy of the columns per host.
         """
@@ -414,7 +424,7 @@ class Samples(Generic[Column]):
 
 
 class RowsOfRollouts(NamedTuple):
-    """RowsOfRollouts assigns rows to rollouts; rows of one rollout are adjacent."""
+    """RowsOfRollouts assigns rows to rollouts; rows of the same rollout are adjacent."""
 
     first: Tensor  # [R] int64: the first row of each rollout
     of_row: Tensor  # [B] int64: the rollout of each row, numbered from 0
@@ -422,7 +432,9 @@ class RowsOfRollouts(NamedTuple):
 
     @staticmethod
     def of(rollout: Tensor | None, rows: int) -> "RowsOfRollouts":
-        """Builds the assignment from rollout numbers, [B] int64; None: each row is one rollout."""
+        """Builds the assignment from the rollout number of each row, [B] int64; None: each row is a
+        rollout.
+        """
         if rollout is None:
             each = torch.arange(rows)
             return RowsOfRollouts(each, each, torch.ones_like(each))
@@ -435,14 +447,16 @@ class RowsOfRollouts(NamedTuple):
 
 
 def _numbered_on(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Renumbers the parts ([B] int64 each, from 0) so that numbers of different parts differ."""
+    """Renumbers the parts ([B] int64 each, numbered from 0) so that no number occurs in two parts."""
     most = [int(part.max()) + 1 if len(part) else 0 for part in parts]
     before = [0, *itertools.accumulate(most)]
     return [part + first for part, first in zip(parts, before, strict=False)]
 
 
 def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]") -> Ragged | None:
-    """Returns the routes of all parts, unknown for a part without routes; None if no part has any."""
+    """Returns the joined routes of all parts, with `unknown` for a part without routes; None if no
+    part has routes.
+    """
     known = [part.routes for part in parts if part.routes is not None]
     if not known:
         return None
@@ -456,7 +470,7 @@ def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]
 
 
 class Shares(NamedTuple):
-    """Weights of rows in a loss that averages over rollouts; None: each row is one rollout."""
+    """Weights of rows in a loss that averages over rollouts; None: each row is a rollout."""
 
     share: Tensor | None = None  # [B] float32, see Experience
     leads: Tensor | None = None  # [B] bool, see Experience
@@ -467,8 +481,8 @@ EACH_ROW = Shares()
 
 @dataclass(frozen=True, slots=True)
 class Experience(Generic[Column]):
-    """Experience holds all data of one rollout that a loss may use, besides the current policy's
-    log-probs.
+    """Experience holds all data of one rollout phase that a loss may use, except the current
+    policy's log-probs.
     """
 
     tokens: Column
@@ -521,7 +535,7 @@ class Experience(Generic[Column]):
         return Shares(self.share, self.leads)
 
     def select(self, index: Tensor) -> "Experience[Column]":
-        """Returns rows `index` (int64 [b]); padded ones are trimmed to the longest of them."""
+        """Returns the rows at `index` (int64 [b]); padded rows are trimmed to the longest of them."""
         return _selected(self, index)
 
     def padded(self) -> "Experience":
@@ -529,12 +543,12 @@ class Experience(Generic[Column]):
         return _padded(self)
 
     def ragged(self) -> "Experience[Ragged]":
-        """Returns the experience without padding."""
+        """Returns the experience with Ragged columns instead of padded ones."""
         return _ragged(self)
 
     def to(self, device: torch.device) -> "Experience[Column]":
-        """Returns the experience on `device`; copies to an accelerator are asynchronous, in order
-        with its later work.
+        """Returns the experience on `device`. Copies to an accelerator are asynchronous and ordered
+        before the device's later work.
         """
         aside = device.type != "cpu"  # the host could read unfinished copies
         return self.changed(lambda value: value.to(device, non_blocking=aside))
@@ -547,8 +561,8 @@ class Experience(Generic[Column]):
     def join(parts: "Iterable[Experience[Ragged]]") -> "Experience[Ragged]":
         """Joins the rows of all parts, in their order.
 
-        A field that is None in one part is None in the result; but routes are kept, with unknown
-        ones for parts without routes.
+        A field that is None in one part is None in the result, except for routes: parts without
+        routes get `unknown` ones.
         """
         parts = list(parts)
 
@@ -605,7 +619,7 @@ def _selected(batch: Any, index: Tensor) -> Any:
 
 
 def _with_images(batch: Any, images: RowImages | None, index: Tensor) -> Any:
-    """Returns the batch with the images of its selected rows."""
+    """Returns the batch with the images of the selected rows `index`."""
     if images is None:
         return batch
     return replace(batch, images=RowImages.of(images.select(index.tolist()).rows))
@@ -649,14 +663,14 @@ class TokenStats(Generic[Column]):
 
 @dataclass(frozen=True, slots=True)
 class TokenValues(Generic[Column]):
-    """TokenValues holds the value of each state in which a target is chosen."""
+    """TokenValues holds a value model's value of each state in which a target is chosen."""
 
     value: Column
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMetric:
-    """A metric before reduction: its mean is sum(value * weight) / sum(count), over all
+    """A metric before reduction: its mean is sum(value * weight) / sum(count), summed over all
     micro-batches and ranks.
     """
 
@@ -667,14 +681,16 @@ class TokenMetric:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss before reduction: gradient = d(sum(value * weight)) / (global count)."""
+    """A loss before reduction: its gradient is d(sum(value * weight)) / (count summed over all
+    micro-batches and ranks).
+    """
 
     value: Tensor  # [B, T]
     weight: Tensor  # [B, T]; 0 outside the mask
     # integer scalar: the number of items (tokens, sequences) that `weight` averages over; depends
     # on the experience alone
     count: Tensor
-    # each with a weight of its own, so that scaling the loss changes no metric
+    # each has a separate weight, so that scaling the loss changes no metric
     metrics: dict[str, TokenMetric]
 
 
@@ -701,17 +717,17 @@ class SliceChecksums:
 
     @property
     def intact(self) -> bool:
-        """Returns whether the engine received the values that the trainer holds."""
+        """Returns whether the checksums of the values held, sent and received are equal."""
         return self.held == self.sent == self.received
 
 
 @dataclass(frozen=True, slots=True)
 class Auxiliary:
-    """A second loss in the same optimizer steps: `coef` times its mean, over its own rows and
-    count, is added to the first loss.
+    """A second loss in the same optimizer steps: `coef` times the mean of this loss, over its own
+    rows and count, is added to the first loss.
 
-    Its rows were not sampled, so they are scored at temperature 1. Its metrics are prefixed with
-    `name` and "_".
+    Its rows were not sampled from the policy, so log-probs are computed at temperature 1. Names of
+    its metrics begin with `name` and "_".
     """
 
     name: str

@@ -12,7 +12,7 @@ from torch import Tensor
 class PlacedWaveform:
     """PlacedWaveform is a waveform of a prompt with the token positions of its features.
 
-    Two are equal if their contents and positions are.
+    Two are equal if their digests and positions are.
     """
 
     # a file's path, a file's bytes, or the frames [M, 2 x positions] themselves
@@ -25,7 +25,9 @@ class PlacedWaveform:
 
     @property
     def patches(self) -> int:
-        """Returns the encoder's cost in positions, the counterpart of an image's patches."""
+        """Returns the number of audio-encoder positions: the cost of encoding, which corresponds to
+        an image's number of patches.
+        """
         return self.positions
 
     @property
@@ -34,11 +36,11 @@ class PlacedWaveform:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Returns the token range [start, end) of its features."""
+        """Returns the token range [start, end) of the waveform's features, as a list of one."""
         return [(self.start, self.end)]
 
     def state(self) -> list[object]:
-        """Returns the waveform as JSON; contents that are in no file become a tensor."""
+        """Returns the waveform as a JSON list; contents that are not in a file become a tensor."""
         source: object = self.source
         if isinstance(source, bytes):
             source = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -46,7 +48,7 @@ class PlacedWaveform:
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "PlacedWaveform":
-        """Restores a waveform from `state`."""
+        """Restores a waveform from the list that `state` returned."""
         source, digest, frames, positions, start, tokens = state
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
             source = source.numpy().tobytes()

@@ -1,1 +1,3 @@
-"""Datasets of prompts, supervised responses and preferences, read from files in a seeded order."""
+"""Datasets of prompts, supervised responses and preferences, read from files and used in a seeded
+random order.
+"""

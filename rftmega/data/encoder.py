@@ -1,4 +1,4 @@
-"""Encoding of record values as checked token ids."""
+"""Encoder converts values of records into token ids and checks them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +21,8 @@ INSTRUCTION, INPUT = "instruction", "input"  # keys of Alpaca's records
 class Encoder:
     """Encodes prompts and responses of records under the length limits of a run.
 
-    Its methods raise DataError, or TooLong. `report` collects the parts that the chat template does
-    not render.
+    The methods raise DataError for invalid values and TooLong for values over a length limit.
+    `report` collects the message parts that the chat template does not render.
     """
 
     tokenizer: Tokenizer
@@ -34,7 +34,9 @@ class Encoder:
     tools: tuple[dict[str, Any], ...] = ()  # of the record
 
     def for_record(self, record: Record) -> "Encoder":
-        """Returns an encoder that also passes the record's functions to the chat template."""
+        """Returns an encoder that passes the record's own function specs, if it has any, to the
+        chat template.
+        """
         key = self.config.tools_key
         tools = tool_specs(value_at(record, key), key)
         if tools and not self.tokenizer.template.reads_tools:
@@ -47,9 +49,9 @@ class Encoder:
         return given | {"tools": self.tools} if self.tools else given
 
     def given_prompt(self, record: Record) -> Any:
-        """Returns the prompt of a record, with messages in the format that `prompt` takes.
+        """Returns the prompt of a record: a string, or checked chat messages.
 
-        Appends text under data.alpaca_input_key (Alpaca's `input`).
+        Appends the text under data.alpaca_input_key (Alpaca's `input`) to a string prompt.
         """
         config = self.config
         found = self.messages(
@@ -67,8 +69,8 @@ class Encoder:
         return f"{found}\n\n{further}"
 
     def messages(self, value: Any, key: str) -> Any:
-        """Returns checked chat messages from a list of them, or from its JSON text; any other value
-        unchanged.
+        """Returns checked chat messages if `value` is a list of messages or the JSON text of one;
+        returns any other value unchanged. `key`: the record's key of `value`, for error messages.
         """
         found = parsed(value)
         if not isinstance(found, list) or not found:
@@ -76,7 +78,9 @@ class Encoder:
         return chat_messages(found, key, lambda: self.tokenizer.template.roles())
 
     def prompt(self, value: Any) -> tuple[int, ...]:
-        """Returns the token ids of a string or of chat messages, as returned by `messages`."""
+        """Returns the token ids of a prompt: a string, or chat messages as returned by `messages`.
+        Raises DataError for any other value.
+        """
         if not isinstance(value, str | list) or not value:
             raise DataError(
                 f'"{self.config.prompt_key}" must be a string or a list of chat messages, and not empty.'
@@ -93,8 +97,9 @@ class Encoder:
         return ids
 
     def completion(self, prompt: Any, value: Any, key: str) -> tuple[int, ...]:
-        """Returns the token ids of the response to `prompt`, its end included: of a string, or of
-        one assistant message with all fields that the chat template renders.
+        """Returns the token ids of the response to `prompt`, including its end token. `value`: the
+        response as a string, or as one assistant message with all fields that the chat template
+        renders. `key`: the record's key of `value`, for error messages.
         """
         completion = self._one_completion(value, key)
         ids = self.tokenizer.encode_response(prompt, completion, **self._given)
@@ -104,7 +109,9 @@ class Encoder:
         return ids
 
     def _one_completion(self, value: Any, key: str) -> str | dict[str, Any]:
-        """Returns a response as text, or as a message if it has more fields."""
+        """Returns a response as text, or as a message if it has fields besides role and text
+        content.
+        """
         given = [value] if isinstance(value, dict) else value
         if isinstance(given, list) and len(given) == 1:
             (message,) = self.messages(given, key)
@@ -119,7 +126,9 @@ class Encoder:
         return given
 
     def _report_completion(self, prompt: Messages, completion: str | dict[str, Any]) -> None:
-        """Reports unrendered parts of a response. Raises DataError if none of it is rendered."""
+        """Adds the unrendered parts of a response to the report. Raises DataError if the chat
+        template renders no part of the response.
+        """
         whole = answered(prompt, completion)
         missing = self.tokenizer.template.unrendered.of(whole, open_=False)
         own = {name for place, name in missing if place == len(whole) - 1}
@@ -132,14 +141,14 @@ class Encoder:
 
 
 def by_assistant(messages: Any) -> bool:
-    """Returns whether these are chat messages that end with one of the assistant."""
+    """Returns whether a value is a list of chat messages whose last message is the assistant's."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def check_continued(messages: Any, config: DataConfig) -> None:
-    """Raises DataError for a prompt that ends with an assistant message which the policy can't
-    continue, or must not by data.trailing_assistant.
+    """Raises DataError if a prompt ends with an assistant message that has no text to continue, or
+    if data.trailing_assistant rejects such prompts.
     """
     if not by_assistant(messages):
         return

@@ -20,7 +20,9 @@ CHATS = ("messages", "conversations", "conversation")  # columns of published ch
 
 
 class TooLong(DataError):
-    """An example over a length limit, which data.too_long may drop."""
+    """Raised for an example over a length limit. With data.too_long=drop, such examples are
+    skipped.
+    """
 
 
 def load_examples(
@@ -33,14 +35,16 @@ def load_examples(
     report: Report | None = None,
     most: int | None = None,
 ) -> Examples[T]:
-    """Returns `parse`(record, number of examples before it) of every record.
+    """Returns the examples that `parse`(record, number of examples so far) makes of the records in
+    `source`.
 
-    `noun`: plural name of the examples; `most`: records to read, None: all. `places` receives the
-    location of each example, in the form of `records`. Logs the parts that `parse` adds to
-    `report`.
+    `noun`: plural name of the examples, for messages; `most`: maximum number of records to read,
+    None: all. The location of each example (see `records`) is appended to `places`. Logs the
+    unrendered message parts that `parse` adds to `report`.
 
-    Raises DataError that lists the records for which `parse` raised one, and invalid records;
-    TooLong is counted if `too_long` is "drop".
+    Raises DataError that lists all invalid records and all records for which `parse` raised
+    DataError. If `too_long` is "drop", records for which `parse` raised TooLong are skipped and
+    their number is logged.
     """
     examples: list[T] = []
     identities: list[int] = []
@@ -83,8 +87,8 @@ def load_examples(
 
 
 def _as_text(record: Record) -> str:
-    """Returns a record as a text that depends neither on its location nor on the file format; media
-    content is represented by its checksum.
+    """Returns a text that identifies a record by its content, independent of the record's location
+    and the file format. Media content is represented by its checksum.
     """
 
     def told(value: Any) -> Any:
@@ -100,7 +104,8 @@ def _as_text(record: Record) -> str:
 
 
 def required(record: Record, key: str, option: str) -> Any:
-    """Returns the value under `key`, which is set by `option`.
+    """Returns the record's value under `key`. `option`: the option that sets `key`, for error
+    messages.
 
     Raises DataError if the record has no such key.
     """

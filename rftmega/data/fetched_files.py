@@ -1,4 +1,4 @@
-"""Downloads images and videos before a run begins, each once, into a folder."""
+"""Downloads images and videos into a folder before a run begins; downloads each file once."""
 
 import hashlib
 import os
@@ -25,18 +25,22 @@ PART = 2**20
 
 
 class Fetched:
-    """Fetched holds downloaded files that processes share: one of them downloads, the others
-    wait.
+    """Fetched downloads files into a folder that several processes share: one process downloads a
+    file while the others wait for it.
     """
 
     def __init__(self, folder: Path, hosts: Collection[str]):
-        """`hosts`: those allowed; redirects must lead to one of them, too."""
+        """`hosts`: names of the hosts from which files may be downloaded; redirects to other hosts
+        are refused.
+        """
         self.folder, self.hosts = folder / FOLDER, frozenset(hosts)
         self._failed: dict[str, DataError] = {}
         self._opener = urllib.request.build_opener(_SameHosts(self))
 
     def ahead(self, addresses: Iterable[str]) -> None:
-        """Downloads all URLs, several at a time; `file` raises the error of a failed one."""
+        """Downloads all URLs, up to THREADS at a time. Stores the errors of failed downloads for
+        `file` to raise.
+        """
         distinct = list(dict.fromkeys(addresses))
         with ThreadPoolExecutor(THREADS) as pool:
             done = pool.map(self._try, distinct)
@@ -44,9 +48,10 @@ class Fetched:
                 pass
 
     def file(self, address: str) -> Path:
-        """Returns the file that a URL was downloaded to, with the URL's file extension.
+        """Returns the path of a URL's downloaded file, which has the URL's file extension.
+        Downloads the file if it is missing.
 
-        Raises DataError if its host is not among `hosts`, or the download fails.
+        Raises DataError if the URL's host is not among `hosts`, or the download fails.
         """
         self.check(address)
         if address in self._failed:
@@ -70,7 +75,7 @@ class Fetched:
         return target
 
     def check(self, address: str) -> None:
-        """Raises DataError for a URL that is not allowed."""
+        """Raises DataError unless a URL is an http or https URL of an allowed host."""
         try:
             parts = urllib.parse.urlsplit(address)
             host = parts.hostname
@@ -90,8 +95,8 @@ class Fetched:
             self._failed[address] = error
 
     def _is_mine(self, claim: Path) -> bool:
-        """Returns whether this process is to download: the first one does; an abandoned claim is
-        removed.
+        """Returns whether this process must download a file: True if it was the first to create
+        `claim`. Removes a claim that its process has abandoned, so that a later call can succeed.
         """
         try:
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))

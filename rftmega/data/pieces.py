@@ -1,4 +1,4 @@
-"""The text of each token of a completion."""
+"""Pieces returns the text of each token of a completion."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +6,14 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete charac
 
 
 class Pieces:
-    """Splits text by its tokens.
+    """Pieces splits the text of a completion into the texts of its tokens.
 
-    The pieces concatenate to the text; a character of several tokens belongs to the last one.
+    The texts of all tokens concatenate to the text of the completion; a character encoded by
+    several tokens belongs to the last of these tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
-        """`decode`: text of token ids, special tokens included."""
+        """`decode` returns the text of token ids, with special tokens by name."""
         self.decode = decode
         self.known: dict[int, str] = {}  # text of a token that follows another
 
@@ -31,7 +32,9 @@ class Pieces:
         return found
 
     def _piece(self, token: int) -> str:
-        """Decodes a token after itself, since some decoders drop the space before a first token."""
+        """Returns the text of a token; decodes the token twice in a row and removes the text of the
+        first, since some decoders drop the space before a first token.
+        """
         if token not in self.known:
             self.known[token] = self.decode([token, token])[len(self.decode([token])) :]
         return self.known[token]

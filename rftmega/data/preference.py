@@ -48,9 +48,9 @@ def load_preferences(
     max_response_tokens: int,
     most: int | None = None,
 ) -> list[Pair]:
-    """Reads one Pair per record.
+    """Returns one Pair per record of `source`.
 
-    `most`: records to read, None: all. Raises DataError as `load_prompts` does.
+    `most`: maximum number of records to read, None: all. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     return load_examples(
@@ -64,8 +64,8 @@ def load_preferences(
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
-    """Lays out rows 2i (chosen) and 2i + 1 (rejected), with a position for the score after each
-    (see `Rows.with_end`).
+    """Returns the pairs as rows: row 2i is the chosen and row 2i + 1 the rejected response of pair
+    i. Each row has a position for the score after its last token (see `Rows.with_end`).
     """
     return rows_of(
         [example for pair in pairs for example in (pair.chosen, pair.rejected)]
@@ -82,7 +82,9 @@ def _parse(encoder: Encoder, record: Record, index: int) -> Pair:
 
 
 def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example:
-    """Returns the response under a key with its prompt."""
+    """Returns the response under `key` of a record, with its prompt, as token ids. `option`: the
+    option that sets `key`, for error messages.
+    """
     config = encoder.config
     alone = value_at(record, config.prompt_key) is None
     value = required(record, key, option)
@@ -101,11 +103,11 @@ def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example
 
 
 def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Messages | None:
-    """Returns the messages of a whole conversation, None for a single response; `alone`: the record
-    has no separate prompt.
+    """Returns the messages of `value` if it is a whole conversation; None if it is a single
+    response. `alone`: the record has no separate prompt.
 
-    Raises DataError for a conversation that does not end with a response, and for a response
-    without a prompt.
+    Raises DataError for a conversation that does not end with an assistant message, and for a
+    single response in a record without a prompt.
     """
     found = parsed(value)
     if alone and isinstance(found, str):
@@ -124,8 +126,8 @@ def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Mes
 
 
 def spoken(text: str) -> Messages | None:
-    """Returns the messages of an HH-RLHF text, in which "Human:" and "Assistant:" after an empty
-    line begin a turn; None for any other text.
+    """Returns the messages of a text in the format of HH-RLHF, in which "Human:" or "Assistant:"
+    after an empty line begins a turn; None for any other text.
     """
     first, *turns = SPOKEN.split(text)
     if first.strip() or not turns:
@@ -137,7 +139,9 @@ def spoken(text: str) -> Messages | None:
 
 
 def _check_prompt(given: Any, context: Messages, prompt_key: str, key: str) -> None:
-    """Raises DataError for a prompt that is not the beginning of the conversation under `key`."""
+    """Raises DataError unless the prompt `given` is the beginning of the conversation under `key`,
+    by its user messages. `context`: messages of the conversation before the response.
+    """
     said = [message["content"] for message in context if message["role"] == "user"]
     wanted = given if isinstance(given, list) else [{"role": "user", "content": given}]
     asked = [message["content"] for message in wanted if message["role"] == "user"]

@@ -52,17 +52,19 @@ class Most:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Files, or their bytes, of a record's images, and files or folders of its videos."""
+    """Sources holds the media of a record: paths or bytes of its images, and paths (files or
+    folders) of its videos.
+    """
 
     images: list[str | bytes]
     videos: list[str]
 
 
 class ImageReader:
-    """ImageReader reads the images and videos of records, and inserts their placeholders into the
-    prompts' tokens.
+    """ImageReader reads the images and videos of records, and inserts placeholders for their
+    features into the prompts' token ids.
 
-    Its methods raise DataError that describes the error in a record.
+    Its methods raise DataError for invalid values of a record.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class ImageReader:
         most: Most,
         tokenizer: Tokenizer | None = None,
     ):
-        """`processor`: None for a model without vision. `source`: the data file, in whose folder
-        images are unless data.media_folder is set. `tokenizer`: for the text between frames.
+        """`processor`: None for a model without a vision encoder. `source`: the data file; paths of
+        images are relative to its folder unless data.media_folder is set. `tokenizer` encodes the
+        timestamps between the frames of a video.
         """
         self.processor, self.config, self.most = processor, config, most
         self.tokenizer = tokenizer
@@ -84,7 +87,7 @@ class ImageReader:
         self._videos: dict[str, tuple[Video, tuple[int, ...], str]] = {}  # by path
 
     def sources(self, record: Record) -> Sources:
-        """Returns the media sources in a record."""
+        """Returns the images and videos of a record. Downloads media that are given by URL."""
         if heard := listed(record, self.config.audio_key):
             raise DataError(
                 f'"{self.config.audio_key}" names {len(heard)} waveform(s), and the model has no tower that hears. Take a '
@@ -109,15 +112,15 @@ class ImageReader:
         return values
 
     def fetch(self, records: Iterable[Record]) -> None:
-        """Downloads the media that records name by URL, several at a time."""
+        """Downloads the images and videos that records name by URL, several at a time."""
         keys = self.config.images_key, self.config.videos_key
         self.fetched.ahead(addresses(records, keys))
 
     def marked(self, text: Any) -> Any:
-        """Returns a prompt with the model's own placeholder, or a separate part in chat messages,
-        for each mark.
+        """Returns a prompt in which each mark (<image> or <video>) is replaced by the model's
+        placeholder in a string, or by a separate message part in chat messages.
 
-        VIDEO_MARK, which is also an HTML tag, counts only if prompts may have videos.
+        <video>, which is also an HTML tag, is replaced only if prompts may have videos.
         """
         if self.processor is None:
             return text
@@ -136,8 +139,8 @@ class ImageReader:
     def placed(
         self, ids: Sequence[int], sources: Sources
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns the token ids with one placeholder for each feature of images and videos, and the
-        media with their positions.
+        """Returns `ids` with one placeholder token for each feature of images and videos, and the
+        images and videos with their positions in these token ids.
         """
         if self.processor is None:
             return tuple(ids), ()
@@ -238,10 +241,10 @@ def check_images(
     audio_processor: AudioProcessor | None = None,
 ) -> None:
     """Decodes this process's share of all distinct images, videos and waveforms once, to find
-    broken ones at the start.
+    broken files before the run starts.
 
-    `places`: location of each prompt in its file. `audio_processor`: of an audio-language model.
-    Raises DataError that lists the broken ones.
+    `places`: location of each prompt in its file. `audio_processor`: None unless the model is an
+    audio-language model. Raises DataError that lists the broken files.
     """
     distinct: dict[str, tuple[str, Placed]] = {}
     for prompt, place in zip(prompts, places, strict=True):
@@ -258,7 +261,9 @@ def check_images(
 
 
 def expanded_within(ids: Sequence[int], limit: int, images: int) -> None:
-    """Raises TooLong if the prompt is over the limit."""
+    """Raises TooLong if a prompt with all placeholders of its `images` media has more than `limit`
+    tokens.
+    """
     if len(ids) > limit:
         raise TooLong(
             f"the prompt has {len(ids)} tokens with its {images} image(s), video(s) or waveform(s), rollout.max_prompt_tokens"
@@ -288,8 +293,8 @@ def _problem(place: str, image: Placed, audio_processor: AudioProcessor | None) 
 
 
 def in_parts(message: Any, marks: Mapping[str, str]) -> Any:
-    """Returns a chat message split into parts at the marks in its text; `marks`: mark -> type of
-    part.
+    """Returns a chat message whose text is split into parts at the marks; unchanged if its content
+    is not a string or has no mark. `marks`: mark -> type of the part that replaces it.
     """
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Loading of Prompts from records with prompts and labels."""
+"""Loading of prompts and labels from records."""
 
 import json
 import math
@@ -27,8 +27,8 @@ from rftmega.data.waveforms import WaveformReader
 
 
 class MediaReader(Protocol):
-    """MediaReader reads the media of records, and inserts placeholders into their prompts'
-    tokens.
+    """MediaReader is the interface of readers that find the media of records and insert
+    placeholders for their features into the prompts' token ids.
     """
 
     def fetch(self, records: Iterable[Record]) -> None: ...
@@ -52,11 +52,13 @@ def load_prompts(
     places: list[str] | None = None,
     most: int | None = None,
 ) -> list[Prompt]:
-    """Returns one Prompt per record, with the record's columns if `columns` is set.
+    """Returns one Prompt per record of `source`. `columns`: each Prompt also keeps its record's
+    columns as JSON.
 
     `processor`: of a vision-language model, whose prompts may have `max_images` images and
-    `max_videos` videos, or of an audio-language model, with up to `max_images` waveforms. `places`
-    receives the location of each prompt in the file. `most`: records to read, None: all.
+    `max_videos` videos, or of an audio-language model, whose prompts may have `max_images`
+    waveforms. The location of each prompt in the file is appended to `places`. `most`: maximum
+    number of records to read, None: all.
 
     Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
     too long.
@@ -89,7 +91,9 @@ def load_prompts(
 def _placeholders(
     tokenizer: Tokenizer, processor: ImageProcessor | AudioProcessor | None
 ) -> list[str]:
-    """Returns the names of control tokens that mark media positions in a prompt."""
+    """Returns the names of the control tokens by which a prompt marks the positions of its media;
+    an empty list without a `processor`.
+    """
     if processor is None:
         return []
     video = "" if isinstance(processor, AudioProcessor) else processor.video_text
@@ -125,7 +129,7 @@ def _parse(
 
 
 def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
-    """Returns the columns of a record as JSON, including those of data.columns."""
+    """Returns a record's columns as JSON; adds the columns that data.columns names, and the prompt."""
     named = {
         name: required(record, key, f"data.columns.{name}") for name, key in config.columns.items()
     }
@@ -133,7 +137,9 @@ def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
 
 
 def _as_json(record: Record) -> str:
-    """Returns a record as JSON; converts dates, times and decimals to text."""
+    """Returns a record as JSON; converts dates, times and decimals to text. Raises DataError for a
+    value of another type that JSON lacks.
+    """
 
     def text_of(value: Any) -> str:
         if isinstance(value, date | time | timedelta | Decimal):  # datetime is a date

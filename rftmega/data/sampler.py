@@ -1,5 +1,5 @@
-"""Order of examples: epochs without repetition, each shuffled by its own seed; sources mixed by
-weight.
+"""Order of examples: epochs without repetition, each shuffled with its own seed, and sources mixed
+by weight.
 """
 
 from collections import Counter
@@ -20,7 +20,9 @@ def order_of(
     seed: int,
     collate: Callable[[list[T]], Any] = list,
 ) -> "PromptOrder[T]":
-    """Returns the order of data.train or data.sources; `load` returns the examples of one path."""
+    """Returns the order in which a run uses the examples of data.train or data.sources. `load`
+    returns the examples of one file; `collate` combines `batch_size` examples into a batch.
+    """
     if not data.sources:
         return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
     sources = [load(source) for source in data.sources]
@@ -35,8 +37,8 @@ def order_of(
 
 
 class PromptOrder(Generic[T]):
-    """PromptOrder is an endless stream of batches of prompts, or other examples. `position` counts
-    the examples used.
+    """PromptOrder is an endless stream of batches of prompts or other examples. `position` is the
+    number of examples used so far.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class PromptOrder(Generic[T]):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the number of examples of each source by its name; "" if there is only one."""
+        """Returns the number of examples of each source by the source's name, which is "" if there
+        is only one source.
+        """
         return {
             name: len(source.items) for name, source in zip(self._names, self._sources, strict=True)
         }
@@ -79,16 +83,16 @@ class PromptOrder(Generic[T]):
             yield self.collate(batch)
 
     def state(self) -> dict[str, Any]:
-        """Returns the position in the order, and the examples of each source used in its current
-        epoch, JSON-serializable except for tensors.
+        """Returns the state for a resume: the position, and which examples of each source the
+        current epoch has used. JSON-serializable except for tensors.
         """
         counts = zip(self._names, self._sources, self._taken(), strict=True)
         given = {name: source.state(taken) for name, source, taken in counts}
         return {"position": self.position, "sources": given}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues after the examples used before. If data, seed or weights have changed, each
-        source still continues with the examples not yet used in its current epoch.
+        """Resumes from a state of `state`. If data, seed or weights have changed, each source still
+        continues with the examples that its current epoch has not used yet.
         """
         self.position = state["position"]
         if "sources" not in state:  # of an earlier version: the data must be the same
@@ -111,7 +115,7 @@ class PromptOrder(Generic[T]):
         return self._sources[source].at(taken + self._beyond[source])
 
     def _taken(self) -> list[int]:
-        """Returns the number of examples used of each source."""
+        """Returns for each source how many of its examples were used."""
         number, place = divmod(self.position, len(self._cycle))
         begun = Counter(self._cycle[:place])
         return [
@@ -121,7 +125,7 @@ class PromptOrder(Generic[T]):
 
 
 class MixedOrder(PromptOrder[T]):
-    """MixedOrder interleaves several sources, each with its own epochs: of the first n examples a
+    """MixedOrder interleaves several sources, each with its own epochs. Of the first n examples, a
     source with the share w gives more than n w - 1 and less than n w + 1, for every n, and exactly
     its share after each whole cycle (see `cycle`).
     """
@@ -136,8 +140,8 @@ class MixedOrder(PromptOrder[T]):
         collate: Callable[[list[T]], Any] = list,
         names: Sequence[str] | None = None,
     ):
-        """`weights` (positive, one per source) need not add up to 1. A resume identifies the
-        sources by `names`; None: by their numbers.
+        """`weights`: one positive number per source; their sum need not be 1. A resume identifies
+        the sources by `names`; None: by their indices.
         """
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
@@ -146,9 +150,9 @@ class MixedOrder(PromptOrder[T]):
 
 
 def cycle(shares: Sequence[int]) -> list[int]:
-    """Returns the source of each of sum(shares) positions.
+    """Returns the index of the source at each of sum(shares) positions.
 
-    Source s has shares[s] of them, evenly spaced.
+    Source s occurs shares[s] times, evenly spaced.
 
     Item j of a source with share a of A must stand at or after place floor(j A / a) and before
     ceil((j + 1) A / a), or its count would leave n a / A by one or more at some prefix n. Such an
@@ -167,10 +171,9 @@ def cycle(shares: Sequence[int]) -> list[int]:
 
 
 class ResumableSampler:
-    """ResumableSampler yields the indices of a dataset, epoch by epoch: each `iter` is (the rest
-    of) the next epoch.
-
-    For torch's DataLoader.
+    """ResumableSampler is a sampler for torch's DataLoader that yields the indices of a dataset
+    epoch by epoch. Each `iter` is one epoch; the first continues the epoch in which the earlier
+    loader stopped.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class ResumableSampler:
         consumed: int = 0,
         per_epoch: int | None = None,
     ):
-        """`consumed`: samples used before, over all epochs, of `per_epoch` each (less than `size`
-        if a last, smaller batch is dropped).
+        """`consumed`: samples used before, over all epochs. `per_epoch`: samples that a loader uses
+        per epoch, less than `size` if it drops a last, smaller batch; None: `size`.
         """
         self.size, self.shuffle = size, shuffle
         self._epochs = Epochs(range(size), seed)

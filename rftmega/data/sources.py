@@ -15,8 +15,8 @@ ADDRESS = "://"  # substring of URLs
 
 
 def folder_of(source: str | Path, config: DataConfig) -> Path:
-    """Returns the folder that paths are relative to: data.media_folder, or that of the data
-    file.
+    """Returns the folder that paths of media are relative to: data.media_folder, or by default the
+    folder of the data file `source`.
     """
     path, _ = split_source(source)
     beside = path if path.is_dir() else path.parent
@@ -24,8 +24,8 @@ def folder_of(source: str | Path, config: DataConfig) -> Path:
 
 
 def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
-    """Returns the absolute path of a file in `folder`, or of a downloaded URL; `noun`: its kind,
-    for error messages.
+    """Returns the absolute path of a file in `folder`, or of the downloaded file of a URL. `noun`:
+    type of the file, for error messages.
 
     Raises DataError for a URL that is not allowed, and for a path outside the folder.
     """
@@ -43,7 +43,8 @@ def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
 
 
 def decoded(text: str, kind: str, example: str) -> bytes:
-    """Decodes data:`kind`/...;base64,... ; `example`: noun of that kind, for error messages.
+    """Returns the bytes of a base64 data URL data:`kind`/...;base64,... `kind`: "image" or another
+    media type; `example`: noun for such a file, for error messages.
 
     Raises DataError for any other text.
     """
@@ -57,13 +58,15 @@ def decoded(text: str, kind: str, example: str) -> bytes:
 
 
 def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
-    """Returns the URLs under these keys of records."""
+    """Returns all URLs that records have under the given keys."""
     values = [each for record in records for key in keys for each in listed(record, key)]
     return [each for each in values if isinstance(each, str) and ADDRESS in each]
 
 
 def without_contents(record: Record, config: DataConfig) -> Record:
-    """Returns a record without the content of its images and waveforms; their paths stay."""
+    """Returns a record in which images and waveforms that are given by content are replaced by "";
+    paths stay.
+    """
     for key in (config.images_key, config.audio_key):
         if value_at(record, key) is None:
             continue
@@ -77,7 +80,7 @@ def without_contents(record: Record, config: DataConfig) -> Record:
 
 
 def refuse_media(record: Record, config: DataConfig) -> None:
-    """Raises DataError for a supervised record that names images, videos or waveforms."""
+    """Raises DataError if a record for supervised fine-tuning names images, videos or waveforms."""
     for option in ("images_key", "videos_key", "audio_key"):
         if value_at(record, key := getattr(config, option)):
             raise DataError(

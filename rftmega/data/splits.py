@@ -1,4 +1,4 @@
-"""Loading of the datasets in a config: training batches in their order, and evaluation sets by
+"""Loading of the datasets that a config names: training data in their order, and evaluation sets by
 name.
 """
 
@@ -28,11 +28,13 @@ def prompts_of(
     ranks: int = 1,
     most: int | None = None,
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
-    """Loads prompts; `check` validates those of each file, and raises DataError, to which the file
-    name is added.
+    """Returns the order of the training prompts, and the prompts of each evaluation set by its
+    name.
 
+    `check` validates the prompts of a file and raises DataError, to which the file name is added.
     Each of the `ranks` processes that load the same files decodes its share of the images and
-    waveforms. `most`: records to read per file, None: all.
+    waveforms; `rank` is this process's index. `most`: maximum number of records to read per file,
+    None: all.
     """
     audio_processor = audio_processor_of(config.model.path)
     processor = audio_processor or processor_of(config.model.path)
@@ -68,9 +70,10 @@ def prompts_of(
 def given_of(
     config: RunConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> tuple[PromptOrder[Any], dict[str, Rows]]:
-    """Loads rows for supervised fine-tuning (algorithm.task=sft) or of preferences (reward_model).
+    """Returns the order of the training data and the rows of each evaluation set by its name, for
+    supervised fine-tuning (algorithm.task=sft) or reward models (task=reward_model).
 
-    `most`: records to read per file, None: all.
+    `most`: maximum number of records to read per file, None: all.
     """
     read, rows = (
         (load_supervised, rows_of)
@@ -89,8 +92,9 @@ def given_of(
 def ptx_of(
     config: RunConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> PromptOrder[Example] | None:
-    """Loads the supervised rows of data.ptx that are trained beside rewarded completions; returns
-    None if data.ptx is empty.
+    """Returns the order of the supervised examples in data.ptx, which are trained together with the
+    rewarded completions; None if data.ptx is empty. `most`: maximum number of records to read,
+    None: all.
     """
     if not config.data.ptx:
         return None

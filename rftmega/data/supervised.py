@@ -1,9 +1,9 @@
 """Supervised fine-tuning data: records with prompts and responses, converted to rows. Only the
-response and its end are trained on, not the prompt.
+response and its end token are trained on, not the prompt.
 
-A record has data.prompt_key and data.response_key; or the prompt is chat messages that end with the
-assistant's. Of several assistant turns the last is trained, or with data.trained_turns=all each of
-them.
+A record has a prompt under data.prompt_key and a response under data.response_key, or only a prompt
+of chat messages that ends with an assistant message. If the conversation has several assistant
+turns, only the last one is trained, or all of them with data.trained_turns=all.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from rftmega.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and a response that ends in its end-of-sequence token; or several responses, with
-    the messages between them.
+    """A prompt and a response that ends in its end-of-sequence token. The response may consist of
+    several assistant turns with the messages between them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,10 +46,10 @@ def load_supervised(
     max_response_tokens: int,
     most: int | None = None,
 ) -> list[Example]:
-    """Reads one Example per record; with several trained turns, another one wherever the chat
-    template rewrites the text before a turn.
+    """Returns one Example per record of `source`. With data.trained_turns=all, a record gives a
+    further Example wherever the chat template rewrites the text before a turn.
 
-    `most`: records to read, None: all. Raises DataError as `load_prompts` does.
+    `most`: maximum number of records to read, None: all. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     found = load_examples(
@@ -64,7 +64,9 @@ def load_supervised(
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
-    """Lays out one row per example, padded with 0."""
+    """Returns one row per example, padded with token 0. Messages between the turns of a response
+    are masked.
+    """
     width = max(len(example.prompt_ids) + len(example.response_ids) for example in examples)
     tokens = torch.zeros(len(examples), width, dtype=torch.int64)
     for row, example in enumerate(examples):
@@ -104,8 +106,9 @@ def _parse(encoder: Encoder, record: Record, index: int) -> list[Example]:
 
 
 def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> list[Example]:
-    """Returns all assistant turns of a conversation, in one row while the chat template only
-    appends; begins another row where it rewrites the text before a turn (drops reasoning).
+    """Returns all assistant turns of a conversation as examples. Turns share one Example as long as
+    the chat template only appends text; a turn before which the template rewrites text (drops
+    reasoning) begins a new Example.
     """
     rows: list[Example] = []
     asked = [
@@ -123,7 +126,9 @@ def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> lis
 
 
 def _joined(row: Example, turn: Example) -> Example | None:
-    """Returns a row with a further turn, None if the turn's context does not extend the row."""
+    """Returns the Example `row` extended by the turn `turn`; None if the turn's prompt does not
+    begin with the tokens of `row`.
+    """
     ids = row.prompt_ids + row.response_ids
     if turn.prompt_ids[: len(ids)] != ids:
         return None
@@ -133,7 +138,7 @@ def _joined(row: Example, turn: Example) -> Example | None:
 
 
 def refuse_two_completions(context: Any, config: DataConfig) -> None:
-    """Raises DataError if the response follows another assistant message."""
+    """Raises DataError if the messages before a response already end with an assistant message."""
     if by_assistant(context):
         raise DataError(
             f'"{config.prompt_key}" has two messages of the assistant behind each other, and engines answer once. Join them to '

@@ -1,4 +1,4 @@
-"""Tokenizer converts text to token ids and back; the only module that loads a tokenizer with
+"""Tokenizer converts text to token ids and back. Only this module loads a tokenizer with
 transformers.
 """
 
@@ -27,7 +27,7 @@ FILES = (
 
 
 class Tokenizer:
-    """Tokenizer wraps the tokenizer of a Hugging Face folder."""
+    """Tokenizer wraps the tokenizer of a Hugging Face model folder."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Tokenizer:
         chat: Chat | None = None,
         control_tokens: str = "reject",
     ):
-        """Python files in the folder are run only with `trust_remote_code`. `control_tokens`:
-        treatment of their names in prompts and responses, as in data.control_tokens.
+        """Python files in the folder are executed only with `trust_remote_code`. `control_tokens`:
+        how control-token names in prompts and responses are treated, as in data.control_tokens.
 
         Raises CheckpointError if the folder holds no tokenizer, one that needs Python files, or one
         without an end-of-sequence token.
@@ -61,7 +61,7 @@ class Tokenizer:
             folder / "generation_config.json"
         )
         self.stop_ids = sorted(set(stops))
-        """Every id that ends a completion: the tokenizer's end of sequence and those of
+        """All token ids that end a completion: the tokenizer's end-of-sequence token and the ids in
         generation_config.json.
         """
         if not self.stop_ids:
@@ -83,9 +83,9 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Returns the token ids of a prompt.
 
-        Chat messages always go through the template, strings if `chat_template` is set.
-        `placeholders`: names of control tokens that stand for media, and are permitted in a prompt.
-        `tools` None: those of the run.
+        Chat messages always go through the chat template, strings only if `chat_template` is set.
+        `placeholders`: names of control tokens that stand for media and are permitted in a prompt.
+        `tools`: function specs for the chat template; None: the run's.
 
         Raises DataError for an id outside the model's vocabulary, and for control tokens in the
         prompt if the run rejects them.
@@ -105,15 +105,17 @@ class Tokenizer:
         return self.encode_reply(self.control.hidden(text, words=True))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of text within a conversation: adds no special token before it, and
-        encodes special-token names in it as control tokens.
+        """Returns the token ids of text within a conversation: adds no special token before the
+        text, and encodes special-token names in the text as control tokens.
 
         Raises DataError for an id outside the model's vocabulary.
         """
         return self._known(self.control.encode(text))
 
     def recorded(self, messages: Messages) -> Messages:
-        """Returns messages of an encoded record, with control tokens treated as in the encoding."""
+        """Returns the messages of an encoded record, with control-token names hidden as they were
+        for the encoding.
+        """
         if self._control_tokens != "text":
             return messages
         hidden: Messages = self.control.hidden(messages)
@@ -121,18 +123,20 @@ class Tokenizer:
 
     @property
     def inner(self) -> Any:
-        """Returns transformers' tokenizer, for libraries that take one."""
+        """Returns the tokenizer of transformers, for libraries that need it."""
         return self._inner
 
     @property
     def size(self) -> int:
-        """Returns the number of ids in the vocabularies of both the tokenizer and the model."""
+        """Returns the number of token ids that are in the vocabulary of both the tokenizer and the
+        model.
+        """
         own = len(self._inner)
         return own if self._vocabulary is None else min(own, self._vocabulary)
 
     @property
     def chat(self) -> Chat:
-        """Returns the rendering options of messages."""
+        """Returns the options by which messages are rendered."""
         return self._chat
 
     @property
@@ -141,7 +145,7 @@ class Tokenizer:
         return self._template
 
     def encode_behind(self, before: str, text: str) -> tuple[int, ...]:
-        """Returns the token ids of `text` as a continuation of `before`, in which special tokens
+        """Returns the token ids of `text` as a continuation of `before`. Special tokens in `before`
         are written by name.
 
         Raises DataError for an id outside the model's vocabulary.
@@ -156,8 +160,8 @@ class Tokenizer:
         chat_template: bool,
         tools: Specs | None = None,
     ) -> tuple[int, ...]:
-        """Returns the token ids of `completion`, text or an assistant message, after
-        `encode(prompt)`, as an engine would return them: they end in a stop token.
+        """Returns the token ids of the response `completion` (text or an assistant message) to
+        `prompt`, as an engine would return them: the last one is a stop token.
 
         With a chat template, these are the tokens that the template writes for the assistant's
         turn, up to its end. Raises DataError for a template that does not continue the prompt with
@@ -188,9 +192,10 @@ class Tokenizer:
         return self._known((*ids, self._end))
 
     def _plain(self, prompt: str | Messages, chat_template: bool) -> bool:
-        """Returns whether a prompt is encoded without the chat template.
+        """Returns whether a prompt is a string that is encoded without the chat template.
 
-        Raises DataError if options of the chat template would be ignored.
+        Raises DataError if options of the chat template are set, which would have no effect on this
+        prompt.
         """
         if not isinstance(prompt, str) or chat_template:
             return False
@@ -204,10 +209,10 @@ class Tokenizer:
     def _given(
         self, value: Any, placeholders: Collection[str] = (), *, counted: bool = True
     ) -> Any:
-        """Returns text or messages of a record, with control tokens treated as in
-        data.control_tokens.
+        """Returns text or messages of a record, with control-token names treated as
+        data.control_tokens says. `counted`: whether the names are added to the count `named`.
 
-        Raises DataError if they are rejected.
+        Raises DataError if data.control_tokens rejects the names.
         """
         found = [name for name in self.control.found(value) if name not in placeholders]
         if not found:
@@ -226,7 +231,7 @@ class Tokenizer:
         )
 
     def _use_system(self, chat: Chat) -> None:
-        """Sets the run's system message, with control tokens treated as in the data."""
+        """Sets the run's system message, with control-token names treated as in the data."""
         try:
             system = self._given(chat.system)
         except DataError as error:
@@ -235,18 +240,17 @@ class Tokenizer:
         self._template = ChatTemplate(self._inner, self._chat)
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns `ids`, checked against the model's vocabulary.
+        """Returns `ids` after checking them against the model's vocabulary.
 
-        Raises DataError for an id outside it.
+        Raises DataError for an id outside the vocabulary.
         """
         if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
             raise DataError(f"{self._stranger(ids)}")
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Describes, in a sentence, the first of `ids` outside the model's vocabulary.
-
-        Returns None if there is none.
+        """Returns a sentence about the first of `ids` that is outside the model's vocabulary; None
+        if all ids are in the vocabulary.
         """
         assert self._vocabulary is not None
         for number in ids:
@@ -258,8 +262,10 @@ class Tokenizer:
         return None
 
     def _behind(self, before: str, after: str, *, special: bool) -> list[int]:
-        """Returns the ids of `after`, cut out of the encoded whole if that begins with the prompt's
-        ids: alone, some tokenizers would add a space.
+        """Returns the token ids of `after` as a continuation of `before`: encodes both together and
+        removes the ids of `before`, since some tokenizers add a space to a text encoded alone.
+        Encodes `after` alone if the ids of the whole do not begin with those of `before`.
+        `special`: whether special tokens are added before the text.
         """
         prompt, whole = (
             self.control.encode(text, add_special_tokens=special)
@@ -276,7 +282,7 @@ class Tokenizer:
         return text
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token, special ones by their name."""
+        """Returns the text of each token; special tokens appear by name."""
         return self._pieces(token_ids)
 
 
@@ -286,9 +292,9 @@ def messages_of(prompt: str | Messages) -> Messages:
 
 
 def _loaded(folder: Path, trust_remote_code: bool) -> Any:
-    """Returns transformers' tokenizer, tested with a short text.
+    """Returns the tokenizer of transformers, after encoding a short text with it.
 
-    Raises CheckpointError if it fails.
+    Raises CheckpointError if loading or encoding fails.
     """
     try:
         found = AutoTokenizer.from_pretrained(
@@ -310,9 +316,10 @@ def _loaded(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the fields of a JSON file that transformers will read; none if it does not exist.
+    """Returns the fields of a JSON file that transformers will read; empty if the file does not
+    exist.
 
-    Raises CheckpointError if transformers could not read it.
+    Raises CheckpointError if transformers could not read the file.
     """
     if not os.path.lexists(path):
         return {}
@@ -328,14 +335,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _vocabulary(config: dict[str, Any], otherwise: Any = None) -> Any:
-    """Returns vocab_size of config.json, which a vision-language model has in its text_config."""
+    """Returns vocab_size of config.json, which a vision-language model has in text_config;
+    `otherwise` if there is none.
+    """
     text = config.get("text_config")
     nested = text if isinstance(text, dict) else {}
     return config.get("vocab_size", nested.get("vocab_size", otherwise))
 
 
 def _generation_stops(path: Path) -> list[int]:
-    """Returns the ids that end a completion by generation_config.json.
+    """Returns the ids of the tokens that end a completion according to generation_config.json.
 
     Raises CheckpointError for invalid ids.
     """

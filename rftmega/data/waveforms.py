@@ -18,17 +18,17 @@ MARK = "<audio>"  # placeholder of a waveform in a text
 
 
 class WaveformReader:
-    """WaveformReader reads the waveforms of records, and inserts their placeholders into the
-    prompts' tokens.
+    """WaveformReader reads the waveforms of records, and inserts placeholders for their features
+    into the prompts' token ids.
 
-    Its methods raise DataError that describes the error in a record.
+    Its methods raise DataError for invalid values of a record.
     """
 
     def __init__(
         self, processor: AudioProcessor, config: DataConfig, source: str | Path, most: int
     ):
-        """`source`: the data file, in whose folder waveforms are unless data.media_folder is set.
-        `most`: waveforms per prompt.
+        """`source`: the data file; paths of waveforms are relative to its folder unless
+        data.media_folder is set. `most`: maximum number of waveforms per prompt.
         """
         self.processor, self.config, self.most = processor, config, most
         self.folder = folder_of(source, config)
@@ -36,7 +36,7 @@ class WaveformReader:
         self._samples: dict[str, int] = {}  # by digest
 
     def sources(self, record: Record) -> list[str | bytes]:
-        """Returns the files, or their bytes, that a record names."""
+        """Returns the path or the bytes of each waveform in a record."""
         for option, noun in (("images_key", "image"), ("videos_key", "video")):
             key = getattr(self.config, option)
             if seen := listed(record, key):
@@ -56,8 +56,8 @@ class WaveformReader:
         self.fetched.ahead(addresses(records, (self.config.audio_key,)))
 
     def marked(self, text: Any) -> Any:
-        """Returns a prompt with the model's own placeholder, or a separate part in chat messages,
-        for each MARK.
+        """Returns a prompt in which each MARK is replaced by the model's placeholder in a string,
+        or by a separate message part in chat messages.
         """
         if isinstance(text, str):
             return text.replace(MARK, self.processor.text)
@@ -68,8 +68,8 @@ class WaveformReader:
     def placed(
         self, ids: Sequence[int], sources: Sequence[str | bytes]
     ) -> tuple[tuple[int, ...], tuple[PlacedWaveform, ...]]:
-        """Returns the token ids with one placeholder for each feature of waveforms, and the
-        waveforms with their positions.
+        """Returns `ids` with one placeholder token for each feature of the waveforms, and the
+        waveforms with their positions in these token ids.
         """
         placeholder = self.processor.placeholder
         found = list(ids).count(placeholder)

@@ -11,9 +11,11 @@ from rftmega.environments.agents import agent, verifiers  # noqa: F401  they reg
 
 
 def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
-    """Returns the specs of the environment's tools in OpenAI's format; none for most environments.
+    """Returns the function specs of the environment's tools in OpenAI's format; an empty list for
+    an environment without tools.
 
-    The chat template presents them to the model, so they are needed before the tokenizer.
+    The tokenizer's chat template presents the tools to the model, so the specs are needed before
+    the tokenizer is created.
     """
     specs = getattr(IMPLEMENTATIONS[type(options)], "specs", None)
     found: list[dict[str, Any]] = specs(options) if specs else []
@@ -21,14 +23,16 @@ def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
 
 
 def check(environment: Environment, prompts: Sequence[Prompt]) -> None:
-    """Raises DataError if the first prompt is not a valid task of the environment."""
+    """Raises DataError if the first prompt is not a valid task of the environment. Checks nothing
+    if the environment has no method `check`.
+    """
     own = getattr(environment, "check", None)
     if own is not None and prompts:
         own(prompts[0])
 
 
 def create(options: EnvironmentPart, tokenizer: Any) -> Environment:
-    """Creates the environment that the options describe.
+    """Returns the environment that the options describe.
 
     `tokenizer` (data.Tokenizer) converts the environment's messages into token ids.
     """

@@ -1,4 +1,4 @@
-"""The environment passed to rftmega.train in Python."""
+"""The environment that a user passes to rftmega.train in Python."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ from rftmega.core.interfaces import Environment
 
 @implements(GivenEnvironment)
 def given_environment(options: GivenEnvironment, tokenizer: Any) -> Environment:
-    """Returns the environment; instantiates a class with the tokenizer."""
+    """Returns the environment that was passed to rftmega.train; a class is instantiated with the
+    tokenizer.
+    """
     given = environment_given(options.name)
     environment: Environment = given(tokenizer) if isinstance(given, type) else given
     return environment

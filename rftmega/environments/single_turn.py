@@ -11,10 +11,10 @@ from rftmega.core.types import Prompt, Trajectory
 
 @implements(SingleTurn)
 class SingleTurnEnvironment:
-    """SingleTurnEnvironment returns one trajectory of the prompt and one completion."""
+    """SingleTurnEnvironment returns rollouts of one trajectory: the prompt and one completion."""
 
     def __init__(self, options: SingleTurn = SingleTurn(), tokenizer: Any = None):  # noqa: B008
-        """Accepts the arguments of all environments; neither is used."""
+        """Accepts `options` and `tokenizer`, like all environments, and uses neither."""
 
     async def run(self, task: Prompt, model: Model) -> Sequence[Trajectory]:
         return [Trajectory.of(task.token_ids, await model.generate(task.token_ids))]

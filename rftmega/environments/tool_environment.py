@@ -21,12 +21,14 @@ LIMITS = ("turns", "tokens", "tool_seconds")  # limits that a rollout may exceed
 
 @implements(Tools)
 class ToolsEnvironment:
-    """ToolsEnvironment generates a completion, runs its tool calls, and generates again with their
-    replies, until a completion has no calls or a limit is reached.
+    """ToolsEnvironment generates a completion, runs its tool calls, and generates the next
+    completion after the tools' replies, until a completion has no calls or a limit is reached.
     """
 
     def __init__(self, options: Tools, tokenizer: Any):
-        """`tokenizer`: data.Tokenizer, whose chat template includes the tools (`specs`)."""
+        """`tokenizer`: a data.Tokenizer whose chat template renders the function specs that `specs`
+        returns.
+        """
         self.options = options
         self.tools = OpenTools(toolsets_of(options), options.limits)
         self.renderer = ConversationRenderer.of(
@@ -39,16 +41,16 @@ class ToolsEnvironment:
 
     @staticmethod
     def specs(options: Tools) -> list[dict[str, Any]]:
-        """Returns the specs of the tools in OpenAI's format.
+        """Returns the function specs of the tools in OpenAI's format.
 
-        Raises ConfigError for options without a tool, InfrastructureFault if a server can't be
-        reached.
+        Raises ConfigError if the options name no tool, InfrastructureFault if a tool server can't
+        be reached.
         """
         return asyncio.run(_listed(options))
 
     def check(self, task: Prompt) -> None:
-        """Raises DataError for a task whose tokens differ from the chat template's rendering with
-        the tools.
+        """Raises DataError for a task whose token ids differ from the chat template's rendering of
+        its messages and the tools.
         """
         Conversation.of(task, self.renderer, self.renderer.tokenizer.chat.tools)
 
@@ -69,8 +71,8 @@ class ToolsEnvironment:
         return self._limited(Rollout(tuple(trajectories), rewards=rewards, measures=measures), over)
 
     def _begun(self, task: Prompt, specs: Specs) -> Conversation:
-        """Begins the conversation of a task. Raises DataError under the same condition as
-        `check`.
+        """Returns the conversation of a task at its beginning. Raises DataError for a task that
+        `check` rejects.
         """
         known = task.record, task.token_ids
         checked, self._known = known == self._known, None
@@ -79,11 +81,13 @@ class ToolsEnvironment:
         return found
 
     async def close(self) -> None:
-        """Closes the tools: servers, processes and threads."""
+        """Stops all servers, processes and threads of the tools."""
         await self.tools.close()
 
     async def _converse(self, conversation: Conversation, runner: ToolRunner, model: Model) -> str:
-        """Runs turns. Returns the entry of LIMITS that ended them; "" if the model ended them."""
+        """Runs the turns of a rollout. Returns the entry of LIMITS (the limit) that ended the
+        rollout; "" if the model ended it.
+        """
         said = 0  # completion tokens so far
         while True:
             most = self._most_tokens(said)
@@ -111,8 +115,8 @@ class ToolsEnvironment:
                 return "tokens"
 
     def _most_tokens(self, said: int) -> int | None:
-        """Returns the maximum number of tokens of the next completion; None: up to the context
-        limit.
+        """Returns the maximum number of tokens of the next completion; None if only the context
+        length limits it. `said`: number of tokens in the completions so far.
         """
         bounds = [bound for bound in (self.options.max_turn_tokens,) if bound]
         if self.options.max_tokens:
@@ -120,7 +124,9 @@ class ToolsEnvironment:
         return min(bounds) if bounds else None
 
     def _limited(self, rollout: Rollout, over: str) -> Rollout:
-        """Applies the option over_limit to a rollout that exceeded a limit."""
+        """Returns a rollout treated as the option over_limit says. `over`: the limit that the
+        rollout exceeded, "" for none.
+        """
         if not over or self.options.over_limit == "learn":
             return rollout
         if self.options.over_limit == "zero":
@@ -129,10 +135,10 @@ class ToolsEnvironment:
 
 
 def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply) -> None:
-    """Adds the tools' replies. If a call could not be parsed, and the template takes tool replies
-    only after a valid call, adds them as user messages.
+    """Adds the tools' replies to the conversation. If a call could not be parsed and the chat
+    template accepts tool messages only after a valid call, adds the replies as user messages.
 
-    Raises DataError if the template takes neither.
+    Raises DataError if the template accepts neither.
     """
     try:
         conversation.reply(replies)
@@ -143,7 +149,9 @@ def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply
 
 
 async def _called(runner: ToolRunner, call: ToolCall, reply: Reply) -> dict[str, Any]:
-    """Runs a call and returns the message that replies to it."""
+    """Runs a call and returns a tool message with the reply, or with the problem of the completion
+    `reply` if the call could not be parsed.
+    """
     message = {"role": "tool", "name": call.name, "tool_call_id": call.id}
     if call.arguments is None:
         runner.refuse()

@@ -1,1 +1,3 @@
-"""Compatibility layer that offers LightRFT's API on top of rftmega. No other module imports it."""
+"""Compatibility layer that offers LightRFT's API on top of rftmega. No other package of rftmega
+imports it.
+"""

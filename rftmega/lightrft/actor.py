@@ -25,7 +25,7 @@ REPLACED = {
 
 
 class PolicyActor(Generic[Processor]):
-    """PolicyActor computes log-probs of responses; `module` is the policy itself."""
+    """PolicyActor computes log-probs of responses with a policy, which is its attribute `module`."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class PolicyActor(Generic[Processor]):
         **settings: Any,
     ):
         """`pretrain_or_model`: the policy that a strategy has built (LightRFTStrategy.policy).
-        `packing_samples`: sequences are packed into one row, with `packed_seq_lens`. `processor`:
-        the strategy's.
+        `packing_samples`: `forward` takes sequences that are packed into one row, with
+        `packed_seq_lens`. `processor`: the strategy's processor of images or waveforms.
 
-        Raises ValueError for a path, and for LightRFT settings that are determined elsewhere in
-        rftmega.
+        Raises ValueError for a path, and for `settings`, which LightRFT passes here and rftmega
+        reads elsewhere.
         """
         if isinstance(pretrain_or_model, str):
             raise ValueError(
@@ -63,7 +63,7 @@ class PolicyActor(Generic[Processor]):
         return self.module.step(*given, **settings)
 
     def generate(self, *given: Any, **settings: Any) -> Any:
-        """Raises NotImplementedError: engines generate, not actors."""
+        """Raises NotImplementedError, since the engine generates completions, not the actor."""
         raise NotImplementedError(
             f"{type(self).__name__}.generate: an engine answers. Call gather_and_generate of the strategy."
         )
@@ -79,7 +79,7 @@ class PolicyActor(Generic[Processor]):
         attention_mask: Tensor | None,
         packed_seq_lens: Sequence[int] | Tensor | None,
     ) -> Rows:
-        """Converts the arguments of `forward` to rows."""
+        """Returns the arguments of `forward` as Rows."""
         if num_actions is None:
             raise ValueError(
                 "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."
@@ -92,7 +92,9 @@ class PolicyActor(Generic[Processor]):
         return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
 
     def _completion(self, rows: Rows, return_output: bool) -> Any:
-        """Returns the result of `forward` for rows whose media are attached."""
+        """Returns the result of `forward` for rows that contain their images and waveforms:
+        log-probs, and with `return_output` also the TokenStats.
+        """
         stats = self.log_probs(rows)
         found = per_action(stats.logp, rows)
         if self.packing_samples:

@@ -16,8 +16,8 @@ from rftmega.lightrft.actor import PolicyActor
 
 
 class ActorAL(PolicyActor[AudioProcessor]):
-    """ActorAL computes log-probs of responses to prompts with waveforms; `module` is the policy
-    itself.
+    """ActorAL computes log-probs of responses to prompts with waveforms, with a policy, which is
+    its attribute `module`.
     """
 
     def forward(
@@ -35,14 +35,15 @@ class ActorAL(PolicyActor[AudioProcessor]):
         audio_values: Tensor | None = None,
         feature_attention_mask: Tensor | None = None,
     ) -> Any:
-        """Returns log-probs of the responses [B, A], 0 after a response's end; packed [1, all of
-        them].
+        """Returns the log-probs of the responses, [B, A], 0 after the end of a response; if packed,
+        [1, number of all response tokens].
 
-        `audio_values` [I, M, T] are frames of the rows' waveforms, row by row;
-        `feature_attention_mask` [I, T] marks the frames that hold sound. Prompts have a placeholder
-        for each feature. Every process calls it with the whole batch; it computes no gradient
-        (losses are trained in `step`). `return_output` returns (log-probs, TokenStats of all
-        targets); `return_aligned_inputs` appends the sequences and their mask, as they were given.
+        `num_actions`: A, the number of columns of the responses; if packed, the length of each
+        response. `audio_values` [I, M, T] are the frames of the rows' waveforms, row by row;
+        `feature_attention_mask` [I, T] marks the frames that contain sound. Prompts must have a
+        placeholder for each feature. Every process calls the method with the whole batch. It
+        computes no gradient (`step` trains). With `return_output` it returns (log-probs, TokenStats
+        of all targets); `return_aligned_inputs` appends the sequences and their mask, unchanged.
         Raises ValueError for images and videos, and if rows and waveforms don't match.
         """
         seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
@@ -58,7 +59,7 @@ class ActorAL(PolicyActor[AudioProcessor]):
 
 @dataclass(frozen=True, slots=True)
 class GivenWaveform:
-    """GivenWaveform is a waveform that has no position in a prompt yet."""
+    """GivenWaveform is a waveform that has not been assigned a position in a prompt."""
 
     frames: Tensor  # [M, T]
     length: int  # frames that hold sound
@@ -75,11 +76,11 @@ def with_frames(
     feature_attention_mask: Tensor | None,
     processor: AudioProcessor | None,
 ) -> Rows:
-    """Returns the rows with the waveforms that were given as frames; unchanged if they already have
-    waveforms, or none were given.
+    """Returns the rows with the waveforms that `audio_values` contains as frames. Returns the rows
+    unchanged if they already have waveforms or `audio_values` is None.
 
-    Raises ValueError for frames without their mask or a `processor`, for a window other than the
-    model's, and if rows and waveforms don't match.
+    Raises ValueError if the mask or the `processor` is missing, if the frames don't have the length
+    of the model's window, and if rows and waveforms don't match.
     """
     if rows.images is not None or audio_values is None:
         return rows
@@ -110,7 +111,9 @@ def with_frames(
 def _placed(
     ids: list[int], left: deque[GivenWaveform], processor: AudioProcessor, row: int
 ) -> list[PlacedWaveform]:
-    """Assigns the next waveforms to the placeholders of a prompt."""
+    """Returns the waveforms of the prompt `ids`: assigns the next of the waveforms `left` to its
+    placeholders. `row`: the prompt's row, for error messages.
+    """
     placed: list[PlacedWaveform] = []
     at = 0
     while processor.placeholder in ids[at:]:

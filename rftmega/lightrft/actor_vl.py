@@ -12,8 +12,8 @@ from rftmega.lightrft.padded_experience import with_patches
 
 
 class ActorVL(PolicyActor[ImageProcessor]):
-    """ActorVL computes log-probs of responses to prompts with images and videos; `module` is the
-    policy itself.
+    """ActorVL computes log-probs of responses to prompts with images and videos, with a policy,
+    which is its attribute `module`.
     """
 
     def forward(
@@ -28,13 +28,14 @@ class ActorVL(PolicyActor[ImageProcessor]):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | Tensor | None = None,
     ) -> Any:
-        """Returns log-probs of the responses [B, A], 0 after a response's end; packed [1, all of
-        them].
+        """Returns the log-probs of the responses, [B, A], 0 after the end of a response; if packed,
+        [1, number of all response tokens].
 
-        Every process calls it with the whole batch; it computes no gradient (losses are trained in
-        `step`). `return_output` returns (log-probs, TokenStats of all targets). A pair of frames
-        lasts a second, the default of transformers. Raises ValueError if rows and images don't
-        match.
+        `num_actions`: A, the number of columns of the responses; if packed, the length of each
+        response. Every process calls the method with the whole batch. It computes no gradient
+        (`step` trains). With `return_output` it returns (log-probs, TokenStats of all targets). In
+        videos, two successive frames are assumed to last one second, the default of transformers.
+        Raises ValueError if rows and images don't match.
         """
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)

@@ -1,4 +1,4 @@
-"""Translates a run's options to LightRFT's names."""
+"""Translation of a run's options to LightRFT's names."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,8 @@ ESTIMATORS = {"leave_one_out": "rloo"}  # other estimators have the same name in
 
 
 def lightrft_arguments(config: RunConfig) -> SimpleNamespace:
-    """Returns the options that `StrategyBase.args` and NaiveExperienceMaker read, and others that
-    have a counterpart in LightRFT.
+    """Returns a run's options under LightRFT's names: the options that `StrategyBase.args` and
+    NaiveExperienceMaker read, and others that LightRFT has.
     """
     algorithm, optimizer, rollout = config.algorithm, config.optimizer, config.rollout
     return SimpleNamespace(
@@ -43,14 +43,14 @@ def _estimator(algorithm: AlgorithmConfig) -> str:
 
 
 def rows_per_update(config: RunConfig) -> int:
-    """Returns the number of completions per optimizer step."""
+    """Returns the number of completions that one optimizer step trains on."""
     completions = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
     return config.trainer.prompts_per_step * completions // config.algorithm.updates_per_epoch
 
 
 def rows_per_micro_batch(config: RunConfig) -> int:
-    """Returns how many completions of maximum length fit a micro-batch, which rftmega bounds by
-    tokens.
+    """Returns how many completions of maximum length fit in a micro-batch, whose size rftmega
+    limits by tokens.
     """
     longest = config.rollout.max_row_tokens
     return max(1, config.trainer.max_tokens_per_micro_batch // longest)

@@ -1,4 +1,6 @@
-"""Inserts images and videos, in the forms that callers pass, into the tokens of their prompts."""
+"""Inserts images and videos, in the forms that LightRFT accepts, into the token ids of their
+prompts.
+"""
 
 import hashlib
 import os
@@ -36,7 +38,7 @@ UNTOLD_RATE = 2.0  # frames per second of videos given as patches, as in transfo
 
 @dataclass(frozen=True)
 class GivenImage:
-    """GivenImage is an image or a video that has no position in a prompt yet."""
+    """GivenImage is an image or a video that has not been assigned a position in a prompt."""
 
     source: str | bytes | Tensor  # see PlacedImage
     digest: str
@@ -52,8 +54,8 @@ class GivenImage:
 
 @dataclass(frozen=True)
 class Patches:
-    """Patches holds the patches of the rows' images and videos, row by row, under transformers'
-    names.
+    """Patches holds the patches of all rows' images and videos, concatenated in the order of the
+    rows, under the names that transformers uses.
     """
 
     pixel_values: Tensor | None = None  # [P, C] float, of images
@@ -63,8 +65,9 @@ class Patches:
 
     @staticmethod
     def of(images: RowImages | None, processor: ImageProcessor | None) -> "Patches":
-        """Returns the patches of all rows; the values are None if some images are files and there
-        is no `processor` to read them.
+        """Returns the patches of the images in all rows. `pixel_values` (or `pixel_values_videos`)
+        is None if there are no images (videos), or some are files and `processor` is None, so that
+        they can't be read.
         """
         rows = () if images is None else images.rows
         held = images_of(each for row in rows for each in row)
@@ -74,7 +77,7 @@ class Patches:
 
     @staticmethod
     def held_by(given: Any) -> "Patches":
-        """Returns the patches that are attributes of `given`."""
+        """Returns the patches in the attributes of `given`, an object with the same attributes."""
         return Patches(**{name: getattr(given, name) for name in PATCHES})
 
     def __bool__(self) -> bool:
@@ -85,8 +88,8 @@ PATCHES = tuple(Patches.__dataclass_fields__)
 
 
 class ImageInputs:
-    """ImageInputs inserts images and videos into prompts of the model that `processor`
-    belongs to.
+    """ImageInputs inserts images and videos into prompts of a vision-language model. `processor`:
+    the model's.
     """
 
     def __init__(
@@ -97,8 +100,9 @@ class ImageInputs:
         most: Most = ANY_NUMBER,
         options: DataConfig | None = None,
     ):
-        """`encode` tokenizes a text, for text prompts and for the text between video frames.
-        `options` select the frames of a video.
+        """`encode` tokenizes text prompts and the timestamps between video frames. `most`: maximum
+        numbers of images and videos per prompt. `options`: data options that determine which frames
+        of a video are used.
         """
         self.processor, self.encode, self.most = processor, encode, most
         self.options = replace(
@@ -110,9 +114,10 @@ class ImageInputs:
         self.reader = ImageReader(processor, self.options, "/", most)
 
     def read(self, images: Sequence[Any]) -> list[GivenImage]:
-        """Returns images given as PIL images, paths, bytes, base64 (data:image/...) or GivenImage.
+        """Returns the images, given as PIL images, paths, bytes, base64 (data:image/...) or
+        GivenImage, as GivenImage.
 
-        Raises DataError for anything else.
+        Raises DataError for any other value and for images that can't be read.
         """
         found: list[GivenImage] = []
         for image in images:
@@ -128,11 +133,11 @@ class ImageInputs:
         return found
 
     def read_videos(self, videos: Sequence[Any]) -> list[GivenImage]:
-        """Returns videos given as paths, of which `options` select the frames; as frames (PIL
-        images, arrays [height, width, 3], or one array of all, tensors [T, 3, height, width]), all
-        of which are used; or as GivenImage.
+        """Returns the videos as GivenImage. A video is a path, of which `options` select the
+        frames; or all its frames: a list of PIL images or arrays [height, width, 3], one array, or
+        a tensor [T, 3, height, width]; or a GivenImage.
 
-        Raises DataError for anything else.
+        Raises DataError for any other value and for videos that can't be read.
         """
         return [self._film(video) for video in videos]
 
@@ -165,7 +170,8 @@ class ImageInputs:
         return GivenImage(patches, _digest(grid, patches), grid, tuple(tokens), frames)
 
     def cut(self, pixel_values: Tensor, image_grid_thw: Tensor) -> list[GivenImage]:
-        """Splits concatenated patches [P, C] into images by their grids [I, 3].
+        """Splits the concatenated patches [P, C] of several images by their grids [I, 3] (patches
+        along time, height and width). Returns the images as GivenImage.
 
         Raises ValueError if patches and grids don't match.
         """
@@ -183,8 +189,8 @@ class ImageInputs:
         ]
 
     def cut_videos(self, pixel_values_videos: Tensor, video_grid_thw: Tensor) -> list[GivenImage]:
-        """Splits concatenated patches [Q, C] into videos by their grids [V, 3]; a pair of frames
-        lasts a second.
+        """Splits the concatenated patches [Q, C] of several videos by their grids [V, 3]. Returns
+        the videos as GivenImage; two successive frames are assumed to last one second.
 
         Raises ValueError if patches and grids don't match.
         """
@@ -202,10 +208,11 @@ class ImageInputs:
     def prompt(
         self, given: str | Sequence[int], images: Sequence[Any], videos: Sequence[Any] = ()
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns the token ids of a prompt (text or ids) with the placeholders of all features,
-        and the images and videos with their positions.
+        """Returns (token ids, media) of a prompt, given as text or token ids: the ids with one
+        placeholder for each feature, and the images and videos with their positions.
 
-        Raises DataError if placeholders and media don't match, or if there are too many of them.
+        Raises DataError if placeholders and media don't match, or if there are more images or
+        videos than permitted.
         """
         for noun, own, most in (
             ("image", images, self.most.images),
@@ -226,8 +233,8 @@ class ImageInputs:
         images: Sequence[GivenImage],
         videos: Sequence[GivenImage] = (),
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Does as `prompt` for ids that have either one placeholder per image or video, or already
-        all tokens that represent it.
+        """Returns (token ids, media) as `prompt` does. `ids` have either one placeholder for each
+        image or video, or already all tokens that represent the image or video.
         """
         ids = list(ids)
         left = {
@@ -267,7 +274,8 @@ class ImageInputs:
         return tuple(kept), tuple(placed)
 
     def of_rows(self, rows: Rows, patches: Patches) -> RowImages | None:
-        """Returns the images and videos of each row, assigned by the placeholders in its prompt.
+        """Returns the images and videos of each row: assigns the images and videos in `patches` to
+        the placeholders in the rows' prompts, in order.
 
         Raises ValueError if rows and images don't match.
         """
@@ -302,7 +310,9 @@ class ImageInputs:
     def _next(
         self, ids: list[int], row: int, left: deque[GivenImage], placeholder: int, name: str
     ) -> list[GivenImage]:
-        """Takes as many of the remaining images as the row's placeholders need."""
+        """Removes from `left` as many images as the placeholders of a row need, and returns them.
+        `ids`: the row's prompt; `name`: the argument with the images, for error messages.
+        """
         missing = found = ids.count(placeholder)
         own: list[GivenImage] = []
         while missing > 0 and left:
@@ -316,10 +326,10 @@ class ImageInputs:
         return own
 
     def _film_of_row(self, film: GivenImage, ids: list[int], at: int) -> PlacedImage:
-        """Returns the position of a video after token `at` of a row: at one run of placeholders, or
-        at one run per timestamp.
+        """Returns a video with its position in the row `ids`, after token `at`. The row has one run
+        of placeholders for the video, or one run per timestamp.
 
-        Raises ValueError if its placeholders are split in another way.
+        Raises ValueError if the placeholders are split into other runs.
         """
         token = self.processor.video_placeholder
         runs = film.grid[0] if self.processor.tells_times else 1
@@ -347,9 +357,10 @@ class ImageInputs:
 
 
 def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], noun: str) -> bool:
-    """Returns whether the ids have one placeholder per feature instead of one per image or video.
+    """Returns whether `ids` have one placeholder for each feature instead of one for each image or
+    video in `given`.
 
-    Raises DataError if they have neither.
+    Raises DataError if the number of placeholders matches neither.
     """
     found = ids.count(placeholder)
     features = sum(each.tokens.count(placeholder) for each in given)
@@ -368,8 +379,9 @@ def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], 
 def _joined(
     held: Sequence[PlacedImage], processor: ImageProcessor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the concatenated patches [P, C] and grids [I, 3] of images; (None, None)
-    without any.
+    """Returns (patches, grids) of images: the concatenated patches [P, C] and the grids [I, 3]. The
+    patches are None if some images are files and `processor` is None; both are None if there are no
+    images.
     """
     if not held:
         return None, None
@@ -384,9 +396,9 @@ def _joined(
 
 
 def _frames(given: Any) -> np.ndarray:
-    """Returns frames [T, height, width, 3], uint8.
+    """Returns the frames of a video as uint8 [T, height, width, 3].
 
-    Raises DataError for input in another form, or for fewer than two frames.
+    Raises DataError for frames in an unsupported form, or for fewer than FEWEST frames.
     """
     if isinstance(given, Tensor):
         if given.dim() != 4 or given.shape[1] != 3:

@@ -1,4 +1,4 @@
-"""LightRFTStrategy presents a ReinforcementStrategy under LightRFT's names."""
+"""LightRFTStrategy offers a ReinforcementStrategy under LightRFT's names."""
 
 import json
 from functools import cached_property
@@ -30,7 +30,9 @@ class LightRFTStrategy(StrategyBase):
     """LightRFTStrategy delegates each call to the ReinforcementStrategy that it wraps."""
 
     def __init__(self, strategy: ReinforcementStrategy):
-        """Raises ConfigError for options that LightRFT's experiences can't represent."""
+        """Raises ConfigError for options whose data LightRFT's Experience can't hold, such as
+        rollout.router_replay.
+        """
         config = strategy.config
         if (replay := config.rollout.router_replay) != "none":
             raise ConfigError(
@@ -60,13 +62,13 @@ class LightRFTStrategy(StrategyBase):
         self._versions = count()  # versions of the pushes of `update_engine_weights`
 
     def close(self) -> None:
-        """Ends the engine; must be called before the process groups are destroyed."""
+        """Stops the engine. Must be called before the process groups are destroyed."""
         self.strategy.close()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        """Returns the tokenizer of the model's folder, loaded on first use. Control tokens that the
-        caller's chat template wrote into texts are encoded as such.
+        """Returns the tokenizer of the model's folder, loaded on first use. It encodes
+        control-token names in texts as control tokens, since the caller applies the chat template.
         """
         return Tokenizer(
             self.config.model.path,
@@ -76,34 +78,37 @@ class LightRFTStrategy(StrategyBase):
 
     @cached_property
     def processor(self) -> ImageProcessor | None:  # type: ignore[override]
-        """Returns the image processor of the model's folder; None if the model is not a
+        """Returns the image processor of the model's folder; None unless the model is a
         vision-language model.
         """
         return processor_of(self.config.model.path)
 
     @cached_property
     def audio_processor(self) -> AudioProcessor | None:
-        """Returns the audio processor of the model's folder; None if the model is not an
+        """Returns the audio processor of the model's folder; None unless the model is an
         audio-language model.
         """
         return audio_processor_of(self.config.model.path)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError: Megatron's schedule can't run the backward pass of a loss
-        that was computed elsewhere.
+        """Raises NotImplementedError, since Megatron's schedule can't run the backward pass of a
+        loss that was computed outside it.
         """
         raise _the_schedules("backward")
 
     def optimizer_step(
         self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> None:
-        """Raises NotImplementedError, as `backward`: the step is part of the same call."""
+        """Raises NotImplementedError, since Megatron's schedule runs the backward pass and the
+        optimizer step in one call.
+        """
         raise _the_schedules("optimizer_step")
 
     def create_optimizer(self, model: Any, **kwargs: Any) -> Any:
-        """Returns the optimizer that the model was built with.
+        """Returns the optimizer with which the model was built.
 
-        Raises ValueError if settings are passed: optimizer.* of the config determines them.
+        Raises ValueError for any keyword argument, since optimizer.* of the config determines the
+        settings.
         """
         if kwargs:
             raise ValueError(
@@ -124,9 +129,9 @@ class LightRFTStrategy(StrategyBase):
         return self.unwrap_model(model).manager.scheduler
 
     def unwrap_model(self, model: Any) -> Any:
-        """Returns the MegatronActor (MegatronCritic) of this strategy's policy (critic).
+        """Returns the MegatronActor of this strategy's policy, or the MegatronCritic of its critic.
 
-        For other wrapped models, returns the bare Megatron module.
+        For any other model, removes the wrappers and returns the bare module.
         """
         if isinstance(getattr(model, "module", None), ColocatedPolicy):  # an ActorVL or ActorAL
             model = model.module
@@ -135,23 +140,26 @@ class LightRFTStrategy(StrategyBase):
         return model.model if isinstance(model, ColocatedValues) else super().unwrap_model(model)
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Moves Adam's state and the main parameters back to the device.
+        """Moves the policy's Adam states and main parameters back to the device from which they
+        were offloaded. Returns `optimizer`.
 
-        They return to the device that they came from, whatever `device` is.
+        `device` is ignored.
         """
         self.strategy.actor.residency.on(MAIN_PARAMETERS, ADAM)
         return optimizer
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
-        """Moves Adam's state and the main parameters to the host if trainer.offload is set."""
+        """Moves the policy's Adam states and main parameters to the host if trainer.offload is set.
+        Returns `optimizer`.
+        """
         if self.config.trainer.offload:
             self.strategy.actor.residency.off(MAIN_PARAMETERS, ADAM)
         return optimizer
 
     def _build_engine(self, args: Any, engine_type: str) -> Engine:
-        """Returns the engine that this strategy was built with.
+        """Returns the engine of the wrapped strategy.
 
-        Raises ValueError for another type than rollout.engine.
+        Raises ValueError if `engine_type` differs from rollout.engine.
         """
         if engine_type != self.config.rollout.engine:
             raise ValueError(
@@ -160,17 +168,19 @@ class LightRFTStrategy(StrategyBase):
         return self.strategy.local_engine
 
     def update_engine_weights(self, actor: Any) -> None:
-        """Pushes the policy's weights to the engine. Raises ValueError for another model."""
+        """Sends the policy's weights to the engine. Raises ValueError if `actor` is not this
+        strategy's policy.
+        """
         self._refuse_another(actor)
         self.strategy.weights.push(version=next(self._versions))
 
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """Generates as StrategyBase does.
+        """Returns completions as `StrategyBase.engine_generate_local` does.
 
-        Raises NotImplementedError for strategy=separate, where one process sends requests to the
-        servers.
+        Raises NotImplementedError for strategy=separate, where one process sends the requests of
+        all processes to the servers.
         """
         if self.config.strategy == "separate":
             raise NotImplementedError(
@@ -199,11 +209,11 @@ class LightRFTStrategy(StrategyBase):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """Saves the policy's (or the critic's) weights, optimizer and schedule as a training
-        checkpoint `save_dir`/`tag`, with `client_state`, which must be JSON-serializable; keeps at
-        most `max_num` checkpoints of at most `max_mem` MB in total. Every process calls it; it
-        waits until the checkpoint is on disk. Raises CheckpointError if the folder can't be
-        written, TypeError for a `client_state` that is not JSON-serializable.
+        """Saves the weights, optimizer and learning-rate schedule of the policy or the critic, and
+        `client_state`, as the training checkpoint `save_dir`/`tag`. Keeps at most `max_num`
+        checkpoints of at most `max_mem` MB in total. Every process calls the method; it returns
+        when the checkpoint is on disk. Raises CheckpointError if the folder can't be written,
+        TypeError if `client_state` is not JSON-serializable.
         """
         # as it will be loaded: JSON's keys are strings
         state = json.loads(json.dumps(client_state or {}))
@@ -223,15 +233,16 @@ class LightRFTStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Loads a checkpoint of `save_ckpt`, written under any layout.
+        """Loads a checkpoint of `save_ckpt`, which may have been written under any parallel layout.
+        Returns (the checkpoint's folder, the `client_state` saved with it).
 
-        A policy's weights must be pushed to the engine before it generates again.
-        `load_module_only`: weights alone, as if both of the flags before it were off; the
-        optimizer's main parameters follow. Without `load_module_strict`, weights that the
-        checkpoint lacks stay unchanged.
+        After loading a policy, its weights must be sent to the engine before the engine generates
+        again. `load_module_only` loads only the weights, as if `load_optimizer_states` and
+        `load_lr_scheduler_states` were off; the optimizer's main parameters are set to the loaded
+        weights. Without `load_module_strict`, weights that the checkpoint lacks stay unchanged.
 
-        Raises CheckpointError if there is no such checkpoint, or if it is another model's or
-        corrupt.
+        Raises CheckpointError if there is no such checkpoint, or if the checkpoint is corrupt or
+        another model's.
         """
         models = self._named(model)
         found = retention.find(Path(load_dir), tag)
@@ -247,9 +258,10 @@ class LightRFTStrategy(StrategyBase):
         return str(found), state
 
     def _named(self, model: Any) -> dict[str, TrainedModel]:
-        """Returns {name: model} of a model that this strategy trains.
+        """Returns {name: trained model} for a model that this strategy trains; the name is the one
+        in checkpoints.
 
-        Raises ValueError for another model.
+        Raises ValueError for any other model.
         """
         for name, trained in self.strategy.trained.items():
             if self.unwrap_model(model) is trained:

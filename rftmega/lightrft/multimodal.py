@@ -1,4 +1,4 @@
-"""Builds engine inputs from prompts with images and videos."""
+"""Combines prompts with their images and videos into engine inputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ def build_inputs(
     videos: Sequence[Any] | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Builds one dict per prompt: "prompt" and, if it has any media, "multi_modal_data" with lists
-    under "image" and "video".
+    """Returns one dict per prompt: "prompt" and, if the prompt has images or videos,
+    "multi_modal_data" with lists under "image" and "video".
 
-    Media are nested (a list, or None, for each prompt) or flat, of which each prompt takes the next
-    `images_num[i]`; flat without numbers is one for each prompt. Raises ValueError if numbers,
-    media and prompts don't match.
+    `images` and `videos` are nested (a list, or None, for each prompt) or flat. Of a flat list,
+    prompt i takes the next `images_num[i]` (`videos_num[i]`) items, or one item if these numbers
+    are None. Raises ValueError if numbers, media and prompts don't match.
     """
     image_lists = _by_prompt("images", len(prompts), images, images_num)
     films = _by_prompt("videos", len(prompts), videos, videos_num)

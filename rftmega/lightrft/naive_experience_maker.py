@@ -1,6 +1,6 @@
-"""NaiveExperienceMaker: LightRFT's interface from prompts to advantages.
+"""NaiveExperienceMaker: LightRFT's interface that turns prompts into experiences with advantages.
 
-It delegates to rftmega and contains no formula of its own.
+It delegates to rftmega and contains no formula itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,15 +69,15 @@ SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Panel:
-    """Panel combines several rewards into one, which reports each score under the
-    reward's index.
-    """
+    """Panel combines several rewards into one. Its scores are named by the indices of the rewards."""
 
     def __init__(self, rewards: Mapping[int, Reward]):
         self.rewards = rewards
 
     def part(self, *, whole_groups: bool) -> "Panel":
-        """Returns the rewards that compare the completions of a group, or those that don't."""
+        """Returns a Panel with only the rewards that compare the completions of a group
+        (`whole_groups`), or with only the other rewards.
+        """
         return Panel(
             {
                 place: r
@@ -96,9 +96,9 @@ class Panel:
         return found
 
     def judged(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts with all scores.
+        """Returns the rollouts with the scores of all rewards.
 
-        Scores that the rollouts already have are not computed again.
+        Rewards that all rollouts already have a score of are not computed again.
         """
         known = (
             set.intersection(*(set(rollout.scores or {}) for rollout in rollouts))
@@ -118,7 +118,7 @@ class Panel:
 
 
 class NaiveExperienceMaker:
-    """NaiveExperienceMaker generates samples and computes their experiences; every process makes
+    """NaiveExperienceMaker generates samples and computes their experiences. Every process makes
     the same calls with the whole batch.
     """
 
@@ -140,21 +140,22 @@ class NaiveExperienceMaker:
     ):
         """Takes LightRFT's arguments, which must provide:
 
-        actor: `log_probs(rows) -> TokenStats` (a Policy); without `strategy` it must be a
-        RolloutEngine as well. critic: `values(rows) -> [B, T]`, or None without a value model.
-        reward_model: a Reward, `(prompts, rollouts) -> [{"reward": float, ...}]`, or a list of them
-        with a `reward_fn`. initial_model: the reference: a Policy; or the actor itself, whose
-        `reference_log_probs(rows)` is called; None: no KL. tokenizer: rftmega.data.tokenizer.Tokenizer, or
-        one of transformers; not needed for prompts that are `Prompt`s. kl_controller: `.value` is
-        the weight of each token's KL in its reward; None: none, as when the KL is in the loss.
-        strategy: `.engine` is the RolloutEngine; `.args` may hold options (those of DEFAULTS,
-        `advantage_estimator`, `kl_estimator`). LightRFTStrategy offers both. reward_fn: `(list of
-        rewards [B], one per reward model) -> [B]`. `label_map` and `recipe`, if given, are passed
-        to it as keyword arguments, and with either of them also `labels`. processor: of a
-        vision-language model; None: the strategy's, if it has one.
+        actor: a Policy, with `log_probs(rows) -> TokenStats`; without `strategy` it must be a
+        RolloutEngine as well. critic: a value model with `values(rows) -> [B, T]`, or None.
+        reward_model: a Reward, `(prompts, rollouts) -> [{"reward": float, ...}]`, or a list of
+        Rewards with a `reward_fn`. initial_model: the reference, a Policy, or the actor itself,
+        whose `reference_log_probs(rows)` is called; None: no KL. tokenizer: a
+        rftmega.data.tokenizer.Tokenizer or a tokenizer of transformers; not needed if all prompts
+        are `Prompt`s. kl_controller: `.value` is the weight of each token's KL in the token's
+        reward; None: rewards without KL, as when the KL is in the loss. strategy: `.engine` is the
+        RolloutEngine; `.args` may hold options (the keys of DEFAULTS, `advantage_estimator`,
+        `kl_estimator`); LightRFTStrategy has both attributes. reward_fn: `(list of rewards [B], one
+        per reward model) -> [B]`. If `reward_fn_label_map` or `reward_recipe` is given, it is
+        passed to reward_fn as the keyword argument `label_map` or `recipe`, together with `labels`.
+        processor: image processor of a vision-language model; None: the strategy's, if it has one.
 
-        Raises ValueError if several rewards have no `reward_fn`, or for `remote_rm_url`: pass a
-        remote reward as a Reward.
+        Raises ValueError if there are several rewards without a `reward_fn`, and for
+        `remote_rm_url`: pass a remote reward as a Reward.
         """
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
         rewards: list[Reward] = (
@@ -196,17 +197,18 @@ class NaiveExperienceMaker:
         self.tasks = 0  # prompts so far, so that each gets its own seed
 
     def generate_samples(self, all_prompts: Sequence[str | Prompt], **kw: Any) -> list[Samples]:
-        """Generates completions in batches of `micro_rollout_batch_size`, with the
-        `n_samples_per_prompt` of each prompt side by side.
+        """Generates `n_samples_per_prompt` completions of each prompt. Returns them in batches of
+        `micro_rollout_batch_size`, with the completions of a prompt adjacent.
 
-        `labels` (a string per prompt) are passed to the rewards; a Prompt brings its own. Options
-        are those of DEFAULTS. The engine gets all requests in one call: a completion depends on its
-        own seed, not on its batch. `all_images` and `images_num`, `all_videos` and `videos_num` are
-        images and videos as `gather_and_generate` takes them; `pixel_values` and `image_grid_thw`,
-        `pixel_values_videos` and `video_grid_thw` replace them for media that are already patches:
-        a pair of their frames lasts a second. The engine may score completions as they arrive; a
-        reward that compares the completions of a group is called at the end. Raises ValueError for
-        an unknown option.
+        `kw` are options with the names in DEFAULTS, and the following. `labels` (a string per
+        prompt) are passed to the rewards; a Prompt has its own label. The engine gets all requests
+        in one call: a completion depends on its own seed, not on its batch. `all_images` and
+        `images_num`, `all_videos` and `videos_num` are images and videos as `gather_and_generate`
+        takes them. `pixel_values` and `image_grid_thw`, `pixel_values_videos` and `video_grid_thw`
+        replace them for media that are already patches; two successive video frames are then
+        assumed to last one second. The engine may score completions as they arrive; a reward that
+        compares the completions of a group is called at the end. Raises ValueError for an unknown
+        option.
         """
         option = self._options(kw)
         prompts = self._prompts(all_prompts, kw)
@@ -235,9 +237,9 @@ class NaiveExperienceMaker:
         return [self._samples(requests[part], rollouts[part], group[part]) for part in parts]
 
     def make_experience(self, samples: Samples) -> Experience:
-        """Returns log-probs, values, KL and, in `info`, rewards of one batch.
+        """Returns the Experience of a batch with its log-probs, values, KL and, in `info`, rewards.
 
-        Advantages and returns are not computed yet.
+        Advantages and returns are computed later, by `make_experience_list`.
         """
         patches = Patches.held_by(samples)
         rows = with_patches(samples.rows(), patches, self.processor)
@@ -279,10 +281,11 @@ class NaiveExperienceMaker:
     def make_experience_list(
         self, all_prompts: Sequence[str | Prompt], **kw: Any
     ) -> list[Experience]:
-        """Generates and scores all samples, then shapes rewards over all of them, then computes
-        each batch's advantages and returns.
+        """Generates and scores all samples, shapes the rewards over all batches, and computes the
+        advantages and returns of each batch. Returns the experiences.
 
-        `kw` as for `generate_samples`; `gamma` and `lambd` are read here.
+        `kw`: options as for `generate_samples`, of which `gamma` and `lambd` are used for the
+        advantages.
         """
         option = self._options(kw)
         made = [
@@ -314,9 +317,11 @@ class NaiveExperienceMaker:
     def process_experiences(
         self, experiences: list[Experience]
     ) -> tuple[list[Experience], list[Tensor]]:
-        """Returns (experiences, their rewards [B]), rewards shaped over all batches at once.
+        """Returns (experiences, rewards [B] of each experience); the rewards are shaped by the
+        advantage estimator over all batches at once.
 
-        Override it to filter. A group may be spread over several batches.
+        Override the method to filter experiences. The completions of a group may be in several
+        batches.
         """
         if not experiences:
             return [], []
@@ -330,18 +335,21 @@ class NaiveExperienceMaker:
     def get_advantages_and_returns(
         self, values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lambd: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns (advantages, returns), [B, A]: see `gae`."""
+        """Returns (advantages, returns), both [B, A], of generalized advantage estimation; see
+        `gae`.
+        """
         return gae(values, rewards, action_mask, gamma, lambd)
 
     def get_cumulative_returns(self, rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
-        """Returns [B, A]: see `discounted_returns`."""
+        """Returns the discounted returns [B, A]; see `discounted_returns`."""
         return discounted_returns(rewards, action_mask.bool(), gamma)
 
     def tokenize_fn(
         self, texts: str | list[str], max_length: int, padding: bool = True, device: Any = None
     ) -> Any:
-        """Returns token ids, truncated to `max_length`: a dict of left-padded input_ids and
-        attention_mask [B, S] on `device`, or, without `padding`, a list of ids per text.
+        """Returns the token ids of texts, each truncated to `max_length`: a dict of left-padded
+        input_ids and attention_mask [B, S] on `device`, or, without `padding`, a list with the ids
+        of each text.
         """
         ids = [
             self._ids(text)[:max_length] for text in ([texts] if isinstance(texts, str) else texts)
@@ -386,7 +394,9 @@ class NaiveExperienceMaker:
         return found
 
     def _media(self, prompts: int, kw: Mapping[str, Any]) -> list[tuple[list[Any], list[Any]]]:
-        """Returns the images and the videos of each prompt."""
+        """Returns (images, videos) of each of `prompts` prompts, from the keyword arguments of
+        `generate_samples`.
+        """
         given = Patches(**{name: kw.get(name) for name in PATCHES})
         media = []
         for files, values, grids in (
@@ -432,7 +442,9 @@ class NaiveExperienceMaker:
         )
 
     def _options(self, kw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns DEFAULTS, overridden by the strategy's args, overridden by `kw`."""
+        """Returns the value of each option in DEFAULTS: from `kw`, else from the strategy's args,
+        else the default. Raises ValueError for an unknown option.
+        """
         for name in kw.keys() - DEFAULTS.keys() - BESIDE:
             why = (
                 f"{REPLACED[name]} decides it"
@@ -462,8 +474,8 @@ class NaiveExperienceMaker:
         return made
 
     def _completions(self, samples: Samples) -> list[Rollout]:
-        """Returns the engine's rollouts, or rollouts built from the rows if the samples
-        have none.
+        """Returns the rollouts of the samples. If an engine has not generated the samples, builds
+        rollouts from their rows.
         """
         if samples.rollouts is not None:
             return samples.rollouts
@@ -504,7 +516,7 @@ class NaiveExperienceMaker:
 
 
 def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:
-    """Returns the engine's log-probs [B, A]; 0 after the end of a completion."""
+    """Returns the engine's log-probs [B, A] of the responses, 0 after the end of a response."""
     found = torch.zeros(mask.shape)
     chosen = (own for completion in completions for own in completion.trajectories)
     found[mask] = torch.from_numpy(np.concatenate([own.logprobs[own.loss_mask] for own in chosen]))
@@ -512,5 +524,7 @@ def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:
 
 
 def _given(prompt: list[int], response: list[int]) -> Trajectory:
-    """Returns a trajectory of a completion that no engine here has sampled."""
+    """Returns the trajectory of a prompt and a response that no engine has generated, so that it
+    has no log-probs.
+    """
     return Trajectory.of(prompt, Completion(response, (), "stop", -1))

@@ -1,9 +1,10 @@
-"""LightRFT's Samples and Experience: one canvas of left-padded prompts and right-padded responses.
+"""LightRFT's Samples and Experience, which store sequences as a canvas: prompts padded on the left
+and responses padded on the right, in one tensor.
 
 Column c of `sequences` is a prompt token up to P and a response token from P on; a per-action
 tensor [B, A] has the response's i-th token in column i. `rftmega.core.types` starts its rows at
-column 0 and aligns with targets: the functions at the end convert between the two. Positions are
-derived from lengths, never from token values.
+column 0 and aligns with targets: the functions at the end convert between the two layouts.
+Positions are derived from lengths, never from token values.
 """
 
 from collections.abc import Callable
@@ -22,13 +23,13 @@ from rftmega.lightrft.pinned import pinned
 
 
 def to(tensor: Tensor | list[Tensor], device: torch.device | str) -> Any:
-    """Moves a tensor, or a list of them, to `device`."""
+    """Returns a tensor, or a list of tensors, moved to `device`."""
     return [to(each, device) for each in tensor] if isinstance(tensor, list) else tensor.to(device)
 
 
 def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
-    """Copies a tensor, or a list of them, to page-locked memory, from which copies to a device are
-    fast; returns it unchanged without a device.
+    """Returns a tensor, or a list of tensors, copied to page-locked memory, from which copies to a
+    device are fast. Returns `tensor` unchanged on a machine without a device.
     """
     if not torch.accelerator.is_available():
         return tensor
@@ -36,9 +37,10 @@ def pin_memory(tensor: Tensor | list[Tensor]) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `value` with `change` applied to every tensor in it.
+    """Returns `value` with `change` applied if it is a tensor or a list of tensors, and to such
+    values in a dict.
 
-    Values other than tensors, or lists or dicts of them, stay unchanged.
+    Any other value stays unchanged.
     """
     if isinstance(value, dict):
         return {name: _changed(each, change) for name, each in value.items()}
@@ -50,8 +52,8 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class Experience:
-    """Experience holds a rollout's rows for training: B rows, S columns (the same for all rows), A
-    of them for the response.
+    """Experience holds a rollout's sequences for training: B rows of S columns, of which the last A
+    columns are the responses.
     """
 
     sequences: Tensor  # [B, S] int64, left-padded prompts and right-padded responses
@@ -76,13 +78,13 @@ class Experience:
     images: RowImages | None = None
 
     def to_device(self, device: torch.device | str) -> "Experience":
-        """Moves every tensor, including those of `info`; returns itself."""
+        """Moves every tensor, including those in `info`, to `device`. Returns itself."""
         return self._change(lambda value: to(value, device))
 
     def pin_memory(self) -> "Experience":
-        """Pins every tensor, including those of `info`; returns itself.
+        """Copies every tensor, including those in `info`, to page-locked memory. Returns itself.
 
-        It has no effect on a machine without a device.
+        Changes nothing on a machine without a device.
         """
         return self._change(pin_memory)
 
@@ -94,8 +96,8 @@ class Experience:
 
 @dataclass
 class Samples:
-    """Samples holds the completions of one rollout, batched ([B, S], padded) or packed (one row of
-    all tokens, B sequences one after another).
+    """Samples holds the completions of one rollout, either batched (a canvas [B, S]) or packed (one
+    row with the tokens of all B sequences, one after another).
     """
 
     sequences: Tensor  # [B, S] int64; packed [1, total]
@@ -121,7 +123,9 @@ class Samples:
 
     @classmethod
     def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
-        """Arranges `rows` as a canvas as wide as the longest prompt plus the longest response."""
+        """Returns `rows` as batched samples; the canvas is as wide as the longest prompt plus the
+        longest response.
+        """
         lengths = rows.lengths - rows.prompt_lengths
         width, actions = _widest(rows.prompt_lengths), _widest(lengths)
         sequences, attention_mask = canvas(rows, width, actions, pad_id=pad_id)
@@ -140,10 +144,9 @@ class Samples:
         )
 
     def rows(self) -> Rows:
-        """Returns the rows, starting at column 0; padding becomes 0.
+        """Returns the sequences as Rows, which start at column 0 and are padded with 0.
 
-        Raises ValueError if `action_mask` omits tokens of a response: rows of rftmega can't
-        represent that.
+        Raises ValueError if `action_mask` omits tokens of a response, which Rows can't represent.
         """
         if self.packed_seq_lens is not None:
             ends = self.packed_seq_lens.cumsum(0)
@@ -168,9 +171,7 @@ class Samples:
         return replace(rows, images=self.images)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
-        """Returns the same samples in one row without padding, except `pad_len` tokens
-        at its end.
-        """
+        """Returns the same samples packed into one row, followed by `pad_len` padding tokens."""
         rows = self.rows()
         kept = _begun(rows.lengths)
         number = torch.arange(1, len(rows) + 1, device=kept.device)[:, None].expand_as(kept)
@@ -190,12 +191,14 @@ class Samples:
         return self._beside(found)
 
     def batched(self, *, pad_id: int = 0) -> "Samples":
-        """Returns the same samples as a canvas of minimal width."""
+        """Returns the same samples batched, as a canvas of minimal width."""
         found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
         return self._beside(found)
 
     def _beside(self, found: "Samples") -> "Samples":
-        """Copies the layout-independent fields to other samples of the same rows; returns those."""
+        """Copies the fields that are independent of the layout to `found`, samples of the same
+        rows. Returns `found`.
+        """
         found.rollouts, found.group = self.rollouts, self.group
         for name in PATCHES:
             setattr(found, name, getattr(self, name))
@@ -218,7 +221,9 @@ def _widest(lengths: Tensor) -> int:
 
 
 def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
-    """Returns a mask [B, width or the longest]: True in the first lengths[b] columns."""
+    """Returns a mask [B, width] that is True in the first lengths[b] columns of row b. `width`
+    None: the longest length.
+    """
     return (
         torch.arange(_widest(lengths) if width is None else width, device=lengths.device)
         < lengths[:, None]
@@ -226,9 +231,9 @@ def _begun(lengths: Tensor, width: int | None = None) -> Tensor:
 
 
 def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
-    """Returns out[b, c] = x[b, c + by[b]] where kept[b, c], otherwise `fill`.
+    """Returns out[b, c] = x[b, c + by[b]] where kept[b, c] is True, and `fill` elsewhere.
 
-    x [B, N], by [B], kept [B, width] bool.
+    Shapes: x [B, N], by [B], kept [B, width] bool.
     """
     if not x.shape[1]:
         return x.new_full(kept.shape, fill)
@@ -239,8 +244,8 @@ def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
 def canvas(
     rows: Rows, prompt_width: int, actions: int, *, pad_id: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Returns (sequences, attention mask), both [B, prompt_width + actions], of rows that start at
-    column 0.
+    """Returns (sequences, attention mask), both [B, prompt_width + actions]: the canvas of rows
+    that start at column 0.
     """
     by = rows.prompt_lengths - prompt_width
     column = torch.arange(prompt_width + actions, device=by.device) + by[:, None]
@@ -249,19 +254,21 @@ def canvas(
 
 
 def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
-    """Returns [B, longest]: each row of a canvas from its first token, in column by[b], on.
+    """Returns the rows of a canvas shifted to the left, [B, longest length]; the first token of row
+    b is in column by[b] of the canvas.
 
-    Columns after its end are 0.
+    Columns after a row's last token are 0.
     """
     return shifted(sequences, by, _begun(lengths))
 
 
 def per_action(x: Tensor, rows: Rows) -> Tensor:
-    """Converts [B, T] aligned with targets to [B, A], the response's tokens only.
+    """Converts a tensor [B, T] aligned with targets to a per-action tensor [B, A], which has only
+    the response tokens.
 
-    0 after the end of a response.
+    Columns after the end of a response are 0.
 
-    Raises ValueError for an empty prompt: nothing predicts the first token of its response.
+    Raises ValueError for an empty prompt: no position predicts the first token of its response.
     """
     _refuse_empty(rows.prompt_lengths)
     lengths = rows.lengths - rows.prompt_lengths
@@ -269,7 +276,8 @@ def per_action(x: Tensor, rows: Rows) -> Tensor:
 
 
 def per_target(x: Tensor, rows: Rows) -> Tensor:
-    """Converts [B, A] to [B, T] aligned with targets; 0 outside the response.
+    """Converts a per-action tensor [B, A] to a tensor [B, T] aligned with targets, 0 outside the
+    response.
 
     Raises ValueError for an empty prompt.
     """
@@ -293,10 +301,10 @@ def with_patches(
     patches: Patches,
     processor: ImageProcessor | None,
 ) -> Rows:
-    """Returns the rows with the images and videos that were given as patches; unchanged if they
-    already have images, or none were given.
+    """Returns the rows with the images and videos that `patches` contains. Returns the rows
+    unchanged if they already have images or `patches` is empty.
 
-    Raises ValueError for patches without a `processor`, and if rows and patches don't match.
+    Raises ValueError if `processor` is None, and if rows and patches don't match.
     """
     if rows.images is not None or not patches:
         return rows
@@ -308,7 +316,7 @@ def with_patches(
 
 
 def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> Rows:
-    """Returns the rows of a canvas whose last `actions` columns are the responses'."""
+    """Returns the rows of a canvas whose last `actions` columns belong to the responses."""
     prompts = sequences.shape[1] - actions
     prompt_lengths = attention_mask[:, :prompts].bool().sum(-1)
     lengths = attention_mask.bool().sum(-1)
@@ -317,11 +325,12 @@ def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> R
 
 
 def to_experience(padded: Experience, processor: ImageProcessor | None = None) -> types.Experience:
-    """Converts to rftmega's Experience. Without info["behaviour_log_probs"] the trainer's log-probs
-    replace the engine's.
+    """Returns LightRFT's Experience as rftmega's Experience. Without info["behaviour_log_probs"],
+    the trainer's log-probs are used as the engine's.
 
-    `processor`: of a vision-language model, for pixel_values that rftmega did not make. Raises
-    ValueError if masks or advantages are missing, if a prompt is empty, or as `with_patches`.
+    `processor`: image processor of a vision-language model, needed if pixel_values come from
+    outside rftmega. Raises ValueError if masks or advantages are missing, if a prompt is empty, or
+    if rows and patches don't match.
     """
     missing = [
         name
@@ -364,10 +373,10 @@ def to_experience(padded: Experience, processor: ImageProcessor | None = None) -
 def of_experience(
     own: types.Experience[Any], *, pad_id: int = 0, processor: ImageProcessor | None = None
 ) -> Experience:
-    """Converts rftmega's Experience, padded or not, to a canvas.
+    """Returns rftmega's Experience, padded or not, as LightRFT's Experience.
 
-    Fields that it lacks (kl, and those that are None) are None; so is pixel_values if images are
-    files and no `processor` is given.
+    Fields that rftmega's Experience lacks (such as kl) or that are None become None. pixel_values
+    is None if images are files and `processor` is None.
     """
     own = own.padded()
     rows = own.rows

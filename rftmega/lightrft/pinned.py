@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Returns the tensor in page-locked memory, from which copies to a device are fast; unchanged
-    on a machine without one.
+    """Returns a copy of a tensor in page-locked memory, from which copies to a device are fast;
+    returns the tensor itself on a machine without a device.
     """
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor

@@ -1,6 +1,6 @@
 """PPOTrainerVL: LightRFT's training loop (rollout, update, weight sync) on top of rftmega.
 
-It delegates to rftmega and contains no formula of its own.
+It delegates to rftmega and contains no formula itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ DECIDED: dict[str, tuple[Any, str]] = {
 
 
 class PPOTrainerVL:
-    """PPOTrainerVL trains a vision-language policy; every process calls its methods with the whole
-    batch.
+    """PPOTrainerVL trains a vision-language policy with PPO. Every process calls its methods with
+    the whole batch.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class PPOTrainerVL:
         """Takes LightRFT's arguments.
 
         `strategy`: a LightRFTStrategy. `actor`, `critic`, `reward_model`, `initial_model`,
-        `tokenizer`, `processor` and the arguments after them: as NaiveExperienceMaker takes them.
-        Models hold their own optimizers and schedules, so those given are ignored; the buffer is on
-        the host anyway and is moved to a device without a loader, so `buffer_cpu_offload` and
-        `dataloader_pin_memory` have no effect. `kl_target` None: a constant KL weight.
-        `args.use_kl_loss` of the strategy moves the KL into the loss. `buffer_limit`: maximum
-        number of rows in the buffer, 0: unlimited.
+        `tokenizer`, `processor` and the arguments after `processor`: as NaiveExperienceMaker takes
+        them. Models have their own optimizers and schedules, so the optimizers and schedulers
+        passed here are ignored. The buffer is always on the host and is moved to a device without a
+        data loader, so `buffer_cpu_offload` and `dataloader_pin_memory` have no effect. `kl_target`
+        None: a constant KL weight. `args.use_kl_loss` of the strategy moves the KL from the rewards
+        into the loss. `buffer_limit`: maximum number of rows in the buffer, 0: unlimited.
 
-        Raises ValueError for an argument of DECIDED that is neither its default nor the config's
-        value, and for an `ema_model`: the policy keeps its own average.
+        Raises ValueError for an argument in DECIDED that is neither its default nor the config's
+        value, and for an `ema_model`, since the policy keeps its own moving average.
         """
         self.strategy, self.actor, self.critic = strategy, actor, critic
         said = {
@@ -153,14 +153,14 @@ class PPOTrainerVL:
         consumed_samples: int = 0,
         num_update_steps_per_episodes: int = 1,
     ) -> None:
-        """Trains for `args.num_episodes` (1) passes over the batches, skipping the first
-        `consumed_samples` prompts of all episodes.
+        """Trains for `args.num_episodes` (default 1) passes over the batches, skipping the first
+        `consumed_samples` prompts of all episodes together.
 
         A batch is a dict of prompts, images and labels, or a tuple (prompts, images, references,
-        labels) of which the last ones may be missing. `num_update_steps_per_episodes`: rollouts per
+        labels), whose last items may be missing. `num_update_steps_per_episodes`: rollouts per
         episode, from which the position to resume at is computed. `args.eval_steps` (-1: never),
-        `save_steps` (-1), `logging_steps` (1), `ckpt_path`, `save_path` as in LightRFT. Raises
-        ValueError for a `pretrain_dataloader`: see `ptx_coef`.
+        `save_steps` (-1), `logging_steps` (1), `ckpt_path` and `save_path` are as in LightRFT.
+        Raises ValueError for a `pretrain_dataloader`: see `ptx_coef`.
         """
         if pretrain_dataloader is not None:
             raise ValueError(
@@ -186,10 +186,10 @@ class PPOTrainerVL:
             skipped = 0
 
     def rollout(self, batch: Any) -> Metrics:
-        """Adds the experiences of a batch of prompts to the buffer; returns their mean reward and
-        response length.
+        """Generates completions of a batch of prompts and adds their experiences to the buffer.
+        Returns their mean reward and response length.
 
-        The engine must have the policy's weights.
+        The engine must have the policy's current weights.
         """
         prompts, asked = _asked(batch)
         made = self.experience_maker.make_experience_list(prompts, **asked, **self.generate_kwargs)
@@ -201,8 +201,8 @@ class PPOTrainerVL:
         return {f"rollout_{name}": value for name, value in _means(made).items()}
 
     def ppo_train(self, global_steps: int = 0) -> Metrics:
-        """Trains `max_epochs` times on the buffer, `train_batch_size` rows per step; returns the
-        means of all steps' metrics.
+        """Trains `max_epochs` times on the buffer, with `train_batch_size` rows per optimizer step.
+        Returns the mean metrics of all steps.
         """
         whole = OwnExperience.join([self._own(each).ragged() for each in self.replay_buffer])
         parts = max(len(whole) // self.strategy.train_batch_size, 1)
@@ -220,16 +220,19 @@ class PPOTrainerVL:
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
     ) -> Metrics:
-        """Takes an optimizer step of the actor, and one of the critic if there is one."""
+        """Takes an optimizer step of the actor and, if there is a critic, one of the critic.
+        Returns the metrics.
+        """
         found = self.training_step_actor(experience, entropy_mask)
         return found if self.critic is None else found | self.training_step_critic(experience)
 
     def training_step_actor(
         self, experience: Experience, entropy_mask: Tensor | None = None
     ) -> Metrics:
-        """Takes an optimizer step of the actor.
+        """Takes an optimizer step of the actor. Returns the metrics.
 
-        `entropy_mask` [B, A]: restricts the loss to its tokens.
+        `entropy_mask` [B, A]: only tokens where it is True count in the loss; None: all response
+        tokens.
         """
         own = self._own(experience)
         if entropy_mask is not None:
@@ -237,15 +240,15 @@ class PPOTrainerVL:
         return _shown(self.actor.step(own.ragged(), self.loss_fn))
 
     def training_step_critic(self, experience: Experience) -> Metrics:
-        """Takes an optimizer step of the critic."""
+        """Takes an optimizer step of the critic. Returns the metrics."""
         own = self._own(experience).ragged()
         return _shown(_of_critic(self.critic.step(own, self.value_loss_fn)))
 
     def evaluate(self, eval_dataloader: Iterable[Any], global_step: int) -> Metrics:
-        """Returns the mean reward and response length of greedy completions of evaluation prompts,
-        one each; trains nothing.
+        """Generates one greedy completion of each evaluation prompt, without training. Returns the
+        mean reward and response length.
 
-        The engine must have the policy's weights.
+        The engine must have the policy's current weights.
         """
         maker, samples = self.experience_maker, list[Samples]()
         asked_for = {"n_samples_per_prompt": 1, "temperature": 0.0}
@@ -268,8 +271,9 @@ class PPOTrainerVL:
         client_states: dict[str, Any] | None = None,
         episode: int = 0,
     ) -> None:
-        """Prints the metrics of a step, and saves at multiples of `args.save_steps`: training
-        checkpoints to `args.ckpt_path`, Hugging Face folders to `args.save_path`.
+        """Prints the metrics of a step if `global_step` is a multiple of `args.logging_steps`. If
+        it is a multiple of `args.save_steps`, saves training checkpoints in `args.ckpt_path` and
+        Hugging Face folders in `args.save_path`.
         """
         if global_step % getattr(args, "logging_steps", 1) == 0:
             numbers = [f"{name} {value:.4g}" for name, value in (logs_dict or {}).items()]
@@ -294,9 +298,7 @@ class PPOTrainerVL:
 
 
 def _asked(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Returns the prompts of a loader's batch, and its other fields as keywords of
-    `generate_samples`.
-    """
+    """Returns (prompts, keyword arguments of `generate_samples`) of a batch of a data loader."""
     if not isinstance(batch, Mapping):
         names = ("prompts", "images", "references", "labels")
         batch = dict(zip(names, batch, strict=False))
@@ -312,7 +314,7 @@ def _means(experiences: Sequence[Experience]) -> Metrics:
 
 
 def _of_critic(metrics: Metrics) -> Metrics:
-    """Returns the metrics of a value model under LightRFT's names."""
+    """Returns the metrics of a value model under the names that LightRFT gives them."""
     found = {
         f"critic_{name}": value for name, value in metrics.items() if not name.startswith(COUNT)
     }

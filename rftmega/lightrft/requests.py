@@ -1,5 +1,5 @@
-"""Translates LightRFT's requests to those of rftmega's engines: token ids, a seed each, a
-temperature.
+"""Translation of LightRFT's generation requests to requests of rftmega's engines: token ids, a
+temperature, and a seed for each request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class GenerationOutput(dict[str, Any]):
 
 
 def completion_of(rollout: Rollout) -> Completion:
-    """Returns the only completion of a single-turn rollout."""
+    """Returns the completion of a rollout with a single turn."""
     (trajectory,) = rollout.trajectories
     (version,) = rollout.versions
     begin = trajectory.prompt_length
@@ -59,8 +59,8 @@ def completion_of(rollout: Rollout) -> Completion:
 def completions(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> list[GenerationOutput]:
-    """Returns one dict per completion: prompt and output ids, log-probs, finish reason
-    and version.
+    """Returns one GenerationOutput per completion: prompt and output token ids, log-probs, finish
+    reason and policy version.
     """
     return [
         GenerationOutput(
@@ -75,11 +75,11 @@ def completions(
 
 
 def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, int | None]:
-    """Returns (temperature, seed or None) of a dict, or of an object with such attributes (vLLM's
-    SamplingParams).
+    """Returns (temperature, seed) of `sampling_params`, a dict or an object with the same names as
+    attributes (vLLM's SamplingParams). The seed is None if it is not set.
 
-    Raises ValueError for a setting that would be ignored: an engine samples from the whole
-    distribution, and ends a completion after the `longest` tokens it was built for.
+    Raises ValueError for a setting that the engine would ignore: it samples from the whole
+    distribution, and ends a completion after `longest` tokens, the limit with which it was built.
     """
     given = dict(sampling_params) if isinstance(sampling_params, Mapping) else None
     names = ("temperature", "seed", "max_tokens", "max_new_tokens", *NEUTRAL)
@@ -110,15 +110,18 @@ def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, 
 
 
 def token_lists(prompt_token_ids: Sequence[Any]) -> list[list[int]]:
-    """Returns prompts as a list of id lists, for one prompt (a list of ids) or several."""
+    """Returns prompts as a list of token-id lists. `prompt_token_ids`: one prompt (a list of ids)
+    or several.
+    """
     if prompt_token_ids and isinstance(prompt_token_ids[0], int):
         return [list(prompt_token_ids)]
     return [list(ids) for ids in prompt_token_ids]
 
 
 def seeds_of(source: str, first: int, count: int) -> list[int]:
-    """Returns the seeds of requests first ... first + count - 1 of a source.
+    """Returns the seeds of the requests number first ... first + count - 1 of `source`, a name for
+    the call that makes the requests.
 
-    Different sources and numbers have different seeds.
+    Different sources and different numbers give different seeds.
     """
     return [request_seed(source, number) for number in range(first, first + count)]

@@ -1,4 +1,4 @@
-"""Translates LightRFT's DeepSpeed and FSDP options to overrides of an rftmega config."""
+"""Translation of LightRFT's DeepSpeed and FSDP options to overrides of an rftmega config."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ STAGES = {
 
 
 def sharding_overrides(args: Any) -> list[str]:
-    """Returns the overrides, for `rftmega.config.load`, that correspond to `args` of a LightRFT
-    run.
+    """Returns the overrides for `rftmega.config.load` that correspond to the options `args` of a
+    LightRFT run.
 
-    It reads `fsdp`, `zero_stage` (2 if missing), `fsdp_cpu_offload`, `adam_offload`, `bf16`,
-    `gradient_checkpointing` and `sp_size`. Raises ValueError for a combination without a
-    counterpart.
+    Reads `fsdp`, `zero_stage` (2 if missing), `fsdp_cpu_offload`, `adam_offload`, `bf16`,
+    `gradient_checkpointing` and `sp_size`. Raises ValueError for a combination to which no rftmega
+    options correspond.
     """
     given = vars(args)
     stage = 3 if given.get("fsdp") else given.get("zero_stage", 2)

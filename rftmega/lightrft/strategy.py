@@ -1,8 +1,8 @@
-"""StrategyBase: LightRFT's strategy interface on top of rftmega. It delegates, and computes nothing
-itself.
+"""StrategyBase: LightRFT's strategy interface on top of rftmega. It delegates to rftmega and
+computes nothing itself.
 
-Importable without Megatron. A subclass must implement the abstract methods, and `_build_engine` and
-`update_engine_weights`.
+The module can be imported without Megatron. A subclass must implement the abstract methods, and
+`_build_engine` and `update_engine_weights`.
 """
 
 import os
@@ -43,16 +43,17 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_actor(model: Any) -> bool:
-    """Returns whether `model`, however it is wrapped, is a policy, that is, has `log_probs`.
+    """Returns whether `model`, with or without wrappers, is a policy, that is, has a method
+    `log_probs`.
 
-    A value model is not.
+    Returns False for a value model.
     """
     return callable(getattr(_unwrapped(model), "log_probs", None))
 
 
 def _as_list(given: Any) -> Sequence[Any]:
-    """Returns the images or videos of a prompt as a list; a single one may be given
-    without a list.
+    """Returns the images or videos of a prompt as a list. `given`: a list, a single image or video,
+    or None.
     """
     if given is None:
         return []
@@ -66,9 +67,10 @@ def _unwrapped(model: Any) -> Any:
 
 
 class StrategyBase(ABC):
-    """StrategyBase runs models and engines.
+    """StrategyBase builds models and engines and generates completions, under LightRFT's names.
 
-    `inference_engine` is this process's engine, or its slice of one; None until it is set up.
+    `inference_engine` is this process's engine, or its part of an engine that several processes
+    share; None until `setup_inference_engine` is called.
     """
 
     # encodes text prompts: `encode(text, chat_template=False)`
@@ -87,9 +89,10 @@ class StrategyBase(ABC):
         train_batch_size: int,
         args: Any = None,
     ) -> None:
-        """`max_norm`: the norm to which gradients are clipped.
+        """`max_norm`: the norm to which gradients are clipped. The batch sizes are numbers of
+        completions.
 
-        `args`: options under LightRFT's names; missing ones have LightRFT's defaults.
+        `args`: options under LightRFT's names; missing options have LightRFT's defaults.
         """
         self.seed = seed
         self.max_norm = max_norm
@@ -107,12 +110,12 @@ class StrategyBase(ABC):
     def setup_distributed(
         self, timeout: timedelta | None = None, num_gpu_per_node: int = 8
     ) -> None:
-        """Joins the processes that torchrun started, unless they are joined already, and seeds this
-        one.
+        """Joins the processes that torchrun started, unless this is already done, and seeds this
+        process.
 
         `num_gpu_per_node` is used if the launcher does not set LOCAL_WORLD_SIZE. Raises
-        RuntimeError if the launcher's variables are missing, ValueError if `args.engine_type` is
-        not an engine type.
+        RuntimeError if the launcher's environment variables are missing, ValueError if
+        `args.engine_type` is unknown.
         """
         _check_engine_type(getattr(self.args, "engine_type", "vllm"))
         if not dist.is_initialized():
@@ -128,7 +131,7 @@ class StrategyBase(ABC):
         self.set_seed(self.seed)
 
     def get_rank(self) -> int:
-        """Returns the rank; 0 if there is no process group."""
+        """Returns the rank of this process; 0 if there is no process group."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @classmethod
@@ -136,23 +139,23 @@ class StrategyBase(ABC):
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def set_seed(self, seed: int) -> None:
-        """Seeds python, numpy and torch, on the host and every device."""
+        """Seeds the random generators of Python, NumPy and torch, on the host and every device."""
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
         """Returns the tensors of all processes, concatenated in rank order.
 
-        A dict of tensors (the same keys everywhere) is gathered key by key. First dimensions may
-        differ. See `collectives.all_gather`.
+        A dict of tensors, which must have the same keys on every process, is gathered key by key.
+        The tensors may differ in their first dimension. See `collectives.all_gather`.
         """
         if isinstance(data, dict):
             return _by_key(data, collectives.all_gather)
         return collectives.all_gather(data)
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Returns the mean, max or sum over all processes of a tensor, a number, or a dict of them
-        (the same keys everywhere), in the form it was given. Raises AssertionError for another
-        `op`. See `collectives.all_reduce`.
+        """Returns the mean, max or sum (`op`) over all processes of a tensor, a number, or a dict
+        of them with the same keys on every process. The result has the form of `data`. Raises
+        AssertionError for any other `op`. See `collectives.all_reduce`.
         """
         assert op in collectives.OPERATIONS, (
             f"op={op!r} is not one of {', '.join(collectives.OPERATIONS)}."
@@ -163,14 +166,14 @@ class StrategyBase(ABC):
 
     @classmethod
     def print(cls, *msg: Any) -> None:
-        """Prints one line with the time, on rank 0."""
+        """Prints a message in one line with the time, on rank 0 only."""
         if cls.is_rank_0():
             sys.stdout.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {' '.join(map(str, msg))}\n")
             sys.stdout.flush()
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> None:
-        """Prints this device's memory statistics, in MiB."""
+        """Prints the memory statistics of rank 0's device, in MiB."""
         held = ", ".join(
             f"{name} {size / 2**20:.1f} MiB" for name, size in device.current().memory().items()
         )
@@ -178,7 +181,9 @@ class StrategyBase(ABC):
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
-        """Waits for the device, then for all processes, then releases unused memory."""
+        """Waits for the device and then for all processes, and then releases cached memory that is
+        unused.
+        """
         device.current().synchronize()
         if dist.is_initialized():
             dist.barrier()
@@ -188,13 +193,13 @@ class StrategyBase(ABC):
 
     @contextmanager
     def init_model_context(self) -> Iterator[None]:
-        """Context in which models are built; it only reports memory at the end."""
+        """Context manager in whose block models are built. At the end it prints memory statistics."""
         yield
         self.report_memory("models built")
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
-        """Returns each model, or (model, optimizer), prepared for training; in a list, or alone if
-        one was given.
+        """Returns the models or (model, optimizer) tuples, with each model prepared for training: a
+        list, or a single item if only one was given.
         """
         self.is_rlhf = is_rlhf
         ready = [
@@ -218,7 +223,7 @@ class StrategyBase(ABC):
         """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models,
         initial model).
 
-        The critic's tuple is three times None if it is None.
+        The critic's tuple is (None, None, None) if there is no critic.
         """
         return (
             self._trained(actor, max_steps),
@@ -234,13 +239,13 @@ class StrategyBase(ABC):
         return self._prepare(model), optimizer, self._scheduler(model, optimizer, max_steps)
 
     def _scheduler(self, model: Any, optimizer: Any, max_steps: int) -> Any:
-        """Returns the learning-rate schedule over `max_steps` optimizer steps; None if it is
-        constant.
+        """Returns the learning-rate scheduler for `max_steps` optimizer steps; None for a constant
+        learning rate.
         """
         return None
 
     def unwrap_model(self, model: Any) -> Any:
-        """Returns `model` without a strategy's wrappers."""
+        """Returns `model` without the wrappers that a strategy has added."""
         while hasattr(model, "module"):
             model = model.module
         return model
@@ -255,16 +260,16 @@ class StrategyBase(ABC):
     def optimizer_step(
         self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> None:
-        """`name` is for logs only."""
+        """Takes an optimizer step of `model`. `name` is used in logs only."""
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Moves optimizer state to `device` (None: this process's) if the strategy keeps it
-        elsewhere.
+        """Moves the optimizer state to `device` (None: this process's device) if the strategy keeps
+        it on another one. Returns `optimizer`.
         """
         return optimizer
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
-        """Moves optimizer state to the host if the strategy does so."""
+        """Moves the optimizer state to the host if the strategy offloads it. Returns `optimizer`."""
         return optimizer
 
     @abstractmethod
@@ -278,7 +283,9 @@ class StrategyBase(ABC):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """`max_mem` is in MB (10^6 bytes), for all checkpoints of `save_dir` together."""
+        """Saves a training checkpoint of `model`. `max_mem`: maximum total size of all checkpoints
+        in `save_dir`, in MB (10^6 bytes).
+        """
 
     @abstractmethod
     def load_ckpt(
@@ -291,7 +298,9 @@ class StrategyBase(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Returns (the checkpoint's folder, the `client_state` saved with it)."""
+        """Loads a training checkpoint of `model`. Returns (the checkpoint's folder, the
+        `client_state` saved with it).
+        """
 
     def setup_dataloader(
         self,
@@ -304,11 +313,13 @@ class StrategyBase(ABC):
         sampler: Any = None,
         consumed_samples: int = 0,
     ) -> DataLoader[Any]:
-        """Returns a loader of batches of `replay_buffer`, the same on every process. Each iteration
-        is one epoch, shuffled with its own seed; `consumed_samples` (over all epochs) resumes where
-        another loader stopped.
+        """Returns a data loader for batches of `replay_buffer`, which yields the same batches on
+        every process. Each iteration is one epoch, shuffled with its own seed. The loader skips the
+        first `consumed_samples` samples, counted over all epochs, to continue where another loader
+        stopped.
 
-        Raises ValueError for `consumed_samples` with a `sampler`, which must resume by itself.
+        Raises ValueError for `consumed_samples` together with a `sampler`, which must resume by
+        itself.
         """
         if sampler is not None and consumed_samples:
             raise ValueError(
@@ -337,9 +348,9 @@ class StrategyBase(ABC):
     def setup_inference_engine(
         self, args: Any, engine_type: str = "vllm", actor: Any = None
     ) -> Any:
-        """Builds the engine and, if an actor is given, loads its weights.
+        """Builds the engine, copies the weights of `actor`, if given, into it, and returns it.
 
-        Raises ValueError for an unknown type.
+        Raises ValueError for an unknown `engine_type`.
         """
         _check_engine_type(engine_type)
         self.inference_engine, self.inference_engine_type = (
@@ -360,9 +371,9 @@ class StrategyBase(ABC):
         raise NotImplementedError(f"{type(self).__name__} moves no weights. Take LightRFTStrategy.")
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Frees an engine's memory, weights included, if `args.enable_engine_sleep` (default: yes):
-        `update_engine_weights` must be called before it generates again. No effect without an
-        engine. Raises ValueError if its type is not one of ENGINE_TYPES.
+        """Frees the engine's memory, weights included, unless `args.enable_engine_sleep` is False.
+        `update_engine_weights` must be called before the engine generates again. Does nothing
+        without an engine. Raises ValueError if the engine's type is not one of ENGINE_TYPES.
         """
         if self.inference_engine is None or not getattr(self.args, "enable_engine_sleep", True):
             return
@@ -371,8 +382,8 @@ class StrategyBase(ABC):
         self.sync_and_clear_cache()
 
     def wakeup_inference_engine(self) -> None:
-        """Releases unused memory, then wakes the engine, so that both need not fit. Raises
-        ValueError if its type is not one of ENGINE_TYPES.
+        """Wakes the engine, after releasing unused cached memory that the engine may need. Raises
+        ValueError if the engine's type is not one of ENGINE_TYPES.
         """
         _check_engine_type(self.inference_engine_type)
         assert self.inference_engine is not None
@@ -383,19 +394,20 @@ class StrategyBase(ABC):
     def _build_multimodal_inputs(
         cls, all_prompts: Any, all_images: Any, images_num: Any, all_videos: Any, videos_num: Any
     ) -> list[dict[str, Any]]:
-        """Builds engine inputs, see `build_inputs`."""
+        """Returns engine inputs made of prompts, images and videos; see `build_inputs`."""
         return build_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def engine_generate_local(
         self, sampling_params: Any, prompt_token_ids: Any = None, multi_modal_inputs: Any = None
     ) -> list[GenerationOutput]:
-        """Generates completions of `prompt_token_ids` with this process's engine: of one prompt or
-        a list of them. Processes that share the engine make the same call.
+        """Returns completions of prompts, generated by this process's engine. Processes that share
+        the engine must make the same call.
 
-        `multi_modal_inputs`: the result of `_build_multimodal_inputs`; "prompt" is a text or ids.
-        `sampling_params`: a dict, or an object with such attributes; see `read_sampling`. Raises
-        ValueError if both or none of the prompts are given, EngineError for images and videos if
-        the strategy has no `processor`, DataError for those that can't be read.
+        `prompt_token_ids`: one prompt or a list of prompts. `multi_modal_inputs`, which replaces
+        it: the result of `_build_multimodal_inputs`; "prompt" is a text or token ids.
+        `sampling_params`: see `read_sampling`. Raises ValueError unless exactly one of the two is
+        given, EngineError for images and videos if the strategy has no `processor`, DataError for
+        images and videos that can't be read.
         """
         if (prompt_token_ids is None) == (multi_modal_inputs is None):
             raise ValueError("Give prompt_token_ids or multi_modal_inputs: exactly one of them.")
@@ -419,20 +431,21 @@ class StrategyBase(ABC):
         all_videos: Any = None,
         videos_num: Any = None,
     ) -> list[GenerationOutput]:
-        """Returns completions of this process's prompts, in their order; the prompts of all
+        """Returns completions of this process's prompts, in their order. The prompts of all
         processes that share an engine are generated in one batch.
 
-        Every process calls it, with any number of prompts, or none. Prompts are ids, or texts if no
-        ids are given. A completion depends on its prompt's position among all processes' prompts,
-        not on which processes share an engine.
+        Every process must call the method, with any number of prompts. Prompts are
+        `all_prompt_token_ids` or, if that is None, the texts `all_prompts`. A completion depends on
+        its prompt's position among all processes' prompts, not on which processes share an engine.
+        `sleep_engine`: frees the engine's memory afterwards.
 
-        `all_images` are PIL images, paths, bytes or base64, nested or flat (`images_num`); a prompt
-        has <image>, or the model's own placeholder, for each, and is returned with as many
-        placeholders as features. `all_videos` are paths, or frames (`ImageInputs.read_videos`), for
-        the <video> placeholders. Raises NotImplementedError without an engine, ValueError without
-        prompts, and, on every process, EngineError for images and videos if the strategy has no
-        `processor`, DataError for those that can't be read (EngineError if they are another
-        process's).
+        `all_images` are PIL images, paths, bytes or base64, nested or flat with `images_num` (see
+        `build_inputs`). A prompt has <image>, or the model's own placeholder, for each image, and
+        is returned with one placeholder per feature. `all_videos` are paths, or frames (see
+        `ImageInputs.read_videos`), for the <video> placeholders. Raises NotImplementedError without
+        an engine, ValueError without prompts, and, on every process, EngineError for images and
+        videos if the strategy has no `processor`, DataError for images and videos that can't be
+        read (EngineError if another process passed them).
         """
         engine = self._the_engine()
         if all_prompt_token_ids is None and all_prompts is None:
@@ -490,7 +503,7 @@ class StrategyBase(ABC):
         )
 
     def _prompt(self, given: dict[str, Any]) -> Prompt:
-        """Returns the prompt that a dict of `_build_multimodal_inputs` describes."""
+        """Returns the Prompt for an entry of the result of `_build_multimodal_inputs`."""
         data = given.get("multi_modal_data") or {}
         engine = self._the_engine()
         images, videos = (_as_list(data.get(kind)) for kind in ("image", "video"))
@@ -512,8 +525,8 @@ class StrategyBase(ABC):
         return Prompt(ids, images=placed)
 
     def _source(self, seed: int | None) -> str:
-        """Returns the seed source of a call: the seed it was given, otherwise the strategy's seed
-        and the number of the call.
+        """Returns the name from which the seeds of a call are derived. The name contains `seed`,
+        or, if that is None, the strategy's seed and the number of the call.
         """
         self._calls += 1
         return f"{self.seed}/call {self._calls}" if seed is None else f"given {seed}"
@@ -526,8 +539,9 @@ class StrategyBase(ABC):
         return list(self.tokenizer.encode(text, chat_template=False))
 
     def _neighbours(self) -> tuple[Any, int]:
-        """Returns (the group of processes that share this process's engine, this process's index in
-        it).
+        """Returns (process group, index): the group of the processes that share this process's
+        engine, and the index of this process in the group. The group is None if no other process
+        shares the engine.
         """
         if self.engine_processes == 1:
             return None, 0

@@ -1,4 +1,4 @@
-"""Identifies fields of a config.json without effect: those that transformers' own class of the
+"""Identifies config.json fields without effect: fields that transformers' config class of the
 architecture does not know.
 """
 
@@ -26,19 +26,19 @@ _ignored: set[str] = set()
 
 
 def ignore(names: Iterable[str]) -> None:
-    """Sets the names of fields that this process ignores (model.ignore_config_fields), replacing
-    earlier ones.
+    """Sets the names of config.json fields that this process ignores (model.ignore_config_fields),
+    replacing earlier ones.
     """
     _ignored.clear()
     _ignored.update(names)
 
 
 def without_effect(given: Mapping[str, Any], unread: Sequence[str], section: str = "") -> list[str]:
-    """Returns the `unread` fields that have no effect, and logs them once: ignored ones, and those
-    that transformers' class of the model does not know.
-
-    If `auto_map` names code of the folder's own, that may read any field. `given`: config.json;
-    `section`: its section with the fields, such as vision_config.
+    """Returns and logs the `unread` fields that have no effect: fields that `ignore` set, and
+    fields that transformers' config class of the model does not know.
+    If `auto_map` names code in the model's folder, only fields that `ignore` set are returned,
+    since that code may read any field. `given`: config.json; `section`: its section that contains
+    the fields, such as vision_config.
     """
     named = sorted(name for name in unread if name in _ignored)
     rest = [name for name in unread if name not in _ignored]
@@ -57,7 +57,9 @@ def without_effect(given: Mapping[str, Any], unread: Sequence[str], section: str
 
 
 def without_strange_sections(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json without the fields of its sections that have no effect."""
+    """Returns config.json without the fields of its sections (SECTIONS) that have no effect; see
+    `without_effect`.
+    """
     found = dict(given)
     for section in SECTIONS:
         inner = given.get(section)
@@ -69,8 +71,8 @@ def without_strange_sections(given: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _known(model: str, section: str) -> frozenset[str] | None:
-    """Returns the fields that transformers' class knows, of a section or of the whole config; None
-    if it has no class of that model.
+    """Returns the field names that transformers' config class of a model type knows, for a section
+    or for the whole config; None if transformers has no such class.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -95,6 +97,6 @@ def _shown(values: Mapping[str, Any], names: Sequence[str], section: str) -> str
 
 @cache
 def _tell(text: str) -> None:
-    """Logs a message once, on the first process of a run."""
+    """Logs a message once per process, on the first process of a run."""
     if os.environ.get("RANK", "0") == "0":
         log.warning("%s", text)

@@ -1,3 +1,3 @@
-"""Monitoring: metrics, evaluation, checkpoints, trajectories, performance over all processes, and
-the list of a run's callbacks.
+"""Monitoring: metrics, evaluation, checkpoints, trajectories, performance of all processes, and the
+list of a run's callbacks.
 """

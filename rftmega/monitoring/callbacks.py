@@ -1,4 +1,6 @@
-"""`callbacks_of` builds the callbacks of a run, including those that compare all processes."""
+"""`callbacks_of` returns the callbacks of a run, including those that compare the performance of
+all processes.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,9 +30,10 @@ def callbacks_of(
     is_main: bool,
     grading: Grading | None = None,
 ) -> list[Callback]:
-    """Builds the callbacks of a run in the order in which they are called.
+    """Returns the callbacks of a run in the order in which they are called.
 
-    A checkpoint holds the state of `parts`; `grading` returns the graded part of a response.
+    `parts`: the components whose state is saved in checkpoints, by name. `grading` returns the part
+    of a response that rewards grade.
     """
     found: list[Callback] = [
         *observers_of(
@@ -59,14 +62,16 @@ def callbacks_of(
 
 
 def measures_of(config: RunConfig) -> list[Observer]:
-    """Returns the observers that add performance metrics and warn of stragglers."""
+    """Returns the observers that add performance metrics and warn of slow processes (stragglers)."""
     given = config.logging.peak_tflops
     known = device.current().peak_tflops() if config.model.dtype != "float32" else None
     return [Throughput(peak_tflops=given or known), Stragglers()]
 
 
 def timeline_of(config: RunConfig, label: str) -> list[Timeline]:
-    """Returns the observer that records the steps of logging.timeline, if they are set."""
+    """Returns the observer that records a timeline of the steps in logging.timeline, in a list; an
+    empty list if this option is not set. `label`: description of this process.
+    """
     if not config.logging.timeline:
         return []
     first, last = config.logging.timeline

@@ -1,4 +1,4 @@
-"""Reader of the metrics that a run recorded for its steps."""
+"""Reader of the metrics that a run has written to metrics.jsonl."""
 
 import json
 import re
@@ -27,8 +27,8 @@ class Change(NamedTuple):
 
 
 def read_history(path: Path) -> list[Step]:
-    """Returns all lines of metrics.jsonl, or none if the file does not exist on this host. The
-    first line is from before training.
+    """Returns the metrics in all lines of metrics.jsonl; an empty list if the file does not exist
+    on this host. The first line holds the metrics from before training.
     """
     if not path.is_file():
         return []
@@ -37,8 +37,8 @@ def read_history(path: Path) -> list[Step]:
 
 
 def curves_of(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns metric -> (step, value) for the chief metrics of metrics.jsonl; empty if the file
-    does not exist. Raises DataError if it can't be read.
+    """Returns, for each main metric (see CHIEF) in metrics.jsonl, its list of (step, value); empty
+    if the file does not exist. Raises DataError if the file can't be read.
     """
     found: dict[str, list[tuple[int, float]]] = {}
     try:

@@ -1,4 +1,4 @@
-"""Writer of model cards: base model, training options and results."""
+"""Writer of model cards, which contain the base model, the training options and the results."""
 
 import re
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ TASKS = {
 
 
 def write_model_card(config: RunConfig, metrics: Path) -> None:
-    """Writes README.md into the exported folder, from the run's options and its metrics.jsonl;
-    skips a folder that no export wrote.
+    """Writes README.md, made of the run's options and metrics, into the folder of the exported
+    model. Writes nothing into a folder that no export has written. `metrics`: path of
+    metrics.jsonl.
     """
     folder = Path(config.exported)
     if not (folder / MARK).is_file():
@@ -33,8 +34,8 @@ def write_model_card(config: RunConfig, metrics: Path) -> None:
 
 
 def model_card(config: RunConfig, history: Sequence[Step]) -> str:
-    """Returns the card as Markdown, with the metadata header that the Hugging Face Hub reads.
-    `history`: metrics of all steps, starting with those before training.
+    """Returns the model card as Markdown, with the metadata header that the Hugging Face Hub reads.
+    `history`: metrics of all steps, beginning with those from before training.
     """
     name = config.trainer.push_to_hub or Path(config.trainer.output).name
     base, revision = base_of(config.model.path)
@@ -64,8 +65,8 @@ def model_card(config: RunConfig, history: Sequence[Step]) -> str:
 
 
 def base_of(path: str) -> tuple[str, str]:
-    """Returns repository name and revision if `path` is in the Hugging Face cache; otherwise the
-    folder's name and "".
+    """Returns (repository, revision) of a model in the Hugging Face cache; (folder name, "") for
+    any other path.
     """
     if cached := CACHED.search(path):
         organisation, name, revision = cached.groups()
@@ -74,16 +75,16 @@ def base_of(path: str) -> tuple[str, str]:
 
 
 def chosen_options(config: RunConfig) -> dict[str, Any]:
-    """Returns dotted name -> value of the options that differ from the defaults, without
-    secrets.
-    """
+    """Returns the options that differ from the defaults by their dotted names, without secrets."""
     defaults = flatten(without_secrets(RunConfig()))
     now = flatten(without_secrets(config))
     return {name: value for name, value in now.items() if value != defaults.get(name)}
 
 
 def _table(history: Sequence[Step]) -> str:
-    """Returns the first and last value of each chief metric, as a Markdown table."""
+    """Returns a Markdown table of the first and last value of each main metric; "" if there are no
+    metrics.
+    """
     found = changes(history)
     if not found:
         return ""

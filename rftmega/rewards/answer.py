@@ -6,8 +6,8 @@ from rftmega.rewards.patterns import Pattern
 
 
 def answer_of(pattern: str) -> Callable[[str], str | None]:
-    """Returns a function that extracts a response's answer: the last match of `pattern`, or its
-    first group if it has one.
+    """Returns a function that extracts a response's answer: the last match of `pattern`, or the
+    match's first group if the pattern has groups.
 
     The function returns None without a match, and the whole response if `pattern` is empty. Raises
     ConfigError if `pattern` is not a regular expression.

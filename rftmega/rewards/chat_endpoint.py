@@ -17,25 +17,25 @@ LONGEST_PAUSE = 60.0  # seconds between two attempts, unless the server says mor
 LONGEST_WAIT = 600.0  # seconds that a server may ask to wait for (Retry-After)
 LARGEST_REPLY = 4 << 20  # bytes
 SHOWN = 200  # characters of a reply that an error quotes
-# status codes that concern one question, such as a too long one; others concern all questions
+# status codes that concern one question, such as a too long one; other codes concern all questions
 OF_THE_QUESTION = (400, 413, 422)
 
 
 class Refused(Exception):  # noqa: N818  named after the event
-    """The server rejected a question; it may accept another one."""
+    """The server rejected a question, but may accept other questions."""
 
 
 class Pace:
-    """Pace limits the rate at which requests begin."""
+    """Pace limits the rate at which requests are sent."""
 
     def __init__(self, per_second: float):
-        """`per_second`: maximum rate; 0: unlimited."""
+        """`per_second`: maximum number of requests per second; 0: unlimited."""
         self._interval = 1 / per_second if per_second else 0.0
         self._next = 0.0
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Waits for the caller's turn."""
+        """Waits until the calling thread may send its request."""
         with self._lock:
             now = time.monotonic()
             turn = max(now, self._next)
@@ -44,7 +44,7 @@ class Pace:
 
 
 class ChatEndpoint:
-    """ChatEndpoint sends questions to a chat completions API, from any thread."""
+    """ChatEndpoint sends questions to a chat completions API; any thread may use it."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class ChatEndpoint:
         per_second: float = 0.0,
         pause: float = 0.5,
     ):
-        """`url`: of the API or of its chat completions. `key`: a bearer token; "": none. `timeout`:
-        seconds per attempt; up to `retries` more follow, the first after `pause` seconds, with
-        doubling pauses.
+        """`url`: address of the API or of its chat completions. `key`: a bearer token; "": none.
+        `timeout`: seconds per attempt. After a failed attempt, up to `retries` more follow, the
+        first after `pause` seconds, each further one after twice the previous pause. `per_second`:
+        maximum requests per second; 0: unlimited.
         """
         self._url = url if url.endswith(PATH) else url.rstrip("/") + PATH
         # without secrets
@@ -71,10 +72,11 @@ class ChatEndpoint:
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits())
 
     def answer(self, asked: dict[str, Any]) -> str:
-        """Sends a request and returns the text of the first choice; "" if it has none.
+        """Sends the request body `asked` and returns the text of the first choice; "" if it has no
+        text.
 
-        Raises Refused if the server rejects this question, and RewardError if it rejects all
-        questions or no attempt succeeds.
+        Raises Refused if the server rejects this question, and RewardError if the server rejects
+        all questions or no attempt succeeds.
         """
         content, failures = json.dumps(asked).encode(), []
         pause = 0.0
@@ -105,8 +107,9 @@ class ChatEndpoint:
         )
 
     def _attempt(self, content: bytes) -> tuple[int, str, float]:
-        """Returns (status, reply, seconds to wait before the next attempt). Raises ReadTimeout if
-        the whole reply takes longer than the timeout.
+        """Returns the reply's status code, its text, and the seconds that the server asks to wait
+        before the next attempt. Raises ReadTimeout if the whole reply takes longer than the
+        timeout.
         """
         end, reply = time.monotonic() + self._timeout, bytearray()
         with self._client.stream("POST", self._url, content=content) as response:
@@ -131,10 +134,10 @@ class ChatEndpoint:
 
 
 def key_of(variable: str) -> str:
-    """Returns the API key in an environment variable; "" if no variable is named.
+    """Returns the API key in the environment variable `variable`; "" if `variable` is empty.
 
     Raises ConfigError, which does not show the key, if the variable is not set or its value cannot
-    be sent.
+    be sent in a header.
     """
     if not variable:
         return ""
@@ -148,7 +151,7 @@ def key_of(variable: str) -> str:
 
 def waiting_time(retry_after: str) -> float:
     """Returns the waiting time in seconds of a Retry-After header (seconds or a date), at most
-    LONGEST_WAIT; 0 if it cannot be parsed.
+    LONGEST_WAIT; 0 if the header cannot be parsed.
     """
     try:
         seconds = float(retry_after)

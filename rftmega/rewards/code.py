@@ -3,7 +3,8 @@ sandbox guarantees.
 
 Tests run in a separate process that talks to the answer's process through pipes, and outputs of
 programs are compared outside the sandbox, where an answer cannot interfere. Only with `inside` do
-tests share the answer's interpreter, where an answer written against this runner can forge a pass.
+tests run in the answer's interpreter, where an answer that knows this module's code can forge a
+pass.
 """
 
 import ast
@@ -42,7 +43,7 @@ def code_of(response: str) -> str:
 def read_tests(label: str) -> dict[str, Any]:
     """Parses a label: {"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
 
-    Raises ValueError with the reason if it is neither.
+    Raises ValueError with the reason if the label has neither form.
     """
     try:
         held = json.loads(label)
@@ -88,11 +89,13 @@ def _lines(text: str) -> list[str]:
 
 
 class CodePart:
-    """CodePart runs the programs of up to `workers` responses at a time, for all threads."""
+    """CodePart runs the programs of up to `workers` responses at a time, shared by all calling
+    threads.
+    """
 
     def __init__(self, *, workers: int, seconds: float, memory_mib: int, inside: bool = False):
-        """`inside`: tests run in the answer's own interpreter, where an answer can forge the
-        result.
+        """`seconds`: time limit of a response's tests together; `memory_mib`: memory limit in MiB.
+        `inside`: tests run in the answer's own interpreter, where an answer can forge the result.
         """
         self.inside = inside
         self.seconds, self.memory = seconds, memory_mib << 20
@@ -101,7 +104,7 @@ class CodePart:
         self.tested, self.testing = False, threading.Lock()
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns 1 for each answer whose code passes all tests.
+        """Returns one score per answer: 1 if its code passes all tests, else 0.
 
         Raises RewardError if a label has no tests, or if no sandbox is available.
         """
@@ -109,8 +112,8 @@ class CodePart:
         return list(self.threads.map(self._score, answers))
 
     def test(self) -> None:
-        """Tests once whether the sandbox works and can import the usual modules; raises RewardError
-        if not.
+        """Tests, on the first call only, whether the sandbox works and can import the usual
+        modules; raises RewardError if it cannot.
         """
         with self.testing:
             if self.tested:
@@ -153,10 +156,10 @@ class CodePart:
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
-        """Runs a job and returns the outcome.
+        """Runs a job in the sandbox and returns its outcome.
 
         Returns Undecided if the sandbox or the machine failed, or the tests cannot run outside the
-        answer's interpreter.
+        answer's interpreter. Raises RewardError if the sandbox refuses to run.
         """
         outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
@@ -182,11 +185,11 @@ class CodePart:
 
 
 def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Runs a job in `python -m rftmega.sandbox` and returns its outcome: {"undecided": reason} if a
-    signal ended it.
+    """Runs a job in `python -m rftmega.sandbox` and returns its outcome; {"undecided": reason} if a
+    signal ended the sandbox.
 
-    Raises RewardError if it returns nothing within `seconds`, or something that is no outcome of
-    such a job.
+    Raises RewardError if the sandbox returns nothing within `seconds`, or something that is not an
+    outcome of this kind of job.
     """
     # An isolated environment as with -I, which would also drop the hash seed; but
     # scores must be the same on all ranks.
@@ -232,9 +235,10 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
-    """Parses and returns the outcome.
+    """Parses and returns the outcome that the sandbox wrote.
 
-    Raises RewardError if it is not an outcome of such a job: a default would be an invented score.
+    Raises RewardError if `said` is not an outcome of this kind of job: a default would be an
+    invented score.
     """
     wanted: tuple[str, type] = ("outputs", list) if "inputs" in job else ("passed", bool)
     try:
@@ -258,7 +262,7 @@ def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
 def _ends(process: subprocess.Popen[bytes]) -> bool:
     """Waits up to GRACE seconds for a process that has closed its standard output to exit.
 
-    Returns whether it did.
+    Returns whether the process exited.
     """
     try:
         process.wait(GRACE)
@@ -268,8 +272,8 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _until_end(descriptor: int, end: float) -> bytes:
-    """Reads up to a line end, the end of the pipe, or the time `end`; the job limits the outcome's
-    size.
+    """Reads up to a line end, the end of the pipe, or the time `end` (of time.monotonic), and
+    returns the bytes. The job limits the outcome's size.
     """
     said = b""
     while not said.endswith(b"\n") and (left := end - time.monotonic()) > 0:

@@ -52,9 +52,9 @@ LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
 def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = None) -> MixedReward:
     """Returns the reward of `config`, with the components that have a weight.
 
-    `decode` converts token ids to text; `reasoning` removes reasoning before grading, None: <think>
-    blocks. Raises ConfigError if reward.format_pattern or reward.answer_pattern is not a regular
-    expression, or the latter searches for reasoning markers.
+    `decode` converts token ids to text. `reasoning` removes reasoning before grading; None: removes
+    <think> blocks. Raises ConfigError if reward.format_pattern or reward.answer_pattern is not a
+    regular expression, or reward.answer_pattern searches for reasoning markers.
     """
     reasoning = reasoning or Reasoning.plain(decode)
     reasoning.refuse(config.answer_pattern, "reward.answer_pattern")
@@ -71,13 +71,16 @@ def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = N
 
 
 def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:
-    """Returns name -> function of reward.functions. Raises ConfigError if one cannot be found."""
+    """Returns name -> function for the entries of reward.functions. Raises ConfigError if a
+    function cannot be found.
+    """
     return {name_of(reference): function_of(reference) for reference in config.functions}
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raises DataError for prompts that could not be scored during training: task types without
-    weights, labels that a component cannot read, missing columns that a function needs.
+    """Raises DataError for prompts that could not be scored during training: prompts whose task
+    type has no weights, whose label a component cannot read, or whose record lacks a column that a
+    reward function needs.
 
     With reward.majority nothing is checked.
     """
@@ -105,12 +108,14 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
 
 
 def told(complaint: Callable[[str], str | None], labels: Iterable[str]) -> dict[str, str]:
-    """Returns label -> complaint for the labels that have one."""
+    """Returns label -> complaint for the labels to which the function `complaint` objects."""
     return {label: why for label in labels if (why := complaint(label))}
 
 
 def _unreadable(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
-    """Returns messages for the prompts whose label cannot be read by a component that scores them."""
+    """Returns one message per prompt and component that scores the prompt but cannot read its
+    label.
+    """
     scored = {prompt.kind: weights_of(config, prompt.kind).keys() for prompt in prompts}
     found = {}
     for name, complaints in LABELS.items():

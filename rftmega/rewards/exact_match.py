@@ -6,7 +6,7 @@ from rftmega.rewards.part import Rule
 
 def exact_match_rule(pattern: str) -> Rule:
     """Returns a rule that scores 1 if the answer (see `answer_of`) equals the label, except for
-    surrounding white space; 0 for a response without an answer.
+    surrounding white space; 0 otherwise or for a response without an answer.
 
     Raises ConfigError if `pattern` is not a regular expression.
     """

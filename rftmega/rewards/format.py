@@ -5,8 +5,8 @@ from rftmega.rewards.patterns import Pattern
 
 
 def format_rule(text: str) -> Rule:
-    """Returns a rule that scores 1 if the whole response matches, except for surrounding white
-    space.
+    """Returns a rule that scores 1 if the whole response, without surrounding white space, matches
+    the regular expression `text`, else 0.
 
     "." matches line ends, too. Raises ConfigError if `text` is not a regular expression.
     """

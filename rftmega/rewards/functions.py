@@ -26,9 +26,10 @@ def function_part(
     and the columns of the data set; also `options` if given.
 
     Prompts and completions are text, or lists of chat messages if the data has messages. A column
-    that a record lacks is None there. A function without **keywords gets only the arguments that it
-    names. Calls are serialised, except of an `async def`. The component raises RewardError, whose
-    message begins with `where`, if the function raises an error or does not return scores.
+    that a record lacks has None for this record. A function without **keywords gets only the
+    arguments that it names. Calls are serialised unless the function is an `async def`. The
+    component raises RewardError, whose message begins with `where`, if the function raises an error
+    or does not return scores.
     """
     taken, _ = _parameters(function)
     one_at_a_time = threading.Lock()
@@ -53,8 +54,8 @@ def function_part(
 
 
 def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
-    """Returns the required arguments of `function` for which the prompt's record has no column; ""
-    if there are none.
+    """Returns the names of the required arguments of `function` for which the prompt's record has
+    no column, joined by commas; "" if there are none.
     """
     _, needed = _parameters(function)
     known = {*OURS, *_columns(prompt.record, prompt.label)}
@@ -62,7 +63,9 @@ def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
 
 
 def _parameters(function: RewardFunction) -> tuple[set[str] | None, set[str]]:
-    """Returns the keywords that a function accepts (None: any), and those that it requires."""
+    """Returns the keywords that a function accepts (None: any keyword), and the keywords that it
+    requires.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -95,14 +98,16 @@ def _keywords(answers: Sequence[Answer], decode: Decode) -> dict[str, list[Any]]
 
 
 def _columns(record: str, label: str) -> dict[str, Any]:
-    """Returns the columns of a record; only the label if there is no record."""
+    """Returns name -> value of a record's columns; only the label if there is no record."""
     if not record:
         return {"label": label}
     return {name: value for name, value in json.loads(record).items() if name not in NEVER_COLUMNS}
 
 
 def _prompt(answer: Answer, decode: Decode) -> Any:
-    """Returns the text or messages of the data; the decoded prompt if there is no record."""
+    """Returns the prompt's text or messages as in the data set; without a record, the decoded
+    prompt tokens.
+    """
     return json.loads(answer.record)["prompt"] if answer.record else decode(answer.prompt_ids)
 
 
@@ -113,9 +118,9 @@ def _completion(answer: Answer, prompt: Any) -> Any:
 
 
 def _scores(given: Any, count: int, where: str) -> list[float | None]:
-    """Returns the scores of a function's result.
+    """Converts the result of a reward function to a list of scores.
 
-    Raises RewardError for anything but `count` numbers, each of which may be None.
+    Raises RewardError unless the result consists of `count` entries that are numbers or None.
     """
     scores = given.tolist() if hasattr(given, "tolist") else given  # of NumPy or torch
     if not isinstance(scores, Iterable) or isinstance(scores, str | bytes | Mapping):
@@ -136,7 +141,7 @@ def _scores(given: Any, count: int, where: str) -> list[float | None]:
 
 
 def _told(error: BaseException, function: RewardFunction) -> str:
-    """Returns the error's message with its location in the user's file."""
+    """Returns the error's message with the line of the user's file that raised it."""
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

@@ -38,10 +38,11 @@ Think briefly, then end with a line that says: Score: N"""
 
 
 class JudgePart:
-    """JudgePart asks the judge about each response, several at a time."""
+    """JudgePart asks a judge model to rate each response, several responses at a time."""
 
     def __init__(self, config: RewardConfig, decode: Decode, *, pause: float = 0.5):
-        """`pause`: seconds before the second attempt of a request; it doubles.
+        """`pause`: seconds before the second attempt of a request; doubled before each further
+        attempt.
 
         Raises ConfigError for an unusable template, pattern or key.
         """
@@ -66,10 +67,10 @@ class JudgePart:
         self._threads = ThreadPoolExecutor(config.judge_concurrency, thread_name_prefix="judge")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns the judge's ratings, mapped linearly from the scale to 0 to 1.
+        """Returns the judge's ratings, mapped linearly from reward.judge_scale to 0 to 1.
 
         A score is Undecided if the judge returns no number on the scale or rejects the question.
-        Raises RewardError if all attempts fail, or the server rejects all requests.
+        Raises RewardError if all attempts of a request fail, or the server rejects all requests.
         """
         return list(self._threads.map(self._score, answers))
 
@@ -89,8 +90,8 @@ class JudgePart:
 
 
 def template_of(given: str) -> str:
-    """Returns the template: the text itself, the content of a file of type FILES, or TEMPLATE for
-    "".
+    """Returns the template's text: the option's own text, the content of the file that it names (of
+    a type in FILES), or TEMPLATE for "".
 
     Raises ConfigError if the file cannot be read, or the text has neither {completion} nor
     {messages}.
@@ -110,15 +111,17 @@ def template_of(given: str) -> str:
 
 
 def filled(template: str, places: Mapping[str, str]) -> str:
-    """Returns the template with its placeholders filled; braces within a response stay as they are."""
+    """Returns the template with each placeholder replaced by its entry of `places`; braces within a
+    response stay as they are.
+    """
     return PLACES.sub(lambda place: places[place[1]], template)
 
 
 def places_of(answer: Answer, decode: Decode) -> dict[str, str]:
-    """Returns the values of a template's placeholders.
+    """Returns placeholder -> value for a template.
 
-    The prompt is the text of the data, or the last message of the conversation; `messages` is the
-    conversation including the response, as JSON.
+    "prompt" is the prompt's text as in the data set, or the last message of the conversation;
+    "messages" is the conversation including the response, as JSON.
     """
     prompt: Any = decode(answer.prompt_ids)
     if answer.record:

@@ -9,8 +9,8 @@ from rftmega.rewards.vote import vote_rewards
 
 
 class MajorityReward:
-    """MajorityReward scores 1 for completions whose answer is the majority's among those of the
-    same prompt, see `vote_rewards`.
+    """MajorityReward scores 1 for completions whose answer is the most frequent one among the
+    completions of the same prompt, see `vote_rewards`.
 
     It reads no label.
     """
@@ -18,9 +18,9 @@ class MajorityReward:
     whole_groups = True
 
     def __init__(self, reasoning: Reasoning, size: int, pattern: str = ""):
-        """`reasoning` reads responses; one with unfinished reasoning does not vote. `size`:
-        completions per prompt. `pattern`: extracts the answer that votes, see `answer_of`; raises
-        ConfigError if it is not a regular expression.
+        """`reasoning` reads responses; a response with unfinished reasoning does not vote. `size`:
+        completions per prompt. `pattern`: extracts the answer that votes, see `answer_of`. Raises
+        ConfigError if `pattern` is not a regular expression.
         """
         self.reasoning, self.size, self.answer_of = reasoning, size, answer_of(pattern)
 
@@ -29,7 +29,7 @@ class MajorityReward:
     ) -> list[dict[str, float]]:
         """Scores whole groups, with the completions of a prompt next to each other.
 
-        The component's name is "majority".
+        Returns one dict per rollout, with the score as "majority" and as "reward".
         """
         assert len(rollouts) % self.size == 0, (
             f"{len(rollouts)} answers are no whole groups of {self.size}"

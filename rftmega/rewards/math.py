@@ -1,5 +1,5 @@
-"""Math reward: equality of expressions by math-verify, in worker processes, because math-verify
-limits its time only with signals to a main thread.
+"""Math reward: math-verify compares expressions in worker processes, because it can limit its time
+only by signals to a main thread.
 """
 
 import json
@@ -25,7 +25,7 @@ class MathWorker:
     """MathWorker is one worker process, started at the first question and again after every
     timeout.
 
-    For one thread at a time.
+    Only one thread at a time may use it.
     """
 
     def __init__(self, seconds: float):
@@ -33,8 +33,8 @@ class MathWorker:
         self.process: subprocess.Popen[str] | None = None
 
     def equal(self, response: str | None, label: str) -> float:
-        """Returns 1 if the response's last expression equals the label's, 0 otherwise; for a
-        response None, 1 if the label can be parsed as an expression.
+        """Returns 1 if the response's last expression equals the label's expression, 0 otherwise.
+        For a response None, returns 1 if the label can be parsed as an expression, else 0.
 
         Returns Undecided if the comparison takes too long or ends the process. Raises RewardError
         if the process cannot be started.
@@ -56,7 +56,7 @@ class MathWorker:
         return float(said) if said in ("0\n", "1\n") else Undecided()
 
     def close(self) -> None:
-        """Kills the process; the next question starts another."""
+        """Kills the process; the next question starts a new process."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -91,7 +91,9 @@ class MathWorker:
 
 
 class MathPart:
-    """MathPart shares `workers` processes between all scoring threads."""
+    """MathPart shares `workers` worker processes between all scoring threads. `seconds`: time limit
+    of one comparison.
+    """
 
     def __init__(self, *, workers: int, seconds: float):
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="math-reward")
@@ -106,11 +108,11 @@ class MathPart:
         return list(self.threads.map(self._score, asked))
 
     def read(self, labels: Sequence[str]) -> list[float]:
-        """Returns 1 for each label that can be parsed as an expression."""
+        """Returns one score per label: 1 if it can be parsed as an expression, else 0."""
         return list(self.threads.map(self._score, [(None, label) for label in labels]))
 
     def close(self) -> None:
-        """Ends the worker processes, which would otherwise end with this process."""
+        """Ends the worker processes; without this call they end when this process ends."""
         self.threads.shutdown()
         while not self.free.empty():
             self.free.get().close()
@@ -124,7 +126,9 @@ class MathPart:
 
 
 def complaints(labels: Iterable[str], *, workers: int) -> dict[str, str]:
-    """Returns label -> complaint for the labels that cannot be parsed."""
+    """Returns label -> complaint for the labels that cannot be parsed as expressions, using
+    `workers` processes.
+    """
     unsure = [label for label in dict.fromkeys(labels) if not NUMBER.fullmatch(label)]
     part = MathPart(workers=workers, seconds=LABEL_SECONDS)
     try:

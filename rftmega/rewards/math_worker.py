@@ -1,9 +1,11 @@
 """Worker process that compares expressions, run as a script: reads JSON lines [response, label,
-seconds] and writes lines of 0 or 1. A response null asks whether the label can be parsed.
+seconds] and writes lines of 0 or 1. If the response is null, the line says whether the label can be
+parsed.
 
-`math.py` starts and ends it; it imports nothing of this package, so that it starts in half a
-second. Expressions that math-verify misreads (currency, numbers in a base, congruences, scientific
-notation) or wrongly takes for equal (sets and tuples, e and E, tiny numbers) are handled here.
+`math.py` starts and ends this process. The script imports nothing of this package, so that the
+process starts in half a second. Expressions that math-verify misreads (currency, numbers in a base,
+congruences, scientific notation) or wrongly takes for equal (sets and tuples, e and E, tiny
+numbers) are handled here.
 """
 
 import json
@@ -45,8 +47,8 @@ MATH = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOT
 
 
 def equal(response: str, label: str) -> bool:
-    """Returns whether the response's last expression equals the label's. math-verify's timeouts are
-    off: the alarm ends this process.
+    """Returns whether the response's last expression equals the label's expression. math-verify's
+    timeouts are off, because the alarm signal ends this process.
     """
     response, label = plain(response), plain(label)
     said, right = final(response), final(label)
@@ -64,7 +66,9 @@ def equal(response: str, label: str) -> bool:
 
 
 def expressions(label: str) -> list[Any]:
-    """Returns the expressions parsed from a label: an expression, or text that contains one."""
+    """Returns the expressions parsed from a label, which is an expression or a text that contains
+    one.
+    """
     marked = any(sign in label for sign in MARKS)
     found = parse(label, parsing_timeout=None) if marked else []
     return list(found or parse(f"\\boxed{{{label.replace('$', '')}}}", parsing_timeout=None))
@@ -97,8 +101,8 @@ def final(text: str) -> str:
 
 
 def closing(text: str) -> int:
-    """Returns the position of the bracket that closes the one at the start of the text; its length
-    if none does.
+    """Returns the position of the bracket that closes the bracket at the start of the text; the
+    text's length if no bracket closes it.
     """
     depth, opening = 0, text[0]
     for at, sign in enumerate(text):
@@ -109,8 +113,8 @@ def closing(text: str) -> int:
 
 
 def compared(said: str, right: str) -> bool | None:
-    """Returns whether two expressions are equal by rules that math-verify lacks; None if it can
-    decide.
+    """Returns whether the expressions `said` and `right` are equal by rules that math-verify lacks;
+    None if these rules do not apply and math-verify can decide.
     """
     one, other = based(said), based(right)
     if one != other:
@@ -124,7 +128,9 @@ def compared(said: str, right: str) -> bool | None:
 
 
 def based(text: str) -> tuple[str, str] | None:
-    """Returns digits and base of the last number in a base other than ten; None if there is none."""
+    """Returns digits and base of the last number with a base in the text; None if there is none or
+    its base is ten.
+    """
     for found in reversed(list(BASED.finditer(text))):
         base = found["one"] or found["base"] or found["word"]
         base = BASES.get(base, base)
@@ -133,7 +139,7 @@ def based(text: str) -> tuple[str, str] | None:
 
 
 def congruence(text: str) -> tuple[int, str] | str:
-    """Returns residue and modulus of a congruence; the text itself if it is none."""
+    """Returns residue and modulus of a congruence; the text itself if it is not a congruence."""
     simple = re.sub(r"\\text\{(\w*)\}", r"\1", text)
     found = CONGRUENCE.fullmatch(simple)
     if found is None:
@@ -142,7 +148,7 @@ def congruence(text: str) -> tuple[int, str] | str:
 
 
 def listed(text: str) -> str:
-    """Returns the opening bracket of a list of two or more elements; "" for anything else."""
+    """Returns the opening bracket of a set or tuple of two or more elements; "" for any other text."""
     inner = text.replace("\\{", "{").replace("\\}", "}")
     if inner[:1] not in BRACKETS or closing(inner) != len(inner) - 1:
         return ""
@@ -155,7 +161,7 @@ def listed(text: str) -> str:
 
 
 def misjudged(gold: Any, answer: Any) -> bool:
-    """Returns whether two expressions that math-verify finds equal differ."""
+    """Returns whether two expressions that math-verify considers equal differ."""
     one, other = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
     if any(side == E for side in (one, other)) and any(
         isinstance(side, Symbol) and side.name == "e" for side in (one, other)

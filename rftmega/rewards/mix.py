@@ -19,9 +19,9 @@ OF_ALL = "format"  # sees reasoning, which its pattern may match
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
-    """Returns component -> weight for prompts of a task type, without zeros.
+    """Returns component -> weight for prompts of the task type `kind`, without weights of 0.
 
-    Raises RewardError for a task type that the recipe lacks.
+    Raises RewardError for a task type that reward.recipe lacks.
     """
     if config.recipe and kind not in config.recipe:
         raise RewardError(f"{unknown_kind(config, kind)}.")
@@ -37,14 +37,14 @@ def unknown_kind(config: RewardConfig, kind: str) -> str:
 
 
 def parts_of(config: RewardConfig) -> set[str]:
-    """Returns the components used by any prompt."""
+    """Returns the names of the components that score any prompt."""
     return {ALWAYS}.union(*(weights_of(config, kind) for kind in config.recipe or [""]))
 
 
 class MixedReward:
-    """MixedReward computes each prompt's own weighted sum of components.
+    """MixedReward computes each prompt's own weighted sum of reward components.
 
-    It has no mutable state, so threads may share it if its components allow.
+    It has no mutable state, so threads may share it if its components allow that.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class MixedReward:
         decode: Decode,
         reasoning: Reasoning | None = None,
     ):
-        """`parts`: at least those of `parts_of(config)`. `reasoning`: reads responses; None:
-        `Reasoning.plain`.
+        """`parts`: name -> component, at least for the names in `parts_of(config)`. `reasoning`:
+        reads responses; None: `Reasoning.plain`.
         """
         self.config, self.parts = config, parts
         self.reasoning = reasoning or Reasoning.plain(decode)
@@ -64,8 +64,8 @@ class MixedReward:
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Returns one dict per rollout: the components of its prompt's task type (and exact_match),
-        and their sum as "reward".
+        """Returns one dict per rollout: the scores of the components of its prompt's task type (and
+        exact_match), and their weighted sum as "reward".
 
         Raises RewardError for a task type that the recipe lacks, a component that fails or a score
         that is not finite.
@@ -109,8 +109,8 @@ class MixedReward:
         ]
 
     def _values(self, name: str, part: Part, answers: Sequence[Answer]) -> Sequence[float | None]:
-        """Returns a component's scores; built-in components are not called for unfinished
-        reasoning, which scores 0.
+        """Returns a component's scores. Built-in components are not called for responses with
+        unfinished reasoning, which score 0.
         """
         if name in self._own:
             return part(answers) if answers else []
@@ -125,7 +125,7 @@ class MixedReward:
     def _given(self, rollout: Rollout, prompt: Prompt) -> dict[str, float]:
         """Returns the environment's rewards, with the sum of its turn rewards as "turns".
 
-        Raises RewardError if one is not finite, or has the name of a component.
+        Raises RewardError if a reward is not finite or has the name of a component.
         """
         given = dict(rollout.rewards)
         turns = [turn.reward for own in rollout.trajectories for turn in own.turns if turn.reward]

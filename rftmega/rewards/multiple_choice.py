@@ -21,11 +21,11 @@ _MORE_BEFORE = re.compile(rf"(?<![A-Za-z0-9])[A-Z][)\]}}*$]*\s*{_JOIN}\s*(?i:opt
 def chosen_letter(response: str) -> str | None:
     """Returns the last choice that the response states, as a capital letter.
 
-    Returns None if there is none or it is ambiguous. "Answer: B", "the answer is (B)" and a boxed B
-    are statements, and the last of them counts. Without any, the last mention does: "(B)" anywhere,
-    "B." or "B)" that begins a line or "B." that ends the text; so does a response that is one
-    letter. Ambiguous are letters joined by a comma, a slash, "and" or "or", and a box that contains
-    anything but one letter.
+    Returns None if the response states no choice or an ambiguous one. "Answer: B", "the answer is
+    (B)" and a boxed B are statements, and the last of them counts. Without any statement, the last
+    mention counts: "(B)" anywhere, "B." or "B)" at the start of a line or "B." at the end of the
+    text; a response that is a single letter also counts. Letters joined by a comma, a slash, "and"
+    or "or" are ambiguous, and so is a box that contains anything but one letter.
     """
     if alone := _ALONE.fullmatch(response):
         return alone[1].upper()
@@ -43,7 +43,7 @@ def chosen_letter(response: str) -> str | None:
 
 
 def multiple_choice(response: str, label: str) -> float:
-    """Returns 1 if the response chooses the label's letter."""
+    """Returns 1 if the response chooses the label's letter, else 0."""
     return float(chosen_letter(response) == label.strip().upper())
 
 

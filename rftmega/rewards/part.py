@@ -8,10 +8,11 @@ from rftmega.core.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer is one rollout's response as text, with the data to score it.
+    """Answer is one rollout's response as text, with the data needed to score it.
 
     `response` is without reasoning for all built-in components except "format". The fields after
-    `kind` are for the remote component and for user-defined functions; rules never see them.
+    `kind` (the task type) are for the remote component, the judge and user-defined functions; a
+    Rule never gets them.
     """
 
     response: str
@@ -27,7 +28,7 @@ class Answer:
 class Undecided(float):
     """Undecided is a score of 0 for a response whose correctness could not be determined.
 
-    The share of such scores is a metric, and a run ends if it is large
+    The share of these scores is a metric, and a run ends if the share is large
     (monitoring/observers/health.py).
     """
 

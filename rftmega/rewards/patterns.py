@@ -16,7 +16,7 @@ class Pattern:
     """Pattern is a regular expression whose matching takes at most SECONDS and releases the GIL."""
 
     def __init__(self, text: str, option: str, *, dot_all: bool = False):
-        """`option`: the option's name, for messages.
+        """`option`: name of the option that has the pattern, for messages.
 
         `dot_all`: "." matches line ends, too. Raises ConfigError if `text` is not a regular
         expression.
@@ -29,7 +29,8 @@ class Pattern:
         self._told = False
 
     def last(self, response: str) -> str | None:
-        """Returns the last match, or its first group if it has one.
+        """Returns the last match in the response, or the match's first group if the pattern has
+        groups.
 
         Returns None if nothing matches or matching takes too long.
         """

@@ -1,4 +1,4 @@
-"""Removes a model's reasoning from its responses, so that only the rest is graded."""
+"""Removes a model's reasoning from its responses, so that only the remaining text is graded."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -25,20 +25,20 @@ NEAR = 32  # tokens at the end of a context in which the template may have begun
 
 
 class Read(NamedTuple):
-    """Read is a response as text, and its graded portion."""
+    """Read is a response as text, and the part of the text that is graded."""
 
     response: str  # whole text, with reasoning markers but without other special tokens
     graded: str | None  # text without reasoning; None: unfinished reasoning
 
 
 class Template(Protocol):
-    """Template converts messages to text, as data.ChatTemplate does."""
+    """Template is a chat template, such as data.ChatTemplate; `source` returns its Jinja text."""
 
     def source(self) -> str: ...
 
 
 class Speller(Protocol):
-    """Speller is the subset of data.Tokenizer needed to read responses."""
+    """Speller is the subset of data.Tokenizer that is needed to read responses."""
 
     @property
     def template(self) -> Template: ...
@@ -47,11 +47,12 @@ class Speller(Protocol):
 
 
 class Reasoning:
-    """Reasoning separates a response's reasoning, between known markers, from the rest.
+    """Reasoning separates a response's reasoning, between known markers, from the rest of the
+    response.
 
-    A response whose reasoning begins, in itself or at the end of its context, and does not end has
-    nothing to grade. A closing marker without an opening one ends reasoning that began at the
-    start.
+    If reasoning begins, in the response or at the end of its context, and does not end, there is
+    nothing to grade. A closing marker without an opening one ends reasoning that began at the start
+    of the response.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Reasoning:
         pieces: Callable[[Sequence[int]], Sequence[str]],
         markers: Sequence[Markers] = (THINK,),
     ):
-        """`decode`: text of token ids without special tokens; `pieces`: the text of each token,
-        special ones by their names.
+        """`decode`: converts token ids to text without special tokens. `pieces`: returns the text
+        of each token, with special tokens by their names.
         """
         self._decode, self._pieces = decode, pieces
         self.markers = tuple(markers)
@@ -71,20 +72,22 @@ class Reasoning:
 
     @classmethod
     def of(cls, markers: Sequence[str], tokenizer: Speller) -> "Reasoning":
-        """Returns the reader for responses of a tokenizer's model.
+        """Returns a Reasoning for responses of the model that the tokenizer belongs to.
 
-        `markers`: reward.reasoning_markers; empty: those of its chat template.
+        `markers`: reward.reasoning_markers; empty: the markers in the model's chat template.
         """
         pairs = [(markers[0], markers[1])] if markers else markers_in(_source(tokenizer))
         return cls(tokenizer.decode, tokenizer.pieces, pairs)
 
     @classmethod
     def plain(cls, decode: Decode) -> "Reasoning":
-        """Returns a reader for tokens that can be decoded one by one."""
+        """Returns a Reasoning for tokens that can be decoded one by one."""
         return cls(decode, lambda ids: [decode([each]) for each in ids])
 
     def refuse(self, pattern: str, option: str) -> None:
-        """Raises ConfigError if a pattern searches for a reasoning marker in the graded text."""
+        """Raises ConfigError if `pattern`, the value of `option`, searches for a reasoning marker,
+        which graded text never contains.
+        """
         for word in (word for pair in self.markers for word in pair):
             if word in pattern or re.escape(word) in pattern:
                 raise ConfigError(
@@ -94,8 +97,8 @@ class Reasoning:
                 )
 
     def read(self, context: Sequence[int], ids: Sequence[int]) -> Read:
-        """Returns the text of the response `ids` to `context`, both token ids, and its graded
-        portion.
+        """Returns the text of a response and the part of it that is graded. `ids`: the response's
+        token ids; `context`: the token ids before the response.
         """
         begun = "".join(self._pieces(context[-NEAR:])).rstrip().endswith(self._opening)
         pieces = self._pieces(ids)
@@ -128,7 +131,7 @@ class Reasoning:
     def _with_markers(
         self, ids: Sequence[int], pieces: Sequence[str], words: Sequence[re.Match[str]]
     ) -> str:
-        """Returns the text of a response with markers that are special tokens, which decoding
+        """Returns the text of a response including markers that are special tokens, which decoding
         drops.
         """
         ends = [0, *(word.end() for word in words)]
@@ -144,7 +147,7 @@ class Reasoning:
     def _texts(
         self, ids: Sequence[int], pieces: Sequence[str], spans: Sequence[tuple[int, int]]
     ) -> list[str]:
-        """Returns the texts of spans of the joined pieces, without special tokens."""
+        """Returns the text of each span (begin, end) of the joined pieces, without special tokens."""
         places = [0]
         for piece in pieces:
             places.append(places[-1] + len(piece))
@@ -153,8 +156,8 @@ class Reasoning:
     def _text(
         self, ids: Sequence[int], pieces: Sequence[str], places: Sequence[int], begin: int, end: int
     ) -> str:
-        """Returns the text from `begin` to `end`; a token cut by a marker contributes only its own
-        portion.
+        """Returns the text from position `begin` to `end`; a token that a marker cuts contributes
+        only its characters within these positions.
         """
         inner = [
             at for at in range(len(ids)) if begin <= places[at] < end and places[at + 1] <= end
@@ -167,8 +170,8 @@ class Reasoning:
 
 
 def markers_in(template: str) -> list[Markers]:
-    """Returns the known markers that occur in a chat template, and <think>, which prompts may ask
-    for.
+    """Returns the known markers that occur in a chat template, and <think>, because a prompt may
+    ask for it.
     """
     named = [pair for pair in KNOWN[1:-1] if pair[1] in template]
     return [THINK, *named, *([KNOWN[-1]] if HARMONY in template else [])]

@@ -16,8 +16,8 @@ SHOWN = 200  # characters of a reply that an error quotes
 
 
 class RemotePart:
-    """RemotePart posts {"prompts", "responses", "labels", "kinds"}, lists of strings, and reads
-    {"rewards": [float, ...]}.
+    """RemotePart posts {"prompts", "responses", "labels", "kinds"}, lists of strings, to a reward
+    server, whose reply is {"rewards": [float, ...]}.
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class RemotePart:
         batch: int,
         pause: float = 0.5,
     ):
-        """`timeout`: seconds per attempt; up to `retries` more follow, the first after `pause`
-        seconds, with doubling pauses.
+        """`timeout`: seconds per attempt. After a failed attempt, up to `retries` more follow, the
+        first after `pause` seconds, each further one after twice the previous pause. `batch`:
+        maximum responses per request.
         """
         self.url, self.decode, self.batch = url, decode, batch
         self.timeout, self.retries, self.pause = timeout, retries, pause
@@ -42,8 +43,8 @@ class RemotePart:
         self.client = httpx.Client(timeout=timeout)
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns the server's rewards. Raises RewardError if all attempts fail, or a reply has no
-        valid rewards.
+        """Returns the server's rewards, one per answer. Raises RewardError if all attempts of a
+        request fail, or a reply has no valid rewards.
         """
         starts = range(0, len(answers), self.batch)
         return [
@@ -67,7 +68,7 @@ class RemotePart:
             ) from error
 
     def _post(self, question: bytes) -> str:
-        """Returns the reply.
+        """Sends the request body `question` and returns the text of the reply.
 
         Raises RewardError if all attempts fail; ValueError if another attempt would not help.
         """
@@ -91,8 +92,8 @@ class RemotePart:
         )
 
     def _attempt(self, question: bytes) -> tuple[int, str]:
-        """Returns (status, reply) within the total timeout; httpx's own timeout applies between two
-        bytes.
+        """Returns (status, reply). Raises ReadTimeout if the whole reply takes longer than the
+        timeout; httpx's own timeout applies between two reads.
         """
         end = time.monotonic() + self.timeout
         reply = b""
@@ -109,9 +110,9 @@ class RemotePart:
 
 
 def read_rewards(reply: str, count: int) -> list[float]:
-    """Returns the rewards of a reply.
+    """Returns the rewards in a reply.
 
-    Raises ValueError with the reason if it does not hold `count` finite numbers.
+    Raises ValueError with the reason if the reply does not have `count` finite numbers.
     """
     try:
         held = json.loads(reply)

@@ -1,4 +1,4 @@
-"""Cache of a judge's answers, so that each question is asked once."""
+"""Cache of a judge's replies, so that each question is asked only once."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ MOST = 200_000  # answers in memory; the oldest are evicted first
 
 
 class ReplyCache:
-    """ReplyCache caches answers in memory and optionally in a file, which several processes and
+    """ReplyCache caches replies in memory and optionally in a file, which several processes and
     runs may share.
     """
 
     def __init__(self, path: str = ""):
-        """Reads the lines of the file `path`, {"key": ..., "answer": ...}; broken lines are
-        skipped.
+        """Loads the cached replies from the file `path`, if it exists: one line {"key": ...,
+        "answer": ...} per reply; broken lines are skipped. "": no file.
         """
         self._path = path
         self._lock = threading.Lock()
@@ -29,10 +29,10 @@ class ReplyCache:
             self._read(Path(path))
 
     def answer(self, key: str, ask: Callable[[], str]) -> str:
-        """Returns the cached answer of `key`, or calls `ask` for it.
+        """Returns the cached reply for `key`, or calls `ask` and caches its result.
 
-        Concurrent calls with the same key wait for the first. An exception of `ask` is raised to
-        all of them and not cached.
+        Concurrent calls with the same key wait for the first call. An exception of `ask` is raised
+        in all of them and not cached.
         """
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         with self._lock:
@@ -70,7 +70,9 @@ class ReplyCache:
             log.warning("reward.judge_cache: %d line(s) of %s can't be read.", broken, path)
 
     def _write(self, digest: str, said: str) -> None:
-        """Appends a line in a single write, so that lines of several processes do not mix."""
+        """Appends a reply to the file in a single write, so that lines of several processes do not
+        mix.
+        """
         if not self._path:
             return
         line = json.dumps({"key": digest, "answer": said}).encode() + b"\n"

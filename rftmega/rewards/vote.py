@@ -33,9 +33,10 @@ def canonical(answer: str | None) -> str | None:
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """Returns the most frequent canonical answer, the first to appear among equals.
+    """Returns the most frequent answer in canonical form; of equally frequent ones, the first to
+    appear.
 
-    Returns None if nobody voted.
+    Returns None if no answer votes.
     """
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
     # a Counter keeps the order of appearance, and max returns the first of equals
@@ -45,11 +46,12 @@ def majority(answers: Sequence[str | None]) -> str | None:
 def vote_rewards(
     groups: Sequence[Sequence[str | None]], *, train: int | None = None
 ) -> list[list[float]]:
-    """Returns 1 for every answer that equals its group's majority, 0 for others and for None.
+    """Returns the score of every answer: 1 if it equals its group's majority, else 0 (also for
+    None).
 
-    All answers of a group vote and are scored. `train`: the number of first answers per group that
-    the caller trains on (the paper votes with 64 answers and trains on 32); the caller selects
-    them. Raises ValueError if a group is smaller than that.
+    All answers of a group vote and are scored. `train`: the number of answers per group that the
+    caller trains on, the first of each group (the paper votes with 64 answers and trains on 32);
+    the caller selects them. Raises ValueError if a group has fewer than `train` answers.
     """
     if train is not None and (short := min(map(len, groups), default=train)) < train:
         raise ValueError(

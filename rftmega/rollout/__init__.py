@@ -1,1 +1,3 @@
-"""Generates completions: inference engines, the pool that schedules requests, remote servers."""
+"""Generates completions: inference engines, the pool that schedules requests to them, and remote
+servers.
+"""

@@ -1,4 +1,4 @@
-"""`train` runs a training from Python: from a script, a notebook or the command line.
+"""Defines `train`, which runs a training from a script, a notebook or the command line.
 
 Importing this module loads no heavy package.
 """
@@ -47,7 +47,8 @@ def train(
     rewards: Sequence[RewardFunction | str] | None = None,
     environment: Any = None,
 ) -> RunResult:
-    """Trains as `train_rl.py CONFIG [option=value ...] --processes N` does, and waits for the end.
+    """Runs a training as `train_rl.py CONFIG [option=value ...] --processes N` does. Returns its
+    result when it has ended.
 
     `config` is the path of a YAML file, a dictionary with the same content, or a complete
     RunConfig. `overrides` ("trainer.steps=2") are applied on top of a file or dictionary.
@@ -55,13 +56,14 @@ def train(
     `processes` ranks are started on this machine; with None this process is itself a rank, alone or
     as one of those started by a launcher (torchrun). `rewards` are functions f(prompts,
     completions, **columns) -> list of numbers that replace `reward.functions` (docs/rewards.md);
-    functions defined in a notebook, closures and lambdas are sent to the ranks as well. So is an
-    `environment`: an object with `async def run(self, task, model)`, or its class, which is called
-    with the tokenizer (docs/environments.md).
+    functions defined in a notebook, closures and lambdas are sent to the ranks as well.
+    `environment` replaces the environment of the config: an object with
+    `async def run(self, task, model)`, or its class, which is called with the tokenizer
+    (docs/environments.md). It is sent to the ranks, too.
 
-    Raises ConfigError that lists every problem, RanksFailed if a rank died (the launcher writes
-    which one and why), KeyboardInterrupt after all ranks were ended, and any RFTMegaError that a
-    rank raised.
+    Raises a ConfigError that lists every problem of the config, RanksFailed if a rank died (the
+    launcher prints which rank and why), KeyboardInterrupt after all ranks were ended, and any
+    RFTMegaError that a rank raised.
     """
     functions = [function for function in rewards or () if not isinstance(function, str)]
     named = give(functions)
@@ -98,8 +100,8 @@ def _read(
     references: list[str] | None,
     environment: str | None,
 ) -> RunConfig:
-    """Reads the config; `references` and `environment`, where given, replace its reward functions
-    and its environment.
+    """Loads the config. Unless None, `references` replace its reward functions, and the registered
+    environment named `environment` replaces its environment.
     """
     if not isinstance(config, RunConfig):
         chosen = [] if references is None else [f"reward.functions={json.dumps(references)}"]
@@ -120,7 +122,10 @@ def _read(
 def _references(
     rewards: Sequence[RewardFunction | str] | None, named: Sequence[str]
 ) -> list[str] | None:
-    """Returns the reference of each reward; `named` holds those of the functions, in order."""
+    """Returns the name under which a config refers to each reward, or None if `rewards` is None.
+
+    `named` holds the names of the rewards that are functions, in order.
+    """
     if rewards is None:
         return None
     names = iter(named)
@@ -128,7 +133,8 @@ def _references(
 
 
 def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
-    """Returns functions and an environment serialized with cloudpickle, wherever they were defined.
+    """Returns the reward functions and the environment serialized with cloudpickle, or b"" if there
+    are none.
 
     Raises ConfigError for an object that can't be pickled.
     """
@@ -150,7 +156,9 @@ def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
 
 
 def functions_given(sent: bytes) -> None:
-    """Registers on this rank the functions and the environment that `sent` serialized."""
+    """Registers on this rank the reward functions and the environment that `api.sent` serialized
+    to `sent`.
+    """
     if sent:
         import cloudpickle
 
@@ -161,8 +169,8 @@ def functions_given(sent: bytes) -> None:
 
 
 def check(config: RunConfig, processes: int | None) -> None:
-    """Refuses a config that can't run on so many processes of this machine (None: those that a
-    launcher has started). Raises ConfigError or another RFTMegaError.
+    """Raises ConfigError or another RFTMegaError if the config can't run on `processes` ranks of
+    this machine (None: on the ranks that a launcher has started).
     """
     from rftmega.run import preflight
     from rftmega.runtime.parallel import preemption
@@ -176,7 +184,10 @@ def check(config: RunConfig, processes: int | None) -> None:
 
 
 def launched(processes: int, config: RunConfig, functions: bytes) -> int:
-    """Trains with so many ranks on this machine. Returns the exit code."""
+    """Trains with `processes` ranks on this machine. Returns the exit code of the run.
+
+    `functions`: the rewards and the environment, as serialized by `sent`.
+    """
     from rftmega.run import preflight
     from rftmega.run.local_launcher import launch
     from rftmega.runtime.parallel import preemption
@@ -204,7 +215,7 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
     """Locks the run's output folders against other runs within a `with` block.
 
     The launcher holds the locks, since it outlives its ranks; without a launcher the first rank
-    does. Raises LockedError.
+    does. Raises LockedError if another run holds one of them.
     """
     folders = {Path(config.trainer.output).resolve()}
     if config.checkpoint.every and config.checkpoint.folder:
@@ -220,8 +231,8 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Hides warnings of third-party packages within a `with` block; the caller's own are still
-    shown.
+    """Hides warnings of third-party packages within a `with` block; warnings of the caller's code
+    are still shown.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=OTHERS)
@@ -230,8 +241,9 @@ def quiet_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_given_back() -> Iterator[None]:
-    """Frees models and engines if a `with` block raises: otherwise the error's traceback would hold
-    them as long as a notebook shows it. Variables of the user's own functions stay, for a debugger.
+    """Frees models and engines if a `with` block raises: otherwise the error's traceback would keep
+    them in memory as long as a notebook shows it. Local variables of user functions are kept for a
+    debugger.
     """
     try:
         yield
@@ -245,7 +257,7 @@ def memory_given_back() -> Iterator[None]:
 
 
 def _frames(error: BaseException | None) -> Iterator[FrameType]:
-    """Yields the frames of the error's traceback and of those of its causes."""
+    """Yields the frames in the tracebacks of an error and of its causes."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             yield frame

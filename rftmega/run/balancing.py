@@ -1,5 +1,5 @@
-"""Logs that the load-balancing loss of a MoE, which config.json may ask for, is not
-part of a run.
+"""Logs that a run does not compute the load-balancing loss of a MoE that config.json may
+configure.
 """
 
 import logging
@@ -13,8 +13,8 @@ FIELDS = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
 
 
 def tell_balancing(world: World, config: RunConfig) -> None:
-    """Logs once, on either backend, which load-balancing coefficients of config.json
-    are not used.
+    """Logs, on the main process, which load-balancing coefficients of config.json the run
+    ignores.
     """
     if not world.is_main:
         return

@@ -80,8 +80,8 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def reference(argv: Sequence[str]) -> str:
-    """Returns the options that --help shows, including those of plugins if the CONFIG on the
-    command line names any.
+    """Returns the option reference that --help prints, including the options of plugins if the
+    CONFIG on the command line names any.
     """
     files = [
         word

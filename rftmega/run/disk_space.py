@@ -4,12 +4,12 @@ from rftmega.config import RunConfig
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.runtime import device
 
-FLOAT, ADAM = 4, 8  # bytes per parameter: in float32, and of its two moments
+FLOAT, ADAM = 4, 8  # bytes per parameter: in float32, and for Adam's two moments
 
 
 def needed(config: RunConfig) -> dict[str, int]:
-    """Returns folder -> bytes that must be free there when the run starts: exported models and one
-    checkpoint.
+    """Returns folder -> bytes that must be free in it when the run starts, for exported models and
+    one checkpoint.
     """
     models = models_of(config, auto=str(device.current().train_dtype).removeprefix("torch."))
     policy, averages = models[POLICY], config.algorithm.ema_beta > 0
@@ -26,5 +26,7 @@ def needed(config: RunConfig) -> dict[str, int]:
 
 
 def kept_of(itemsize: int) -> int:
-    """Returns the bytes of a parameter including the fp32 main copy of a low-precision one."""
+    """Returns the bytes of a parameter of `itemsize` and, if it is low-precision, of its fp32 main
+    copy.
+    """
     return itemsize + FLOAT * (itemsize < FLOAT)

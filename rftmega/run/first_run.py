@@ -30,9 +30,10 @@ SHOWN = (  # options that are written although they have their defaults
 def first_run(
     model: str, machine: Machine, *, prompt_tokens: int, response_tokens: int, **data: Any
 ) -> tuple[RunConfig, Best]:
-    """Returns a GRPO config for `machine`, and the layout search's result.
+    """Returns a GRPO config for `machine`, and the layout that the search has chosen.
 
-    `data`: options of data.*. Raises ConfigError if no layout fits.
+    `prompt_tokens`, `response_tokens`: maximum lengths; `data`: values of data.* options. Raises
+    ConfigError if no layout fits, or if the model has fewer positions.
     """
     config = RunConfig(model=ModelConfig(path=model), data=DataConfig(**data))
     config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = (

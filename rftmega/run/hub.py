@@ -1,7 +1,7 @@
 """Downloads the models and data sets of the Hugging Face hub that a config names.
 
-huggingface_hub does it: its cache (HF_HOME), token (HF_TOKEN), address (HF_ENDPOINT) and offline
-mode (HF_HUB_OFFLINE) are those of the environment.
+The package huggingface_hub downloads, so its environment variables apply: HF_HOME (cache), HF_TOKEN,
+HF_ENDPOINT (address) and HF_HUB_OFFLINE.
 """
 
 import re
@@ -21,11 +21,11 @@ DATA = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.json", "*.csv", "*.arrow")
 
 
 def fetched(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Returns the config with hub repositories replaced by folders of the local cache; without
-    `weights`, only the models' config and tokenizer files are fetched, and data is left alone.
+    """Returns the config with hub repositories replaced by folders of the local cache. Without
+    `weights`, only the config and tokenizer files of models are downloaded, and no data.
 
-    An existing path is never looked up. Raises ConfigError for a repository that can't be
-    downloaded.
+    An existing local path is never looked up on the hub. Raises ConfigError for a repository that
+    can't be downloaded.
     """
     patterns = (*TEXT, *WEIGHTS) if weights else TEXT
 

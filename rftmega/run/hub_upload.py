@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 
 
 def claim(config: RunConfig) -> None:
-    """Creates the repository that trainer.push_to_hub names, if it does not exist, before the run
-    begins, so that problems show before training.
+    """Creates the repository that trainer.push_to_hub names, if it does not exist; called before
+    training, so that problems show early.
 
     Raises ConfigError if the repository can't be created or written to.
     """
@@ -42,8 +42,8 @@ def claim(config: RunConfig) -> None:
 
 
 def upload(config: RunConfig) -> None:
-    """Uploads the exported model. A failure is logged with the command to repeat the upload: the
-    training itself has succeeded.
+    """Uploads the exported model to the repository of trainer.push_to_hub, if set. A failure is only
+    logged, with the command that repeats the upload, since the training itself has succeeded.
     """
     repository = config.trainer.push_to_hub
     if not repository:

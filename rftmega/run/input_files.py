@@ -1,4 +1,6 @@
-"""Describes the files that a run reads, so that a resumed run can report which have changed."""
+"""Computes row counts and checksums of the files that a run reads, so that a resumed run can report
+which files have changed.
+"""
 
 import hashlib
 import importlib.util
@@ -23,10 +25,11 @@ def inputs_of(
     held_out: Mapping[str, Sized],
     ptx: PromptOrder[Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns option (and file) -> row count and SHA-256 of the run's inputs: data, user code,
-    templates, and the files beside the weights of models.
+    """Returns option (and file name) -> row count and SHA-256 for each input of the run: data, user
+    code, templates, and the files of model folders except weights.
 
-    `order`, `held_out` and `ptx` are the loaded data. A pipe has no checksum.
+    `order`, `held_out` and `ptx` are the loaded training, evaluation and PTX data. A pipe gets no
+    checksum.
     """
     rows = rows_of(config, order, held_out, ptx)
     found: dict[str, dict[str, Any]] = {
@@ -43,7 +46,7 @@ def rows_of(
     held_out: Mapping[str, Sized],
     ptx: PromptOrder[Any] | None,
 ) -> dict[str, int]:
-    """Returns option -> number of rows."""
+    """Returns data option -> number of rows (records)."""
     mixed = bool(config.data.sources)
     found = {
         f"data.sources.{name}" if mixed else "data.train": size
@@ -54,7 +57,7 @@ def rows_of(
 
 
 def sources_of(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Yields (option, file or folder) of every input but weights."""
+    """Yields (option, file or folder) for every input except weights."""
     data = config.data
     given = {"data.train": data.train, "data.ptx": data.ptx, "rollout.order": config.rollout.order}
     given |= {"data.chat_template_file": data.chat_template_file}
@@ -90,7 +93,9 @@ def _functions(config: RunConfig) -> dict[str, Sequence[str]]:
 
 
 def _file_of(place: str) -> Path | None:
-    """Returns the file of a module or of FILE.py; None if it has none."""
+    """Returns the file of `place`, a path FILE.py or a module's name; None if the module has no
+    file.
+    """
     if place.endswith(".py"):
         return Path(place)
     spec = importlib.util.find_spec(place)

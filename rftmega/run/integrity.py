@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class ChecksumReport(NamedTuple):
-    """ChecksumReport is the result of one process: the checksums of its files, or an error."""
+    """ChecksumReport is the result of one process: the checksums of the files that it read, and an
+    error if there was one.
+    """
 
     host: str
     sums: dict[str, str]
@@ -27,10 +29,11 @@ class ChecksumReport(NamedTuple):
 
 
 def verify_models(world: World, config: RunConfig) -> None:
-    """Verifies the models' files on all processes; those of a host divide its files among them.
+    """Verifies the files of the run's models, if model.verify is set. A collective; the processes of
+    a host divide the files among them.
 
-    Raises CheckpointError, the same on every process, if a file has changed. For a folder without
-    checksums they are computed and written.
+    Raises CheckpointError, the same on every process, if a file has changed, is missing or has no
+    checksum. For a folder without checksums, they are computed and written.
     """
     if not config.model.verify:
         return
@@ -83,7 +86,9 @@ def _verify(world: World, folder: Path) -> None:
 
 
 def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -> None:
-    """Writes the checksums; every process raises CheckpointError if they can't be written."""
+    """Writes the checksums of a folder that had none; every process raises CheckpointError if the
+    main process can't write them.
+    """
     error = None
     if world.is_main:
         try:
@@ -99,7 +104,9 @@ def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -
 
 
 def complaints(reports: Sequence[ChecksumReport], known: dict[str, str]) -> list[str]:
-    """Lists what is wrong, file by file; without known checksums, the differences between hosts."""
+    """Returns a message for each error, and for each file whose checksum differs from `known` or,
+    if `known` is empty, between hosts.
+    """
     found = dict.fromkeys(f"on {report.host}: {report.error}" for report in reports if report.error)
     first: dict[str, tuple[str, str]] = {}
     for report in reports:

@@ -2,8 +2,8 @@
 descriptions.
 
 The schema accepts every file that `load` can read: every option may be missing, a component may be
-its type alone, and without a type it may have the options of any component, since a recipe or a
-base may name the type. Whether options are consistent is checked by `--dry-run`.
+given by its type alone, and a component without a type may have the options of any type, since a
+recipe or a base file may name the type. Whether options are consistent is checked by `--dry-run`.
 """
 
 import inspect
@@ -51,7 +51,11 @@ def _section(schema: type, prefix: str, plugins: Plugins) -> Schema:
 
 
 def _properties(schema: Any, prefix: str, plugins: Plugins) -> Schema:
-    """Returns the schemas of a dataclass's fields by name."""
+    """Returns field name -> schema for each field of a config dataclass.
+
+    `prefix`: dotted name of the dataclass in the config, such as "trainer."; `plugins`: user
+    components.
+    """
     found = {}
     for f in fields(schema):
         hint, dotted = hints(schema)[f.name], prefix + f.name
@@ -82,8 +86,8 @@ def _properties(schema: Any, prefix: str, plugins: Plugins) -> Schema:
 
 
 def _default(option: Field, dotted: str) -> Schema:
-    """Returns the default of an option; nothing if the option is required or defaults to the
-    policy's.
+    """Returns {"default": value} for an option, or {} if the option is required or is one of the
+    critic that defaults to the policy's value.
     """
     value = option.default if option.default_factory is MISSING else option.default_factory()
     the_policys = dotted.removeprefix("critic.").startswith(AS_THE_POLICY) and "critic." in dotted
@@ -91,8 +95,10 @@ def _default(option: Field, dotted: str) -> Schema:
 
 
 def _union(parts: Mapping[str, type], dotted: str, plugins: Plugins) -> Schema:
-    """Returns the schema of a component: its type alone, or its options, which must be those of the
-    type if one is named.
+    """Returns the schema of a component: either its type alone, or an object of its options. If the
+    object names a type, only options of this type are valid.
+
+    `parts`: type name -> dataclass; `dotted`: dotted name of the component.
     """
     own = {
         tag: {

@@ -51,10 +51,10 @@ def launch(
     If one rank fails, all are ended, and restarted up to `max_restarts` times.
 
     With `stops`, SIGTERM and SIGUSR1 are stop requests that ranks see (`preemption.asked`);
-    without, they end the ranks like Ctrl-C. Ranks end with this process, however it ends. If the
-    device allows it, they are forked from a server that has imported the modules `preload` once,
-    which is most of the start-up time. Raises the RFTMegaError that a rank raised, without a
-    restart: it would only occur again.
+    without `stops`, these signals end the ranks like Ctrl-C. Ranks end with this process, however
+    it ends. If the device allows it, they are forked from a server that has imported the modules
+    `preload` once, since imports take most of the start-up time. Raises the RFTMegaError that a
+    rank raised, without a restart: the error would only occur again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
@@ -127,8 +127,8 @@ def _what(error: ChildFailedError) -> str:
 
 
 def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
-    """Opens the TCP store where the ranks meet, on loopback: torch's own listens to other hosts,
-    too.
+    """Opens the rendezvous TCP store of the ranks on the loopback interface; torch's own store would
+    listen to other hosts, too.
     """
     listener = socket.create_server((address, port))
     bound = listener.getsockname()[1]
@@ -138,7 +138,7 @@ def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPSto
 
 
 def _start_server(preload: Sequence[str]) -> None:
-    """Starts the server that ranks are forked from. It ignores stop signals from the start, and
+    """Starts the server that ranks are forked from, which ignores stop signals from the start and
     ends with this process.
     """
     multiprocessing.set_forkserver_preload([fork_server.__name__, *preload])
@@ -171,11 +171,11 @@ def _main_of_ranks() -> Iterator[None]:
 @contextmanager
 def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
     """Makes the first Ctrl-C or SIGTERM end the ranks within a `with` block, and ignores later
-    ones. Yields a list that receives the signal. With a `stop_file`, SIGTERM and SIGUSR1 only
-    create it.
+    signals. Yields a list to which the signal is appended. With a `stop_file`, SIGTERM and SIGUSR1
+    only create this file.
 
-    The agent's own handler raises for each signal, even out of the code that waits for the ranks to
-    end.
+    Replaces the signal handler of torchrun's agent, which raises for every signal, even while the
+    agent waits for the ranks to end.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *preemption.SIGNALS)}
     every_time = elastic._terminate_process_handler
@@ -213,12 +213,14 @@ def _rank(
     work: Callable[..., int],
     *arguments: Any,
 ) -> int:
-    """Runs one rank; its process title names the rank in `ps`.
+    """Runs work(*arguments) as one rank, whose process title names it in `ps`. Returns the result.
 
-    An RFTMegaError is passed to the launcher, other errors are printed as a traceback.
+    `launcher`: its process id and start time; `folder`: the files through which launcher and ranks
+    communicate; `restarts`: number of restarts so far; `stops`: see `launch`. An RFTMegaError is
+    passed to the launcher, other errors are printed as a traceback.
 
-    The rank is killed when the launcher ends: a signal that it can handle would be a request to
-    save, in a folder that another run may use by then.
+    The kernel kills the rank when the launcher ends: a signal that the rank can handle would be a
+    request to save, into a folder that another run may use by then.
     """
     # the launcher, or the server of its forks, which ends with it
     end_with_parent(os.getppid(), signal.SIGKILL)

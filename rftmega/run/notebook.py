@@ -24,8 +24,8 @@ def in_notebook() -> bool:
 
 @contextmanager
 def progress(config: RunConfig) -> Iterator[None]:
-    """Shows the step, its metrics and the time left below the cell, within a `with` block. Outside
-    a notebook it has no effect. The ranks' own progress bars are disabled.
+    """Shows the step, its metrics and the time left below the notebook's cell, within a `with`
+    block, instead of the ranks' progress bars. Has no effect outside a notebook.
     """
     if not in_notebook():
         yield
@@ -62,8 +62,8 @@ def progress(config: RunConfig) -> Iterator[None]:
 
 
 def line_of(history: list[Step], steps: int) -> str:
-    """Returns one line about the last step of `history`: its number of `steps`, the time left,
-    metrics.
+    """Returns one line about the last step of `history`: its number and the total `steps`, the time
+    left, and metrics.
     """
     from rftmega.monitoring.observers.metric_writers import status
 

@@ -23,9 +23,10 @@ INDENT = " " * 6
 
 
 def option_reference(plugins: Plugins = ()) -> str:
-    """Returns one block per section: name, default, and the docstring under the field.
+    """Returns the reference of all options as text: for each config field its name, its default and
+    the docstring under the field, by section.
 
-    A union has one block per type.
+    A component that has several types, such as the advantage, has one block per type.
     """
     lines: list[str] = []
     for f in fields(RunConfig):
@@ -36,7 +37,11 @@ def option_reference(plugins: Plugins = ()) -> str:
 
 
 def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterator[str]:
-    """Yields the lines of one field of a dataclass."""
+    """Yields the reference's entries for one config field: its name, default and description.
+
+    `schema`: the dataclass; `name`: its field; `prefix`: dotted name of the dataclass in the
+    config.
+    """
     hint, dotted = hints(schema)[name], prefix + name
     told = documented(schema).get(name, ("", ""))
     parts, table = members(hint, plugins), tabled(hint, plugins)
@@ -63,7 +68,7 @@ def _described(schema: Any, name: str, prefix: str, plugins: Plugins) -> Iterato
 
 
 def _wrapped(text: str) -> str:
-    """Returns the paragraphs of a docstring, indented below the option that they describe."""
+    """Returns the paragraphs of a docstring, wrapped and indented."""
     return "\n".join(
         textwrap.fill(" ".join(part.split()), 100, initial_indent=INDENT, subsequent_indent=INDENT)
         for part in inspect.cleandoc(text).split("\n\n")
@@ -71,7 +76,7 @@ def _wrapped(text: str) -> str:
 
 
 def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
-    """Yields the lines of all fields of a component except its type."""
+    """Yields the reference's entries for all fields of a component except its type."""
     for f in fields(schema):
         if f.name != "type":
             yield from _described(schema, f.name, prefix, plugins)
@@ -79,7 +84,9 @@ def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
 
 @cache
 def documented(schema: type) -> dict[str, tuple[str, str]]:
-    """Returns field -> (source text of its default, docstring), including those of base classes."""
+    """Returns field -> (source text of its default, docstring) for all fields of a dataclass,
+    including fields of its base classes.
+    """
     found: dict[str, tuple[str, str]] = {}
     for each in reversed(schema.__mro__):
         if not is_dataclass(each):

@@ -43,7 +43,8 @@ from rftmega.runtime.device import hardware
 from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.weights.receivers.fp8 import BLOCK
 
-FP8_BYTES = (2, 6)  # first Transformer Engine version that supports gradient checkpointing with FP8
+# first Transformer Engine version that supports gradient checkpointing with FP8
+FP8_BYTES = (2, 6)
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -52,8 +53,11 @@ VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def preflight(
     config: RunConfig, world_size: int, *, local: bool = False, on: device.Device | None = None
 ) -> None:
-    """Raises ConfigError that lists every reason why this run can't work on `world_size` processes
-    (`local`: of this host), on devices like this process's own or of another kind (`on`).
+    """Raises a ConfigError that lists every reason why this run can't work on `world_size`
+    processes.
+
+    `local`: all processes are on this host; `on`: the type of device that they run on, None for
+    this process's own.
     """
     here, on = on is None, on or device.current()
     ignore(config.model.ignore_config_fields)
@@ -113,7 +117,9 @@ def preflight(
 
 
 def _key(config: RunConfig) -> list[str]:
-    """Lists what is wrong with the key for remote servers, on the process that connects to them."""
+    """Returns a message if the key for remote servers is missing or invalid; only on rank 0, which
+    connects to the servers.
+    """
     elsewhere = config.rollout.addresses or config.rollout.server_list
     if config.strategy != "separate" or not elsewhere or os.environ.get("RANK", "0") != "0":
         return []
@@ -127,7 +133,7 @@ def _key(config: RunConfig) -> list[str]:
 def _described(config: RunConfig, path: str) -> ModelDescription:
     """Returns the description of a model, read from its config.json as the run's backend reads it.
 
-    Raises CheckpointError if the backend does not support it.
+    Raises CheckpointError if the backend does not support the model.
     """
     if backend_of(config).any_decoder:
         read = read_config(path)
@@ -252,8 +258,8 @@ def _output_head(config: RunConfig) -> list[str]:
 
 
 def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
-    """Lists why the model can't have the configured adapters, or can't start from those of a
-    folder.
+    """Lists why the model can't have the configured adapters, or can't start from the adapters in
+    model.lora.path.
     """
     lora = config.model.lora
     if not lora.rank or model.tower:
@@ -292,7 +298,9 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
 
 
 def _quantised(config: RunConfig) -> list[str]:
-    """Lists why the trained weights can't be exported in quantized form, if that is configured."""
+    """Lists why the trained weights can't be exported quantized, if trainer.export_quantised is
+    set.
+    """
     if not config.trainer.export_quantised:
         return []
     if block_scales(read_json_object(Path(config.model.path) / "config.json")) is None:
@@ -334,7 +342,7 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
-    """Lists what is wrong with the critic and the reward model, if the run has them."""
+    """Lists the problems of the critic and of the reward model, if the run has them."""
     found = []
     if config.algorithm.advantage.needs_critic and (
         config.critic.path or config.critic.parallel != config.parallel

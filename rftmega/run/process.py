@@ -16,8 +16,8 @@ from rftmega.runtime.parallel.watchdog import watched
 @contextmanager
 def joined(config: RunConfig) -> Iterator[tuple[World, Callable[[], bool]]]:
     """Joins the process group and checks the host, within a `with` block. Yields the World and a
-    function that returns whether the processes were asked to stop (by signals, in a run that
-    saves).
+    function that returns whether any process was asked by a signal to stop (always False in a run
+    that saves no checkpoints).
 
     Raises NodeError if a host can't be used, CheckpointError if model.verify finds a file that has
     changed.

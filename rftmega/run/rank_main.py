@@ -1,6 +1,7 @@
-"""The main module of every rank, in place of the program that started it.
+"""The main module of every rank, in place of the program that started the run.
 
-A notebook has no main module that a rank could import, and a script would start its run again.
+A notebook has no main module that a rank could import; a script, if imported, would start its run
+again.
 """
 
 from rftmega.runtime.parallel import preemption

@@ -1,7 +1,7 @@
 """Finds, before a run starts, problems that would show only at its end: folders that can't be
 written, an invalid hub repository, a model card that can't be generated.
 
-Problems of the model itself are found when it is built: `strategy.export.rehearse`.
+Problems of the model itself are found when the model is built: `placement.export.rehearse`.
 """
 
 import os
@@ -20,8 +20,8 @@ def refusals(config: RunConfig) -> list[str]:
 
 
 def _folders(config: RunConfig) -> Iterator[str]:
-    """Tests each folder that the run writes to, or the existing parent in which it will
-    be created.
+    """Yields a message for each folder of the run that can't be written. Of a folder that does not
+    exist yet, the nearest existing parent is tested.
     """
     written = {"trainer.output": config.trainer.output}
     if config.checkpoint.every and config.checkpoint.folder:
@@ -44,7 +44,9 @@ def _unwritable(folder: Path) -> str:
 
 
 def _exports(config: RunConfig) -> list[str]:
-    """Lists the folders that the run would have to replace at its end, but that no export wrote."""
+    """Returns a message for each folder that the run's export would replace, although no export
+    wrote it.
+    """
     folders = [Path(folder) for folder in config.exports()]
     folders += [folder.with_name(f"{folder.name}.incomplete") for folder in folders]
     return [
@@ -56,8 +58,8 @@ def _exports(config: RunConfig) -> list[str]:
 
 
 def _repository(config: RunConfig) -> list[str]:
-    """Validates the repository name with the hub's library; `hub_upload.claim` asks the
-    hub itself.
+    """Returns a message if the hub's library rejects the name of the repository, without a request
+    to the hub (`hub_upload.claim` sends one).
     """
     repository = config.trainer.push_to_hub
     if not repository:
@@ -73,7 +75,7 @@ def _repository(config: RunConfig) -> list[str]:
 
 
 def _card(config: RunConfig) -> list[str]:
-    """Generates the model card as if no step had been taken."""
+    """Returns a message if the model card can't be generated, tested without any step."""
     if not config.trainer.export:
         return []
     try:

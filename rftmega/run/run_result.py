@@ -23,8 +23,8 @@ class RunResult:
         return read_history(self.output / "metrics.jsonl")
 
     def table(self, *names: str) -> Any:
-        """Returns a pandas.DataFrame with a row per step, with the metrics of these names, or with
-        all.
+        """Returns a pandas.DataFrame with a row per step and a column per metric, for the metrics in
+        `names` or, without names, for all.
 
         Raises ImportError without pandas.
         """
@@ -36,8 +36,8 @@ class RunResult:
         return frame[list(names)] if names else frame.drop(columns="time")
 
     def plot(self, *names: str) -> Any:
-        """Returns a matplotlib.figure.Figure with a curve per metric over the steps: the named
-        metrics, or a summary selection.
+        """Returns a matplotlib.figure.Figure with a curve over the steps for each metric in `names`
+        or, without names, for the metrics of the run's summary.
 
         Raises ImportError without matplotlib, KeyError for a metric that no step has.
         """
@@ -49,7 +49,7 @@ class RunResult:
         return Curves(history, names or tuple(changes(history)))
 
     def _repr_html_(self) -> str:
-        """Returns the HTML that a notebook shows."""
+        """Returns an HTML table of first and last values, for a notebook."""
         ended = "stopped, and goes on where it is started again" if self.stopped else "finished"
         head = f"<p>{ended}; <code>{html.escape(str(self.output))}</code></p>"
         rows = [

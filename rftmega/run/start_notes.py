@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def tell(config: RunConfig) -> None:
-    """Logs the warnings; called on one process only."""
+    """Logs the warnings of this module that apply; called on one process only."""
     for note in (_dropout(config), _bfloat16(config)):
         if note:
             log.warning("%s", note)

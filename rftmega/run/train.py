@@ -26,7 +26,7 @@ def task_of(config: RunConfig) -> Task:
 
 
 def built_backend(config: RunConfig) -> "Backend":
-    """Returns the backend that builds the models; only the chosen one is imported."""
+    """Returns the backend that builds the models; only the module of this backend is imported."""
     chosen = backend_of(config)
     backend: Backend = getattr(import_module(chosen.module), chosen.name)()
     return backend
@@ -118,8 +118,8 @@ def look(config: RunConfig, most: int) -> str:
     """Reads the first `most` records of each data file as a run does, and checks the reward with
     them. Returns a one-line summary.
 
-    Raises ConfigError for unusable functions and patterns, DataError for records that a run would
-    refuse.
+    Raises ConfigError for reward functions and patterns that can't be used, DataError for records
+    that a run would refuse.
     """
     from rftmega.data.splits import given_of, prompts_of, ptx_of
     from rftmega.rewards import Reasoning, check_prompts, create

@@ -1,1 +1,1 @@
-"""Devices, processes and communication of a run."""
+"""Devices, process groups, parallel layouts and other infrastructure of a run's processes."""

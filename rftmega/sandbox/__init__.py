@@ -1,4 +1,4 @@
 """Runs untrusted Python: `python -m rftmega.sandbox`, started by `rewards/code.py`.
 
-Only the standard library.
+This subpackage uses only the standard library.
 """

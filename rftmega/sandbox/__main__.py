@@ -1,20 +1,22 @@
 """Runs untrusted code: reads a job from standard input and writes its outcome as a JSON line to
 standard output.
 
-Input: the line {"size": bytes, "tests": bytes}, then the job as JSON in as many bytes, then the
-tests. The job: "answer", "seconds" (all together), "memory" (bytes), "namespaces" (true, false, or
-null: find out), and either "inputs" and "limits" (maximum bytes of output per input), or "inside"
-for tests (true: in the answer's own interpreter). Tests are read only after the answer's process
-was forked, so its memory never holds them.
+Input: the line {"size": bytes, "tests": bytes}, then the job as JSON in `size` bytes, then the
+tests in `tests` bytes. The job: "answer", "seconds" (time limit of the whole job), "memory"
+(bytes), "namespaces" (whether they are available: true, false, or null: find out), and either
+"inputs" and "limits" (maximum bytes of output per input), or "inside" for tests (true: in the
+answer's own interpreter). Tests are read only after the answer's process was forked, so its memory
+never holds them.
 
-The outcome: "lacks" (what is not available: "namespaces", "filter", "files"), and one of "passed";
-"outputs" (of programs that succeeded, up to the first that failed); "unsupported" (why the tests
-cannot run outside the answer's interpreter); "undecided" (a failure that is not the answer's);
-"refused".
+The outcome: "lacks" ("namespaces", "filter", "files" -> true if not available), and one of "passed"
+(whether the tests ran to completion); "outputs" (of the programs that succeeded, up to the first
+that failed); "unsupported" (why the tests cannot run outside the answer's interpreter); "undecided"
+(a failure that the answer did not cause); "refused" (why the machine cannot confine code).
 
-Standard input stays open meanwhile: when it closes, the answer is ended. A job with "imports" is
-the sandbox's self-test: its outcome is "failed", the reason why an answer cannot import the usual
-modules (null: it can). A job with "call_seconds" is an interactive interpreter (repl.py).
+Standard input stays open while the job runs: when it closes, the answer is killed. A job with
+"imports" is the sandbox's self-test: its outcome is "failed", the reason why an answer cannot
+import the usual modules (null: it can). A job with "call_seconds" is an interactive interpreter
+(repl.py).
 """
 
 import contextlib
@@ -52,7 +54,9 @@ EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFIL
 
 @dataclass
 class Ended:
-    """Ended holds a program's wait status (None: killed for time or output) and its output."""
+    """Ended holds a program's output and its wait status, which is None if the program was killed
+    for exceeding its time or output limit.
+    """
 
     status: int | None
     written: bytes
@@ -95,8 +99,10 @@ def _outcome(job: dict[str, Any], size: int, lacks: dict[str, bool]) -> dict[str
 
 
 def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
-    """Runs the tests, of `size` bytes, in a separate process, which queries the answer's process
-    through pipes; returns whether they ran to completion.
+    """Runs the tests, which have `size` bytes, in a separate process, which queries the answer's
+    process through pipes.
+
+    Returns {"passed": whether the tests ran to completion} or {"unsupported": reason}.
     """
     end = time.monotonic() + job["seconds"]
     (requests, requests_in), (replies, replies_in) = os.pipe(), os.pipe()
@@ -129,7 +135,7 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
     """Returns whether the tests ran to completion in the answer's interpreter.
 
-    A token created after the fork proves it.
+    The interpreter proves it with a random token that it receives only after the fork.
     """
     (token_out, token_in), (verdict_out, verdict_in) = os.pipe(), os.pipe()
     token = os.urandom(32)
@@ -153,7 +159,9 @@ def passes_inside(job: dict[str, Any], tests: str) -> bool:
 
 
 def outputs(job: dict[str, Any]) -> list[str]:
-    """Runs the answer as a program on each input, up to the first failure, and returns its outputs."""
+    """Runs the answer as a program on each input, up to the first failure, and returns the outputs
+    of the programs that succeeded.
+    """
     end, found = time.monotonic() + job["seconds"], []
     for text, limit in zip(job["inputs"], job["limits"], strict=True):
         out, out_in = os.pipe()
@@ -186,8 +194,11 @@ def execute(
     end: float,
     started: Callable[[], None],
 ) -> Ended:
-    """Runs `work` in the sandbox until it ends, time `end` is reached or `read` yields more than
-    `limit` bytes.
+    """Runs `work` in a sandbox until it ends, the time `end` (of time.monotonic) is reached or the
+    descriptor `read` yields more than `limit` bytes.
+
+    `stdin`, `stdout`: descriptors of the program's standard streams; `keep`: further descriptors
+    that it keeps open; `started`: called in this process after the fork.
     """
     boxes: list[Box] = []
     try:
@@ -200,7 +211,8 @@ def execute(
 
 
 def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
-    """Reads output until the program's end is reported.
+    """Reads a program's output until its end is reported, it exceeds `limit` bytes or the time
+    `end` is reached.
 
     Raises Undecidable if no sandboxed program ever ran.
     """
@@ -230,7 +242,7 @@ def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
                 continue
             status = int.from_bytes(box.told[len(CONFINED) :], "little")
             os.set_blocking(read, False)
-            # the rest of the pipe; a daemon may hold its other end
+            # the bytes left in the pipe; a daemon may hold the pipe's other end
             with contextlib.suppress(BlockingIOError):
                 while len(written) <= limit and (piece := os.read(read, 1 << 16)):
                     written += piece

@@ -1,7 +1,7 @@
-"""Starts programs in sandboxes, and ends them with all their descendants.
+"""Starts programs in sandboxes, and kills them with all their descendants.
 
-Every program runs in a grandchild process: the middle process creates the namespaces, in which the
-program is process 1.
+Every program runs in a grandchild process: the child (middle) process creates the namespaces, in
+which the program is process 1.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ PROGRAMS = 2  # maximum per job: the answer and its checker
 
 
 class Undecidable(Exception):
-    """The sandbox itself failed, so nothing is known about the answer."""
+    """The sandbox itself failed, so the answer can be neither passed nor failed."""
 
 
 @dataclass
 class Box:
-    """Box is a sandboxed program as seen from this process.
+    """Box is a sandboxed program as seen from the parent process.
 
-    `told`: its news so far, first that it is confined.
+    `folder`: its working folder; `user`: its user id; `middle`: process id of the child between
+    parent and program; `news`: the pipe on which program and child report; `told`: the bytes
+    received from this pipe so far, of which CONFINED is the first.
     """
 
     folder: str
@@ -48,7 +50,7 @@ def start(
     stdout: int,
     keep: list[int],
 ) -> None:
-    """Runs `work` in a new sandbox, which is added to `boxes`; the caller must always call
+    """Runs `work` in a new sandbox and adds the sandbox to `boxes`; the caller must always call
     `end_all`.
     """
     folder = tempfile.mkdtemp(prefix="rftmega-code-")
@@ -104,7 +106,9 @@ def _middle(
 def _confine(
     job: dict[str, Any], box: str, user: int, stdin: int, stdout: int, keep: list[int], news: int
 ) -> None:
-    """Confines this process, forked by `_middle`, for tested code, and reports that in `news`."""
+    """Confines this process, forked by `_middle`, before it runs tested code, and writes CONFINED
+    to the pipe `news`.
+    """
     for here, there in ((stdin, 0), (stdout, 1)):
         os.dup2(here, there)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
@@ -141,8 +145,8 @@ def ask_whether_confined(box: Box) -> None:
 
 
 def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
-    """Kills programs and their descendants: through process 1 of their namespace, by their users,
-    or child by child as they are reparented to this process.
+    """Kills programs and their descendants: through process 1 of their namespace, by their user
+    ids, or child by child as they are reparented to this process.
     """
     for box in boxes:
         with contextlib.suppress(ProcessLookupError):
@@ -164,7 +168,9 @@ def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
 
 
 def _kill_user(user: int) -> None:
-    """Kills all processes of a user in a single kernel call, so that none can fork in between."""
+    """Kills all processes of the user id `user` in a single kernel call, so that none can fork in
+    between.
+    """
     helper = os.fork()
     if helper == 0:
         with contextlib.suppress(BaseException):
@@ -175,9 +181,9 @@ def _kill_user(user: int) -> None:
 
 
 def _children() -> list[int]:
-    """Returns the child processes of this one.
+    """Returns the process ids of this process's children.
 
-    They include orphans (PR_SET_CHILD_SUBREAPER).
+    They include adopted orphans (PR_SET_CHILD_SUBREAPER).
     """
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -1,5 +1,5 @@
-"""The checker's process: runs a label's tests, in which the answer's names are stand-ins for
-objects in the answer's process.
+"""The checker's process: runs a label's tests, in which the names that the answer defines refer to
+stand-ins for objects in the answer's process.
 """
 
 import ast
@@ -26,8 +26,8 @@ MODULES = (
 
 
 class Checker:
-    """Checker queries the answer's process, one line at a time, and writes the verdict, which no
-    other process can.
+    """Checker queries the answer's process, one line at a time, and writes the verdict to a pipe
+    that no other process can write to.
     """
 
     def __init__(self, requests: int, replies: int, verdict: int):
@@ -53,9 +53,9 @@ class Checker:
         os._exit(1)
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Returns the result of an operation on the answer's objects.
+        """Performs an operation on objects in the answer's process and returns its result.
 
-        Raises the exception that the operation raised there.
+        Raises the exception that the operation raised in that process.
         """
         if builtins.input is not self.input or sys.stdin is not self.stdin:
             self.unsupported("they give the answer an input of their own (sys.stdin)")
@@ -138,7 +138,9 @@ def named(module: str, path: str) -> Any:
 
 
 def exception_type(names: list[str]) -> type[BaseException]:
-    """Returns the first built-in exception among the names of an exception's base classes."""
+    """Returns the first built-in exception among `names`, the names of an exception's base classes;
+    Exception if there is none.
+    """
     for name in names:
         found = getattr(builtins, str(name), None)
         if isinstance(found, type) and issubclass(found, BaseException):
@@ -147,7 +149,9 @@ def exception_type(names: list[str]) -> type[BaseException]:
 
 
 def change(mine: Any, theirs: Any) -> None:
-    """Updates a container that was passed to the answer with its current contents there."""
+    """Updates `mine`, a container that was passed to the answer, in place with its contents in the
+    answer's process, `theirs`.
+    """
     if type(mine) is not type(theirs):
         return
     if isinstance(mine, list) and len(mine) == len(theirs):
@@ -176,9 +180,9 @@ def change(mine: Any, theirs: Any) -> None:
 
 
 class StandIn:
-    """StandIn represents an object of the answer that is not a plain value.
+    """StandIn represents an object in the answer's process that is not a plain value.
 
-    It never equals a plain value, and the object is never asked whether it does.
+    A StandIn never equals a plain value: the object's own comparison is never called.
     """
 
     _checker: Checker
@@ -230,7 +234,9 @@ class StandIn:
         return hash(self._handle)
 
     def _both(self, other: Any) -> Any:
-        """Refuses a comparison, because an object of the answer would decide the test's outcome."""
+        """Refuses to compare or combine, because an object of the answer could decide the test's
+        outcome.
+        """
         if isinstance(other, StandIn):
             self._checker.unsupported("they compare or combine objects of the answer's own classes")
         if vars(self)["_module"] not in ("answer", "builtins"):
@@ -248,7 +254,9 @@ class StandIn:
 
 
 def check(tests: str, requests: int, replies: int, verdict: int) -> int:
-    """Runs the tests with the answer's names and writes the verdict if they run to completion."""
+    """Runs the tests with the answer's names and writes the verdict PASSED if they run to
+    completion. Returns the exit status 0.
+    """
     checker = Checker(requests, replies, verdict)
     names = {name: checker.decode(value) for name, value in checker.read().items()}
     module = types.ModuleType("answer")

@@ -1,4 +1,6 @@
-"""Irrevocably drops the privileges of a process and its children that tested code must not have."""
+"""Irrevocably drops the privileges that tested code must not have, for this process and its
+children.
+"""
 
 import contextlib
 import os
@@ -22,7 +24,7 @@ FIRST_USER = 1_900_000_000
 
 def enter_namespaces() -> None:
     """Enters new namespaces for users (unless root), mounts, processes, network, IPC and host name;
-    the next fork becomes process 1.
+    the next process forked becomes process 1.
 
     Raises OSError if the kernel, or a container's policy, does not allow all of them.
     """
@@ -50,8 +52,8 @@ def enter_namespaces() -> None:
 
 
 def enter_private_root(box: str) -> None:
-    """Makes `box`, an empty folder, this process's root: Python and system libraries, read-only,
-    and an empty WORK.
+    """Makes `box`, an empty folder, this process's root, with Python and system libraries,
+    read-only, and an empty folder WORK.
 
     Raises OSError if a mount is not allowed.
     """
@@ -93,14 +95,15 @@ def _visible() -> Iterator[str]:
 
 
 def python_folders() -> list[str]:
-    """Returns the folders of Python and its packages outside the system's folders."""
+    """Returns the folders of Python and its packages that are not in the system's folders."""
     return [path for path in _visible() if path not in SYSTEM and path not in DEVICES]
 
 
 def limit(*, seconds: float, memory: int) -> None:
-    """Sets the resource limits of this process and each of its children.
+    """Sets the resource limits of this process and each of its children: `seconds` of CPU time,
+    `memory` bytes of address space, and limits of file size, open files and tasks.
 
-    The limit of tasks counts all of its user (or namespace) together.
+    The limit of tasks counts all processes and threads of the user (or namespace) together.
     """
     tasks = TASKS if os.getuid() == 0 else TASKS + _tasks_of(os.getuid())
     for name, value in (
@@ -117,7 +120,8 @@ def limit(*, seconds: float, memory: int) -> None:
 
 
 def _tasks_of(user: int) -> int:
-    """Returns the number of threads that `user` has already, as counted by the limit.
+    """Returns the number of threads that the user id `user` has already, as counted by the limit of
+    tasks.
 
     0 in a new namespace, where /proc is not visible.
     """
@@ -130,7 +134,9 @@ def _tasks_of(user: int) -> int:
 
 
 def drop_privileges(user: int) -> None:
-    """Switches to `user` if this is root, and drops all capabilities in any case."""
+    """Switches to the user id `user` if this process runs as root, and drops all capabilities in
+    any case.
+    """
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -141,9 +147,10 @@ def drop_privileges(user: int) -> None:
 
 
 def filter_system_calls(*, own_pid: int | None) -> bool:
-    """Installs the system call filter.
+    """Installs the system call filter of system_calls.py; `own_pid`: the only process that may
+    receive signals, None: any.
 
-    Returns False if this kernel or architecture has none.
+    Returns whether it was installed: False if the kernel or architecture does not support it.
     """
     try:
         system_calls.install(own_pid=own_pid)
@@ -154,10 +161,10 @@ def filter_system_calls(*, own_pid: int | None) -> bool:
 
 
 def restrict_files(own: str, opened: Mapping[str, int] | None = None) -> bool:
-    """Restricts file access to `own` and the files that a private root would show, those in folders
-    of `opened` through their descriptors.
+    """Restricts file access to the folder `own` and the files that a private root would show.
+    Folders in `opened` (folder -> descriptor) are allowed through their descriptors.
 
-    Returns False without Landlock.
+    Returns whether access was restricted: False if the kernel has no Landlock.
     """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     try:
@@ -178,7 +185,7 @@ def _may_open(path: str) -> bool:
 
 
 def keep_only(descriptors: list[int]) -> None:
-    """Closes every other file descriptor above 2."""
+    """Closes all file descriptors above 2 except `descriptors`."""
     edges = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
     for low, high in zip(edges, edges[1:], strict=False):
         os.closerange(low + 1, high)

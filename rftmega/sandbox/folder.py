@@ -9,7 +9,7 @@ from typing import Any
 
 
 def remove(box: str) -> None:
-    """Removes a folder regardless of the permissions that the answer has set."""
+    """Removes a folder regardless of the file permissions that the answer has set in it."""
 
     def open_up(function: Callable[[str], Any], path: str, error: Any) -> None:
         for each in (os.path.dirname(path), path):

@@ -1,5 +1,5 @@
-"""Makes Python's folders importable for tested code, through descriptors if its user has no access,
-and tests that.
+"""Makes Python's folders importable for tested code, through descriptors if the code's user has no
+access to them, and tests whether the usual modules can be imported.
 """
 
 import importlib
@@ -35,9 +35,10 @@ print(json.dumps(failed))
 
 
 def open_folders(folders: list[str]) -> dict[str, int]:
-    """Returns folder -> descriptor for the folders below one that is not accessible to every user.
+    """Returns folder -> descriptor for those of `folders` that lie within a folder that is not
+    accessible to every user.
 
-    Call it with privileges.
+    The caller needs the privileges to open them.
     """
     return {
         folder: os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -47,8 +48,8 @@ def open_folders(folders: list[str]) -> dict[str, int]:
 
 
 def closed_to_others(path: str, below: str = "/") -> str | None:
-    """Returns the first of `path` and the folders between it and `below` that not every user may
-    enter (a file: read).
+    """Returns the topmost path that not every user may enter (a file: read), among `path` and the
+    folders between it and `below`; None if there is none.
     """
     way = [os.path.realpath(path)]
     while way[-1] not in ("/", os.path.realpath(below)):
@@ -62,8 +63,8 @@ def closed_to_others(path: str, below: str = "/") -> str | None:
 
 
 def through(opened: dict[str, int]) -> Callable[[str], str]:
-    """Returns a function that maps a path to the same file through a descriptor of `opened`, if it
-    lies in such a folder.
+    """Returns a function that maps a path within a folder of `opened` (folder -> descriptor) to the
+    same file through the descriptor, and any other path to itself.
     """
 
     def way(path: str) -> str:
@@ -77,9 +78,9 @@ def through(opened: dict[str, int]) -> Callable[[str], str]:
 
 
 def import_through(opened: dict[str, int]) -> None:
-    """Makes this process import through the descriptors.
+    """Makes this process import modules through the descriptors of `opened` (folder -> descriptor).
 
-    Call it with privileges, without which paths cannot be resolved.
+    Call it before privileges are dropped: afterwards paths cannot be resolved.
     """
     if not opened:
         return
@@ -93,7 +94,7 @@ def import_through(opened: dict[str, int]) -> None:
 
 
 def test_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the job that tests which of MODULES, as far as installed, an answer cannot import."""
+    """Returns the job that tests which of the installed modules in MODULES an answer cannot import."""
     found = [name for name in MODULES if importlib.util.find_spec(name)]
     told = {
         "answer": TEST,
@@ -106,7 +107,9 @@ def test_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_not(outputs: list[str]) -> str | None:
-    """Returns an explanation of the test's outputs; None if all modules could be imported."""
+    """Returns the reason why modules cannot be imported, from the outputs of `test_job`; None if
+    all could be imported.
+    """
     if len(outputs) != 1:
         return "not even a program that only imports modules comes to its end in the sandbox"
     failed: dict[str, str] = json.loads(outputs[0])
@@ -135,16 +138,16 @@ def why_not(outputs: list[str]) -> str | None:
 
 
 def origin(name: str) -> str:
-    """Returns the file of a module; Python's folder if it has none."""
+    """Returns the path of a module's file; Python's folder if the module has no file."""
     spec = importlib.util.find_spec(name)
     return spec.origin if spec and spec.origin and os.path.exists(spec.origin) else sys.base_prefix
 
 
 def python_of(path: str) -> str:
-    """Returns the folder of Python that contains `path`, to which a descriptor or mount gives
-    access.
+    """Returns the folder of Python that contains `path` and that a descriptor or mount makes
+    accessible.
 
-    "/" if none does.
+    Returns "/" if no such folder contains it.
     """
     real = os.path.realpath(path)
     inside = [

@@ -1,4 +1,6 @@
-"""The interpreter process of an interactive session (repl.py): runs pieces of code as at a prompt."""
+"""The interpreter process of an interactive session (repl.py): runs snippets of code as at a Python
+prompt.
+"""
 
 import ast
 import contextlib
@@ -14,12 +16,16 @@ FRAMES = 8  # innermost frames shown in a traceback
 
 
 def reply(word: str, *, well: bool) -> bytes:
-    """Returns the reply to a piece of code whose request had this word."""
+    """Returns the line that reports the end of a snippet, which begins with the request's random
+    `word`; `well`: whether it raised nothing.
+    """
     return f"{word} {'well' if well else 'raised'}\n".encode()
 
 
 def serve(requests: int, replies: int) -> int:
-    """Runs pieces of code until the pipe ends. Returns the exit status."""
+    """Runs the snippets of code that arrive on the pipe `requests` until it ends, and writes one
+    reply per snippet to the pipe `replies`. Returns the exit status.
+    """
     write = os.write  # looked up before the code can replace it
     os.dup2(1, 2)
     module = types.ModuleType("__main__")
@@ -43,7 +49,7 @@ def serve(requests: int, replies: int) -> int:
 
 def run(code: str, name: str, space: dict[str, object]) -> bool:
     """Runs code with the names in `space`, and prints the value of a final expression, or a
-    traceback. Returns whether it raised nothing.
+    traceback. Returns whether the code raised nothing. `name`: file name in tracebacks.
     """
     try:
         body, last = compiled(code, name)
@@ -61,7 +67,9 @@ def run(code: str, name: str, space: dict[str, object]) -> bool:
 
 
 def compiled(code: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """Returns the compiled code, and separately its final expression if it ends with one."""
+    """Returns the compiled code, and separately its final expression, or None if it does not end
+    with one. `name`: file name in tracebacks.
+    """
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     tree = ast.parse(code, name)
     last = None
@@ -71,7 +79,7 @@ def compiled(code: str, name: str) -> tuple[types.CodeType, types.CodeType | Non
 
 
 def told(error: BaseException) -> str:
-    """Returns the traceback from the code's first frame on, shortened to the innermost frames."""
+    """Returns the traceback from the user code's first frame on, shortened to the innermost frames."""
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
         trace = trace.tb_next
@@ -80,7 +88,7 @@ def told(error: BaseException) -> str:
 
 
 def _open_streams() -> None:
-    """Opens new standard streams for the code, whatever it did to the previous ones."""
+    """Opens new standard streams for the code, even if earlier code closed or replaced them."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(descriptor, "w", closefd=False)
         stream = io.TextIOWrapper(

@@ -1,10 +1,12 @@
-"""Unbuffered reading of jobs from standard input: a buffer would hold the tests."""
+"""Unbuffered reading of jobs from standard input, because a buffer would hold the tests before the
+answer's process is forked.
+"""
 
 import os
 
 
 def line() -> bytes:
-    """Reads a line, or the rest of standard input."""
+    """Reads and returns a line, or the remaining input if it has no line end."""
     held = b""
     while not held.endswith(b"\n") and (piece := os.read(0, 1)):
         held += piece
@@ -12,7 +14,7 @@ def line() -> bytes:
 
 
 def exactly(count: int) -> bytes:
-    """Reads `count` bytes. Raises EOFError if standard input ends before."""
+    """Reads and returns `count` bytes. Raises EOFError if standard input ends earlier."""
     held = b""
     while len(held) < count:
         piece = os.read(0, min(count - len(held), 1 << 20))

@@ -1,4 +1,6 @@
-"""Wrappers of system calls that Python lacks. Each raises OSError if the kernel refuses."""
+"""Wrappers of system calls that Python does not provide. Each wrapper raises OSError if the kernel
+refuses the call.
+"""
 
 import ctypes
 import os
@@ -36,7 +38,9 @@ def _done(result: int, what: str) -> None:
 
 
 def system_call(number: int, *arguments: Any) -> int:
-    """Makes a system call that libc has no name for; integers are passed as C longs."""
+    """Makes the system call with this number, for which libc has no function, and returns its
+    result; integers are passed as C longs.
+    """
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result = _libc.syscall(ctypes.c_long(number), *given)
     _done(result, f"system call {number}")
@@ -73,8 +77,8 @@ def mount(
 
 
 def read_only(target: str) -> None:
-    """Makes a mount and everything below it read-only, without devices and set-user-id programs
-    (Linux 5.12).
+    """Makes a mount and everything below it read-only, and disables devices and set-user-id
+    programs there (Linux 5.12).
     """
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     system_call(

@@ -1,5 +1,5 @@
-"""File access control with Landlock (Linux 5.13), which needs no privileges: the fallback for a
-private root.
+"""File access control with Landlock (Linux 5.13), which needs no privileges; used if a private root
+is not available.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ class _Rule(ctypes.Structure):
 
 
 def restrict_files(*, own: str, readable: Iterable[str], devices: Iterable[str]) -> None:
-    """Restricts this process to full access in the folder `own`, reading `readable`, and reading
-    and writing `devices`.
+    """Restricts this process to full access to the folder `own`, read access to the paths
+    `readable`, and read and write access to `devices`.
 
-    Needs no_new_privs. Raises OSError if the kernel has no Landlock.
+    The process must have set no_new_privs. Raises OSError if the kernel has no Landlock.
     """
     version = kernel.system_call(CREATE, None, 0, VERSION)
     everything = MOST | sum(bit for since, bit in LATER.items() if version >= since)

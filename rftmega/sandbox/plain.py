@@ -17,9 +17,10 @@ AS_ISO = ("datetime", "date", "time")  # in this order: a datetime is a date
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Encodes `value` for json.dumps; `other` returns a substitute for a value that is not plain.
+    """Encodes `value` for json.dumps; `other` is called for a value that is not plain and returns
+    its encoding.
 
-    Subclasses become their plain base class.
+    Subclasses of plain types become their plain base class.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -53,7 +54,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Encodes values of modules that are present only if they were imported."""
+    """Encodes values of library modules, such as decimal and NumPy, without importing them."""
     for module, name in AS_TEXT.items():
         if (held := sys.modules.get(module)) and isinstance(value, getattr(held, name)):
             return [name, str(value)]
@@ -75,9 +76,9 @@ def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(held: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Decodes a value from `encode`.
+    """Decodes a value that `encode` returned.
 
-    `other` receives tag and content of one that is not plain.
+    `other` receives tag and content of each value that is not plain, and returns the value.
     """
     if not isinstance(held, list):
         if held is None or isinstance(held, bool | int | float | str):

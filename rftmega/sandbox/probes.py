@@ -9,9 +9,10 @@ from rftmega.sandbox import confine
 
 
 def lacking(namespaces: bool | None) -> dict[str, bool]:
-    """Returns which of "namespaces", "filter" and "files" are unavailable.
+    """Returns "namespaces", "filter" and "files" (Landlock or a private root), each with whether it
+    is unavailable.
 
-    `namespaces`: whether they are known to be available; None: not known.
+    `namespaces`: whether namespaces are available; None: not known, so they are tested.
     """
     if namespaces is None:
         with tempfile.TemporaryDirectory(prefix="rftmega-probe-") as box:
@@ -40,7 +41,7 @@ def _probe_landlock() -> None:
 
 
 def _try(step: Callable[[], None]) -> bool:
-    """Returns whether `step` works, tried in a child process that then ends."""
+    """Returns whether `step` raises no exception in a child process, which then exits."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):

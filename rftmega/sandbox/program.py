@@ -1,4 +1,4 @@
-"""Execution of tested code and of its tests inside the sandbox."""
+"""Runs tested code and its tests; called in the process inside the sandbox."""
 
 import ast
 import atexit
@@ -14,7 +14,7 @@ DEEPEST = 10_000  # maximum number of elements inspected in a compared container
 
 
 def proof(token: bytes) -> bytes:
-    """Returns the proof that the tests have passed, which requires the token."""
+    """Returns the proof that the tests have passed: a hash with `token` as key."""
     return hashlib.blake2b(PASSED, key=token).digest()
 
 
@@ -27,18 +27,20 @@ def run_answer(answer: str) -> dict[str, object]:
 
 
 def run_checks(tests: str, space: dict[str, object]) -> None:
-    """Runs the tests, in a process without the answer, with the names in `space`.
+    """Runs the tests with the names in `space`, in a process that does not run the answer.
 
-    Raises the tests' exceptions.
+    Exceptions of the tests are not caught.
     """
     exec(compile(tests, "<tests>", "exec"), space)
 
 
 def run_tests(answer: str, tests: str, token_fd: int, verdict_fd: int) -> None:
-    """Runs the answer, then the tests in its namespace, then writes `proof(token)` to `verdict_fd`.
+    """Runs the answer, then the tests in its namespace, then writes `proof(token)` to the pipe
+    `verdict_fd`; the token is read from the pipe `token_fd`.
 
-    Everything that is needed afterwards is looked up before the answer can replace it. While the
-    answer runs, the token is in no Python variable and in no pipe, only in the state of a hash.
+    All functions needed after the answer has run are looked up before, as the answer could replace
+    them. While the answer runs, the token is in no Python variable and in no pipe, only in the
+    state of a hash.
     """
     state = hashlib.blake2b(key=os.read(token_fd, 64))
     os.close(token_fd)
@@ -82,8 +84,8 @@ def run_program(answer: str) -> int:
 
 
 def honest_comparisons(tests: str, name: str) -> ast.Module:
-    """Returns the tests with every operand of ==, != and `in` passed through the function `name`,
-    which is `honest`.
+    """Returns the tests' syntax tree with every operand of ==, != and `in` passed through a
+    function called `name`, which is `honest`.
     """
 
     class Wrap(ast.NodeTransformer):
@@ -103,9 +105,10 @@ def honest_comparisons(tests: str, name: str) -> ast.Module:
 
 
 def honest(value: object) -> object:
-    """Returns `value`.
+    """Returns `value` unchanged.
 
-    Raises AssertionError if it, or an element of it, claims to equal an object that nothing equals.
+    Raises AssertionError if the value, or an element of it, claims to equal a new object, which
+    nothing else equals.
     """
     left, looked = [value], 0
     while left and looked < DEEPEST:

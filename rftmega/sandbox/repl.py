@@ -1,17 +1,17 @@
-"""Interactive interpreter in the sandbox, which runs one piece of code after another.
+"""Interactive interpreter in the sandbox, which runs one snippet of code after another.
 
-It is a job of `python -m rftmega.sandbox`: "seconds" (CPU time of each process), "call_seconds"
-(wall-clock time of one piece of code), "memory" and "namespaces". After the job each piece is the
-line {"size": bytes} and the code. Standard output has a JSON line first, {"ready": true, "lacks":
-...}, and then one for each piece: "text" (its output), "failed", and "ended", the reason why the
-interpreter is gone (null: it is not). After that, or when standard input closes, the whole sandbox
-ends.
+It is a job of `python -m rftmega.sandbox` with "seconds" (CPU time of each process), "call_seconds"
+(wall-clock time of one snippet), "memory" and "namespaces". After the job each snippet is sent as
+the line {"size": bytes} and the code. Standard output has the JSON line {"ready": true, "lacks":
+...}, and then one line for each snippet: "text" (its output), "failed", and "ended", the reason why
+the interpreter is gone (null: it still runs). When the interpreter is gone, or standard input
+closes, the whole sandbox ends.
 
-The code cannot end the sandbox's process, write to its standard output, or report a failure of the
+The code cannot kill the sandbox's process, write to its standard output, or report a failure of the
 sandbox. It shares its process with the loop that runs it, and so can write to the pipe of replies.
-That pipe only reports that a piece has ended, and whether it raised, after a word that is random
-for each piece. Code that reads the word from the loop's frames can end its own piece early, and
-hide that it raised, as `except` can. The next piece has another word.
+That pipe only reports that a snippet has ended, and whether it raised, after a word that is random
+for each snippet. Code that reads the word from the loop's frames can end its own snippet early, and
+hide that it raised, as `except` can. The next snippet has another word.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ DRAINED = 1 << 20  # maximum bytes read after a piece has ended: other processes
 
 @dataclass
 class Output:
-    """Output keeps the beginning and the end of a pipe's output."""
+    """Output keeps the first and the last bytes of a snippet's output."""
 
     first: bytearray = field(default_factory=bytearray)
     last: bytearray = field(default_factory=bytearray)
@@ -60,7 +60,7 @@ class Output:
 
 @dataclass
 class Pipes:
-    """This process's ends of the pipes to an interpreter."""
+    """Descriptors of the sandbox process's ends of the pipes to an interpreter."""
 
     requests: int
     replies: int
@@ -68,7 +68,7 @@ class Pipes:
 
 
 def converse(job: dict[str, Any], lacks: dict[str, bool]) -> dict[str, Any]:
-    """Runs pieces of code as they arrive. Returns {} when standard input or the interpreter ends.
+    """Runs snippets of code as they arrive. Returns {} when standard input or the interpreter ends.
     Raises Undecidable if the sandbox, not the code, failed.
     """
     boxes: list[Box] = []
@@ -118,7 +118,9 @@ def _await_confinement(box: Box, end: float) -> None:
 
 
 def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] | None:
-    """Runs a piece of code and returns its reply; None if standard input closed meanwhile."""
+    """Runs a snippet of code and returns its reply; None if standard input closed before the
+    snippet ended.
+    """
     end = time.monotonic() + seconds
     output, said, well = Output(), b"", False
     word = os.urandom(WORD).hex()
@@ -160,7 +162,9 @@ def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] 
 
 
 def _sent(descriptor: int, unsent: bytes) -> bytes:
-    """Writes as much as the pipe accepts. Returns the rest; nothing if the reader is gone."""
+    """Writes as many bytes as the pipe accepts. Returns the remaining bytes; b"" if the reader is
+    gone.
+    """
     try:
         return unsent[os.write(descriptor, unsent) :]
     except BlockingIOError:
@@ -170,7 +174,9 @@ def _sent(descriptor: int, unsent: bytes) -> bytes:
 
 
 def _read(descriptor: int) -> bytes:
-    """Reads a few bytes, so that earlier output of the code cannot hide a reply after it."""
+    """Reads at most HEARD / 2 bytes, so that earlier output of the code cannot hide a reply after
+    it; b"" if the pipe is empty or at its end.
+    """
     try:
         return os.read(descriptor, HEARD // 2)
     except BlockingIOError:
@@ -178,7 +184,9 @@ def _read(descriptor: int) -> bytes:
 
 
 def _drain(descriptor: int, output: Output, most: int) -> bool:
-    """Reads the contents of a pipe, up to about `most` bytes. Returns False at its end."""
+    """Reads the contents of a pipe into `output`, up to about `most` bytes. Returns False at the
+    pipe's end.
+    """
     with contextlib.suppress(BlockingIOError):
         while most > 0:
             piece = os.read(descriptor, 1 << 16)
@@ -190,15 +198,15 @@ def _drain(descriptor: int, output: Output, most: int) -> bool:
 
 
 def _receive(box: Box) -> bool:
-    """Reads the box's news. Returns False at its end."""
+    """Appends the bytes on the pipe `box.news` to `box.told`. Returns False at the pipe's end."""
     told = os.read(box.news, 8)
     box.told += told
     return bool(told)
 
 
 def _end_of(box: Box) -> str:
-    """Returns how the interpreter ended; "" if it has not. Raises Undecidable if the sandbox ended
-    instead.
+    """Returns a text on how the interpreter ended; "" if it still runs. Raises Undecidable if the
+    sandbox ended instead.
     """
     if not _receive(box):
         raise Undecidable(f"a process of the sandbox ended early (it had said {box.told!r})")

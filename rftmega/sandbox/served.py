@@ -1,4 +1,6 @@
-"""The answer's process: runs the answer, then performs the checker's operations on its objects."""
+"""The answer's process: runs the answer, then performs the operations that the checker requests on
+its objects.
+"""
 
 import contextlib
 import importlib
@@ -22,8 +24,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Served:
-    """Served holds the answer's objects for which the checker has handles; equal handles are one
-    object.
+    """Served holds the answer's objects for which the checker has handles (numbers); an object has
+    only one handle.
     """
 
     def __init__(self) -> None:
@@ -68,8 +70,8 @@ class Served:
         return found
 
     def do(self, request: Any) -> dict[str, Any]:
-        """Performs one request and returns its value or exception, the printed text and the updated
-        arguments.
+        """Performs one request of the checker and returns its value or exception, the printed text
+        and the arguments after the call.
         """
         printed = io.StringIO()
         given, named = (
@@ -103,7 +105,9 @@ def builtin_bases(kind: type) -> list[str]:
 
 
 def serve(answer: str, requests: int, replies: int) -> int:
-    """Runs the answer and sends its names; then serves requests until the pipe ends."""
+    """Runs the answer and sends the names that it defines; then serves requests until the pipe
+    `requests` ends. Returns the exit status 0.
+    """
     space = program.run_answer(answer)
     served = Served()
     with open(requests, "rb") as asked, open(replies, "wb") as told:

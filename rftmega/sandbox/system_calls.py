@@ -1,4 +1,6 @@
-"""System call filter (seccomp, classic BPF): calls that tested code does not need fail with EPERM."""
+"""System call filter (seccomp, classic BPF): system calls that tested code does not need fail with
+EPERM.
+"""
 
 import ctypes
 import errno
@@ -31,10 +33,10 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
 def program(machine: str, *, own_pid: int | None) -> list[Step]:
-    """Returns the filter program.
+    """Returns the filter's BPF instructions for an architecture (`machine`, as in os.uname).
 
-    `own_pid`: the only process that may receive signals, needed if it shares a user with others.
-    Raises KeyError for an unknown architecture.
+    `own_pid`: the only process that may receive signals, needed if this process shares its user id
+    with other processes; None: any process. Raises KeyError for an unknown architecture.
     """
     column, architecture = ARCHITECTURES[machine]
     refuse: Step = (RETURN, 0, 0, FAIL | errno.EPERM)
@@ -77,7 +79,7 @@ class _Filter(ctypes.Structure):
 def install(*, own_pid: int | None) -> None:
     """Installs the filter for this process and its children, irrevocably.
 
-    Raises OSError or KeyError if that is impossible on this system.
+    `own_pid`: see `program`. Raises OSError or KeyError if this system does not support the filter.
     """
     steps = program(os.uname().machine, own_pid=own_pid)
     packed = b"".join(

@@ -1,4 +1,4 @@
-"""The training loop: rollout, scoring, update, weight sync. Independent of ranks and
+"""The training loop: rollout, scoring, update, weight sync. The loop is independent of ranks and
 parallelism.
 """
 

@@ -1,5 +1,5 @@
-"""Algorithm builds trainers from the config: experience maker, learner, losses, schedules and
-gate.
+"""Algorithm builds trainers from the config, with experience maker, learner, losses, schedules and
+mismatch gate.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,9 @@ from rftmega.trainer.trained_order import read_order
 
 
 class Algorithm:
-    """Builds trainers and their components; all of them share one KL coefficient (`kl`)."""
+    """Builds trainers and their components from the config; all components share one KL coefficient
+    (`kl`).
+    """
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -48,10 +50,10 @@ class Algorithm:
         ptx: Order | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
-        """Builds the trainer that learns from `reward` and, in the same optimizer steps, from the
-        sequences of `ptx`.
+        """Builds the trainer that trains with `reward` and, in the same optimizer steps, on the
+        supervised sequences of `ptx`.
 
-        `stop` as PPOTrainer's. A run with checkpoints can also be stopped within a step.
+        `stop`: see Trainer; a run with checkpoints can also be stopped within a step.
         """
         config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
@@ -86,7 +88,7 @@ class Algorithm:
         self, model: Learns, *, stop: Callable[[], bool] = lambda: False
     ) -> SupervisedTrainer:
         """Builds a trainer for supervised fine-tuning (algorithm.task=sft) or for preference pairs
-        (reward_model).
+        (algorithm.task=reward_model). `stop`: see Trainer.
         """
         if self.chosen.task == "sft":
             return SupervisedTrainer(
@@ -101,7 +103,7 @@ class Algorithm:
 
     @property
     def schedule(self) -> Schedule:
-        """Returns the schedule that splits a rollout batch into mini-batches."""
+        """Returns the schedule that splits a rollout batch into epochs and mini-batches."""
         return Schedule(
             self.chosen.updates_per_epoch,
             self.chosen.epochs_per_rollout,
@@ -184,7 +186,7 @@ class Algorithm:
         )
 
     def refill(self, host: Host | None = None) -> DynamicSampler:
-        """Returns the dynamic sampler that selects the completions to train on."""
+        """Returns the dynamic sampler, which selects the groups of completions to train on."""
         chosen = self.chosen.dynamic_sampling
         return DynamicSampler(
             chosen.max_rounds,
@@ -196,7 +198,7 @@ class Algorithm:
 
     def rollout_schedule(self, engine: Any, journal: Journal | None) -> Synchronous:
         """Returns the schedule that decides when completions are generated; in an asynchronous run
-        `engine` is a RolloutStream as well.
+        `engine` must be a RolloutStream as well.
         """
         most = self.config.trainer.max_staleness
         if not most:
@@ -208,7 +210,7 @@ class Algorithm:
         return Asynchronous(engine, journal, max_staleness=most)
 
     def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:
-        """Returns the mixer that trains on completions of earlier steps again, or None if replay is
+        """Returns the mixer that trains again on completions of earlier steps, or None if replay is
         off.
         """
         chosen = self.chosen.replay
@@ -235,7 +237,9 @@ class Algorithm:
         )
 
     def ptx(self, order: Order) -> PTX:
-        """Returns the PTX loss on batches of `order`, trained beside the rewarded completions."""
+        """Returns the PTX loss on batches of `order`, trained in addition to the rewarded
+        completions.
+        """
         return PTX(order, cross_entropy_loss(self.aggregation), self.chosen.ptx_coef)
 
     def value_loss(self) -> LossFn:

@@ -35,12 +35,12 @@ class DynamicSampler:
         train_samples: int = 0,
         host: Host | None = None,
     ):
-        """Samples at most `rounds` more times, 0 never; completions are compared by the reward
-        component `part`, or by the total reward.
+        """Samples at most `rounds` further times (0: never); completions are compared by the reward
+        component `part`, or by the total reward if it is "".
 
         With `oversample` above 1 each round requests that many times the prompts of a step, and
-        ends when it has enough groups. Of each group's completions the first `train_samples` (0:
-        all) are compared and trained on; metrics cover all.
+        ends when it has enough groups. The first `train_samples` (0: all) completions of each group
+        are compared and trained on; metrics cover all completions.
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
         self.train_samples = train_samples
@@ -49,14 +49,14 @@ class DynamicSampler:
     def __call__(
         self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
     ) -> tuple[Samples[Ragged], Metrics]:
-        """Returns as many whole groups as there are prompts: the first ones with mixed rewards, in
-        order.
+        """Returns the samples of as many whole groups as there are `prompts`: the first groups with
+        mixed rewards, in order; and metrics of all completions, including left-out ones.
 
-        Returns fewer if the rounds (or `more` prompts) run out, but at least one. Also returns
-        metrics of all completions, left-out ones included.
+        Returns fewer groups if the rounds (or the prompts in `more`) run out, but at least one.
+        `ask` generates and scores completions.
 
-        Prompts whose groups were unfinished, or were good but too many, return to the head of
-        `more`.
+        Prompts whose groups were unfinished, or had mixed rewards but were not needed, return to
+        the head of `more`.
         """
         if not self.rounds:
             samples = ask(prompts, None)
@@ -92,8 +92,8 @@ class DynamicSampler:
         return Samples.join(kept, self.host.once), seen
 
     def good(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Returns the groups that may be trained on, for a schedule whose steps take groups of
-        their own.
+        """Returns the groups that may be trained on, for a schedule that chooses the groups of a
+        step itself.
         """
         return self._varied(samples) if self.rounds else self.trained(samples)
 
@@ -101,8 +101,8 @@ class DynamicSampler:
         return len(self._varied(samples)) > 0
 
     def trained(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Returns the first `train_samples` completions of each group; a group's rows must be
-        adjacent.
+        """Returns the first `train_samples` completions of each group (0: all); a group's rows must
+        be adjacent.
         """
         if not self.train_samples:
             return samples
@@ -119,19 +119,18 @@ class DynamicSampler:
 
 
 def groups_in(parts: Sequence[Samples[Ragged]]) -> int:
-    """Counts the groups; groups of different `parts` are distinct."""
+    """Returns the number of groups; groups of different `parts` are distinct."""
     return sum(len(part.group.unique()) for part in parts)
 
 
 def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
-    """Returns the first `groups` groups."""
     return samples.select(
         torch.isin(samples.group, samples.group.unique()[:groups]).nonzero()[:, 0]
     )
 
 
 def described(found: Sequence[Samples[Ragged]]) -> Metrics:
-    """Returns metrics averaged over rollouts; the rows of a rollout share its reward and
+    """Returns metrics averaged over rollouts; all rows of a rollout have the same reward and
     measures.
     """
     rollouts = [samples.rollouts for samples in found]

@@ -1,4 +1,6 @@
-"""Expected lengths of completions, so that the longest ones start first."""
+"""Expected lengths of completions, so that requests with the longest expected completions start
+first.
+"""
 
 import hashlib
 import itertools
@@ -16,7 +18,9 @@ class ExpectedLengths:
     """ExpectedLengths estimates the number of completion tokens for a prompt."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
-        """`limit`: the number of prompts remembered; the least recently updated are dropped."""
+        """`limit`: maximum number of prompts whose lengths are remembered; the least recently
+        updated prompts are dropped.
+        """
         self.limit = limit
         # prompt hash -> mean length of its latest completions; the most recently updated prompt is
         # last
@@ -26,8 +30,9 @@ class ExpectedLengths:
         self._tokens = [0, 0]
 
     def expected(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Returns the mean length of each prompt's latest completions; for a new prompt its own
-        length, scaled by the overall ratio of completion to prompt tokens.
+        """Returns the expected completion tokens of each prompt: the mean length of its latest
+        completions; for a new prompt its number of tokens times the overall ratio of completion to
+        prompt tokens.
         """
         asked, answered = self._tokens
         scale = answered / asked if asked else 1.0
@@ -40,8 +45,8 @@ class ExpectedLengths:
         return [known[prompt.token_ids] for prompt in prompts]
 
     def learn(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout | None]) -> None:
-        """Records the lengths of completions; skips a prompt with an aborted completion (None),
-        since its finished ones are biased towards short.
+        """Records the lengths of completions. Skips a prompt that has an aborted completion (None),
+        since its finished completions are biased towards short ones.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         broken = {
@@ -64,8 +69,8 @@ class ExpectedLengths:
             del self._completions[key]
 
     def state(self) -> dict[str, Any]:
-        """Returns the state with which a resumed run sends the same requests in the same order: 16
-        bytes a prompt.
+        """Returns the state from which a resumed run sends the same requests in the same order; it
+        has 16 bytes per prompt.
         """
         prompts = torch.tensor(list(self._completions), dtype=torch.int64)
         means = torch.tensor(list(self._completions.values()), dtype=torch.float64)
@@ -84,7 +89,7 @@ class ExpectedLengths:
 
 
 def _key(prompt: Prompt) -> int:
-    """Hashes a prompt to eight bytes."""
+    """Returns an eight-byte hash of a prompt as an integer."""
     return _number(
         hashlib.blake2b(",".join(map(str, prompt.token_ids)).encode(), digest_size=8).digest()
     )

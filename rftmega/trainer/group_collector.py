@@ -1,4 +1,4 @@
-"""Collection of completions as they arrive, and of the groups that are complete."""
+"""Collection of completions as they arrive, and of the groups whose completions are all finished."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,14 +14,18 @@ from rftmega.trainer.experience import collect, complete
 
 
 class Wanted(NamedTuple):
-    """The number of groups to wait for, and the test `good` that a group must pass to count."""
+    """Wanted is the number of groups to wait for, and the test `good` that a group must pass to be
+    counted.
+    """
 
     groups: int
     good: Callable[[Samples[Ragged]], bool]
 
 
 class GroupCollector:
-    """Collects the completions of `requests`, in which each prompt occurs `size` times in a row."""
+    """Collects the completions of `requests`, in which each prompt occurs `size` times in a row,
+    scored by `reward`.
+    """
 
     def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int):
         self.requests, self.reward, self.size = requests, reward, size
@@ -29,9 +33,9 @@ class GroupCollector:
     def collected(
         self, rollouts: Sequence[Rollout | None], places: Sequence[int] | None = None
     ) -> Samples[Ragged]:
-        """Returns the scored rows of the groups at `places`, or of all complete groups.
+        """Returns the scored rows of the groups at the indices `places`, or of all complete groups.
 
-        `group` is the index of the group.
+        The samples' `group` is the index of the group among all groups.
         """
         places = self._whole(rollouts) if places is None else places
         rows = [
@@ -43,9 +47,9 @@ class GroupCollector:
         return replace(samples, group=torch.tensor(places)[samples.group])
 
     def until(self, wanted: Wanted) -> Enough:
-        """Returns a test for as many good groups as are wanted.
+        """Returns a function that tests whether as many good groups as `wanted` are complete.
 
-        It evaluates each group once, when it is complete.
+        It evaluates each group only once, when the group is complete.
         """
         verdicts: dict[int, bool] = {}
 

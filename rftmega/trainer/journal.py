@@ -1,8 +1,8 @@
-"""Journal records the results of the current step, so that a run that is stopped within a step
-resumes within it.
+"""Journal records the results of the current step, so that a run that is stopped within a step can
+resume within it.
 
 A step requests completions, scores and optimizer steps in an order that its initial state
-determines. The journal records the result of each. After a resume the step starts over and takes
+determines. The journal records each result. After a resume the step starts over and takes the
 recorded results instead of repeating the work; the first result that is missing is where the run
 was stopped.
 """
@@ -34,13 +34,13 @@ SO_FAR = " so far"  # suffix for partial completions: the rollout was interrupte
 
 
 class Journal:
-    """Journal is called with a name and a function, whose result it records; its length is the
-    number of results.
+    """Calling a Journal with a name and a function records the function's result; its length is the
+    number of recorded results.
     """
 
     def __init__(self, stop: Callable[[], bool] = lambda: False):
-        """`stop` is evaluated after each recorded result, on every process, and must return the
-        same on all.
+        """`stop` is called after each recorded result, on every process, and must return the same
+        value on all processes.
         """
         self.stop = stop
         self._done: list[tuple[str, Any]] = []
@@ -51,23 +51,25 @@ class Journal:
 
     @property
     def behind(self) -> bool:
-        """Returns whether the next work was done, or started, before the resume."""
+        """Returns whether results from before the resume are left, so that the next work was
+        already done or started.
+        """
         return bool(self._before)
 
     def begin(self) -> None:
         """Begins a step.
 
-        Raises CheckpointError if the step before left results from before the resume unused.
+        Raises CheckpointError if the previous step has not used all results from before the resume.
         """
         if self._done and self._before:
             raise _otherwise(self._before[0][0], "the end of the step")
         self._done = []
 
     def __call__(self, name: str, work: Callable[[], Result]) -> Result:
-        """Returns the result of `work`, or its recorded result from before the resume.
+        """Returns the result of `work`, or the result recorded under `name` before the resume.
 
-        Raises Preempted if the run is asked to stop; CheckpointError if different work was recorded
-        at this point.
+        Raises Preempted if the run is asked to stop; CheckpointError if the next recorded result
+        has another name.
         """
         if self._before:
             return self.replay(name)  # type: ignore[no-any-return]
@@ -78,7 +80,7 @@ class Journal:
     def replay(self, name: str) -> Any:
         """Returns the next result from before the resume.
 
-        Raises CheckpointError if it was recorded under another name.
+        Raises CheckpointError if the result was recorded under another name.
         """
         known, result = self._before.popleft()
         if known != name:
@@ -93,18 +95,18 @@ class Journal:
             raise Preempted
 
     def keep(self, name: str, result: Any) -> None:
-        """Records a result without a chance to stop, for work that must continue at once; `result`
-        may be a function, which is called only for a checkpoint.
+        """Records a result without stopping the run, for work that must continue immediately;
+        `result` may be a function, which is called only if a checkpoint is written.
         """
         self._done.append((name, result))
 
     def completions(
         self, name: str, requests: int, ask: Callable[[Sequence[int]], Completions]
     ) -> Sequence[Any]:
-        """Returns the completions of all `requests`.
+        """Returns the completions of all `requests` (their number), recorded under `name`.
 
-        `ask` gets the indices of those without a completion, and may raise Preempted with some of
-        them.
+        `ask` is called with the indices of the requests without a completion, and may raise
+        Preempted with some of their completions.
         """
         known: Sequence[Any] = [None] * requests
         if self._before and self._before[0][0] == name + SO_FAR:
@@ -129,7 +131,7 @@ class Journal:
 
     def mend(self, prompts: Sequence[Prompt]) -> None:
         """Converts the next recorded completions into rollouts of these prompts, for checkpoints
-        before format 4.
+        before format 4, which have no rollouts.
         """
         if self._before and isinstance(self._before[0][1], list):  # of completions
             name, completions = self._before.popleft()
@@ -139,7 +141,7 @@ class Journal:
             self._before.appendleft((name, completions))
 
     def state(self) -> list[list[Any]]:
-        """Returns the recorded results, JSON-serializable except for tensors."""
+        """Returns the recorded results as JSON, except for tensors."""
         return [[name, _packed(result)] for name, result in self._done]
 
     def load_state(self, state: Sequence[Sequence[Any]]) -> None:
@@ -147,9 +149,9 @@ class Journal:
 
 
 class JournaledEngine:
-    """JournaledEngine replays rollouts from before a resume; rollouts that were complete when the
-    run was stopped are not requested again, unless `enough` is given, which depends on the order of
-    arrival.
+    """JournaledEngine is an engine that replays rollouts from before a resume. Rollouts that were
+    complete when the run was stopped are not requested again, unless `enough` is given, whose
+    result depends on the order of arrival.
     """
 
     def __init__(self, engine: RolloutEngine, journal: Journal):
@@ -157,13 +159,15 @@ class JournaledEngine:
         self.weight_sync, self.close = engine.weight_sync, engine.close
 
     def answering_with(self, adapter: str) -> AbstractContextManager[None]:
-        """Calls RolloutEngine.answering_with."""
+        """Calls the engine's RolloutEngine.answering_with."""
         return self.engine.answering_with(adapter)
 
     def generate(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int], **asked: Any
     ) -> Sequence[Rollout | None]:
-        """Calls RolloutEngine.generate for the rollouts that are not in the journal."""
+        """Returns rollouts from the journal, and calls RolloutEngine.generate for the rollouts that
+        the journal lacks.
+        """
 
         def ask(places: Sequence[int]) -> Sequence[Rollout | None]:
             left, own = [prompts[place] for place in places], [seeds[place] for place in places]
@@ -180,8 +184,8 @@ class JournaledEngine:
 
 
 class JournaledPolicy:
-    """JournaledPolicy replays log-probs from before a resume (`optimizer_steps.take_steps` does so
-    with optimizer steps). Those of a checkpoint before format 5 are padded.
+    """JournaledPolicy replays log-probs from before a resume (`optimizer_steps.take_steps` replays
+    optimizer steps). Log-probs in a checkpoint before format 5 are padded.
     """
 
     def __init__(self, policy: Scorer, journal: Journal):
@@ -205,7 +209,9 @@ class JournaledPolicy:
 
 
 class JournaledValues:
-    """JournaledValues replays the values of a value model called `name` from before a resume."""
+    """JournaledValues replays the values of a value model from before a resume; `name`: the model's
+    name in the journal.
+    """
 
     def __init__(self, model: ValueScorer, journal: Journal, name: str):
         self.model, self.journal, self.name = model, journal, name
@@ -218,8 +224,8 @@ class JournaledValues:
 
 
 class Journaled:
-    """Journaled is a Machinery with completions and scores recorded in a journal; weight syncs are
-    repeatable and not recorded.
+    """Journaled is a Machinery whose completions and scores are recorded in a journal; weight syncs
+    can be repeated and are not recorded.
     """
 
     def __init__(self, built: Machinery, journal: Journal):
@@ -267,7 +273,9 @@ def _unpacked(packed: Any) -> Any:
 
 
 def _of_rollout(prompt: Prompt, answer: Any) -> Rollout | None:
-    """Returns a rollout; a checkpoint before format 4 has only the completion and its scores."""
+    """Returns the rollout of a recorded completion; checkpoints before format 4 store only the
+    completion and its scores.
+    """
     if answer is None or isinstance(answer, Rollout):
         return answer
     completion, scores = answer

@@ -15,7 +15,7 @@ from rftmega.trainer.ptx import PTX
 
 class Learner:
     """Learner updates the policy and, if there is one, the critic, which trains alone for the first
-    `frozen_steps` steps; batches of `ptx` are trained in the policy's optimizer steps.
+    `frozen_steps` steps; batches of `ptx` are trained on in the policy's optimizer steps.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class Learner:
         journal: Journal | None = None,
         host: Host | None = None,
     ):
-        """`effective` measures the effective share of the importance weights of `loss_fn`; None: it
-        has none. `schedule` splits a rollout batch into mini-batches; None: one. `journal`: see
-        `take_steps`. `host`: where the experience is stored.
+        """`effective` measures the effective sample size of the importance weights in `loss_fn`;
+        None: the loss has no importance weights. `schedule` splits a rollout batch into
+        mini-batches; None: a single mini-batch. `journal`: see `take_steps`. `host`: stores the
+        experience.
         """
         self.host = host or OneProcess()
         self.policy, self.loss_fn = policy, loss_fn
@@ -47,9 +48,7 @@ class Learner:
         self.schedule, self.journal = schedule or Schedule(), journal
 
     def state(self) -> dict[str, Any]:
-        """Returns the adaptive KL coefficient and the position in the PTX data;
-        JSON-serializable.
-        """
+        """Returns the adaptive KL coefficient and the position in the PTX data as JSON."""
         return {
             "kl_coef": None if self.kl is None else self.kl.value,
             "ptx": None if self.ptx is None else self.ptx.state(),
@@ -68,14 +67,15 @@ class Learner:
         trained: Experience[Ragged],
         scored: Callable[[Experience[Ragged]], None] = lambda whole: None,
     ) -> Metrics:
-        """Takes the optimizer steps of one rollout batch, after `step` finished training steps.
+        """Takes the optimizer steps of one rollout batch; `step`: number of finished training
+        steps.
 
-        The critic's metrics begin with "critic_". The policy trains on `trained`, which may include
-        replayed rows; the KL is measured on `experience` alone.
+        Names of the critic's metrics begin with "critic_". The policy trains on `trained`, which
+        may include replayed rows; the KL is measured on `experience` alone.
 
-        If `experience` has no old log-probs, `scored` is called with the experience completed by
-        those of the policy's forward pass, before the optimizer step, which `scored` can prevent by
-        raising.
+        If `experience` has no old log-probs, the policy's forward pass computes them, and `scored`
+        is called with the completed experience before the optimizer step, which `scored` can
+        prevent by raising.
         """
         metrics: Metrics = {}
 
@@ -130,7 +130,9 @@ class Learner:
 
 
 def reference_kl(experience: Experience[Ragged]) -> float:
-    """Returns the mean KL per token from the policy before the update to the reference (k3)."""
+    """Returns the mean KL per token between the policy before the update and the reference,
+    estimated by k3.
+    """
     old, reference = experience.old_logp, experience.reference_logp
     assert old is not None and reference is not None
     mask = experience.mask.flat
@@ -139,8 +141,8 @@ def reference_kl(experience: Experience[Ragged]) -> float:
 
 
 def explained(experience: Experience[Ragged]) -> Metrics:
-    """Returns the explained variance of the critic's values: 1 for a perfect fit, 0 for a
-    constant.
+    """Returns the explained variance of the critic's values as a metric: 1 for a perfect fit, 0 for
+    a constant value.
     """
     assert experience.old_value is not None and experience.returns is not None
     mask = experience.mask.flat

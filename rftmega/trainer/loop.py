@@ -12,9 +12,11 @@ from rftmega.trainer.journal import Journal
 
 
 class Trainer:
-    """`step` counts finished steps, of `last` in all; `stopped` is whether `stop` ended the
-    training, already set for the callbacks of its last step; `resumed` is whether a checkpoint was
-    loaded.
+    """Base class of trainers.
+
+    `step`: number of finished steps; `last`: number of steps at which training ends; `stopped`:
+    whether `stop` ended the training, already set when callbacks of the last step are called;
+    `resumed`: whether a checkpoint was loaded.
     """
 
     def __init__(
@@ -24,9 +26,9 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
         journal: Journal | None = None,
     ):
-        """`stop` is evaluated after each step, on every process, and must return the same on all;
-        training ends when it returns True. Training ends within a step if a component raises
-        Preempted; `journal` then holds the results of the unfinished step.
+        """`stop` is called after each step, on every process, and must return the same value on all
+        processes; training ends when it returns True. Training ends within a step if a component
+        raises Preempted; `journal` then holds the results of the unfinished step.
         """
         self.callbacks = callbacks
         self.stop, self.stopped = stop, False
@@ -37,11 +39,13 @@ class Trainer:
         self.counts: Metrics = {}
 
     def train_step(self, batch: Any) -> Metrics:
-        """Takes one step and increments `step`."""
+        """Takes one step, increments `step` and returns metrics."""
         raise NotImplementedError
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
-        """Trains until `steps` steps are done or `stop` returns True."""
+        """Trains on `batches` until `steps` steps are done, counting those before a resume, or
+        `stop` returns True.
+        """
         self.last = steps
         batches = self.prepare(batches)
         begun: list[Callback] = []
@@ -69,7 +73,9 @@ class Trainer:
 
     @contextmanager
     def _told_how_it_ends(self, begun: Sequence[Callback]) -> Iterator[None]:
-        """Tells the callbacks in `begun` whether the block ended, was preempted, or failed."""
+        """Notifies the callbacks in `begun` whether training in the block ended, was preempted, or
+        failed.
+        """
         try:
             try:
                 yield
@@ -94,7 +100,9 @@ class Trainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the duration of the block and passes it to the callbacks."""
+        """Measures the duration of the block and passes it to the callbacks as that of phase
+        `name`.
+        """
         begin = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - begin
@@ -102,11 +110,11 @@ class Trainer:
             callback.on_phase(self, name, self.seconds[name])
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resume, without weights, random streams and the data order;
-        JSON-serializable.
+        """Returns the state for a resume as JSON, without weights, random states and the data
+        order.
         """
         return {"step": self.step}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continues after the step whose `state` is given."""
+        """Restores the trainer from `state`, so that it continues after the saved step."""
         self.step, self.resumed = state["step"], True

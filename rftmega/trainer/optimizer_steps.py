@@ -1,5 +1,5 @@
-"""`take_steps` trains on one rollout batch: epochs, mini-batches, and one optimizer step for
-each.
+"""`take_steps` trains on one rollout batch, split into epochs and mini-batches with one optimizer
+step per mini-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,9 @@ SEED_STRIDE = 1_000_003  # separates the shuffle seeds of consecutive steps
 
 
 class Steps(Protocol):
-    """Steps is a model with an optimizer step (`interfaces.Policy.step`)."""
+    """Steps is a model with a method `step` that takes an optimizer step
+    (`interfaces.Policy.step`).
+    """
 
     @property
     def step(self) -> Callable[..., Metrics]: ...
@@ -26,7 +28,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule defines the epochs and mini-batches of a rollout batch."""
+    """Schedule defines the epochs and mini-batches into which a rollout batch is split."""
 
     updates_per_epoch: int = 1
     epochs: int = 1
@@ -37,7 +39,7 @@ class Schedule:
 
         `sizes` ([units] int64) is the number of consecutive rows of each unit (a rollout or a
         pair), which stay together. The first epoch takes units in the order of the rollout phase,
-        further ones in an order drawn from `seed` and the number of the training step.
+        later epochs in an order drawn from `seed` and `step`, the number of the training step.
         """
         rows = torch.arange(int(sizes.sum())).split(sizes.tolist())
         parts = min(self.updates_per_epoch, len(sizes))
@@ -61,14 +63,14 @@ def take_steps(
     name: str = "policy",
     **settings: Any,
 ) -> Metrics:
-    """Takes an optimizer step for each of `mini_batches`.
+    """Takes an optimizer step on each of `mini_batches` and returns the merged metrics.
 
-    The rows of `auxiliary` are split over them.
+    The rows of `auxiliary` are split over the mini-batches.
 
-    Returns the mean of each metric over the steps taken (over all if none was), and the sums of
-    "optimizer_steps", "skipped_steps", "empty_steps" and of counts. Steps recorded in the `journal`
-    before a resume are not repeated. Raises AssertionError for `scored` (see
-    `interfaces.Policy.step`) with several mini-batches, Preempted if the run is to stop.
+    Metrics are means over the steps taken (over all steps if none was taken), except
+    "optimizer_steps", "skipped_steps", "empty_steps" and counts, which are sums. Steps recorded in
+    the `journal` before a resume are not repeated. Raises AssertionError for `scored` (see
+    `interfaces.Policy.step`) with several mini-batches, and Preempted if the run is asked to stop.
     """
     assert scored is None or len(mini_batches) == 1, (
         "only a single step's forward pass gives the log-probs before the update"
@@ -105,8 +107,8 @@ def _kept(journal: Journal | None, scored: Told, name: str) -> Told:
 
 
 def merged(steps: Sequence[Metrics]) -> Metrics:
-    """Merges the metrics of several optimizer steps: means over the steps taken, sums of counts,
-    maxima of memory.
+    """Merges the metrics of several optimizer steps: means over the steps that were taken, sums of
+    counts, maxima of memory.
     """
     taken = [step for step in steps if not any(map(step.get, NOT_TAKEN))]
     averaged = taken or steps

@@ -1,6 +1,7 @@
-"""The training step of all RL algorithms: rollout, score, update, push.
+"""The training step of all RL algorithms: rollout, scoring, update, weight sync.
 
-GRPO, PPO and their family differ in the maker and the learner that the trainer is given.
+GRPO, PPO and related algorithms differ only in the experience maker and the learner that the
+trainer gets.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,9 @@ from rftmega.trainer.rollout_schedules import Synchronous, groups_of
 
 @dataclass(frozen=True)
 class StepSampling:
-    """Sampling of a step's completions, which repeat whenever a step runs with the same seed."""
+    """Sampling options of a step's completions; the same seed and weights give the same
+    completions.
+    """
 
     samples_per_prompt: int
     temperature: float
@@ -45,12 +48,11 @@ class StepSampling:
 class StepParts:
     """Optional components of a training step.
 
-    refill: selects which scored completions of a prompt to train on. gate: stops the run if the
-    log-probs of engine and trainer differ too much; None accepts any mismatch. late_scoring: take
-    the log-probs before the update from the update's own forward pass instead of a separate pass;
-    valid for one optimizer step per rollout without dropout, replay, or a KL in the reward.
-    journal: that of the trainer's engine, maker and learner. schedule: when completions are
-    generated.
+    refill: selects the scored completions to train on. gate: stops the run if the log-probs of
+    engine and trainer differ too much; None accepts any mismatch. late_scoring: take the log-probs
+    before the update from the update's own forward pass instead of a separate pass; valid for one
+    optimizer step per rollout without dropout, replay, or a KL in the reward. journal: the journal
+    of the trainer's engine, maker and learner. schedule: decides when completions are generated.
     """
 
     refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))
@@ -64,7 +66,9 @@ class StepParts:
 
 @dataclass
 class ScoredStep:
-    """The experience of a step, and its log-prob mismatch once both sides' log-probs are known."""
+    """Experience of a step, and its log-prob mismatch, which is None until the log-probs of both
+    engine and trainer are known.
+    """
 
     experience: Experience[Ragged]
     gap: Gap | None
@@ -78,7 +82,7 @@ class ScoredStep:
 class PPOTrainer(Trainer):
     """PPOTrainer trains one policy with completions of one engine.
 
-    `step` is the version of the engine's weights.
+    `step`, the number of finished steps, is also the version of the engine's weights.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class PPOTrainer(Trainer):
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
     ):
-        """`callbacks` and `stop` as Trainer's."""
+        """`parts`: optional components. `callbacks` and `stop`: see Trainer."""
         super().__init__(callbacks=callbacks, stop=stop, journal=parts.journal)
         self.engine, self.weights, self.reward, self.model_reward = (
             engine,
@@ -143,9 +147,10 @@ class PPOTrainer(Trainer):
         return parts if self.replay is None else parts | {"replay": self.replay}
 
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
-        """Takes one step: rollout, score, update, push.
+        """Takes one step: rollout, scoring, update, weight sync.
 
-        Replaced groups take their prompts from `supply`, which gets unused ones back.
+        Dynamic sampling takes prompts for replacement groups from `supply` and returns unused
+        prompts to it.
         """
         samples, seen = self._roll_out(batch)
         scored = self._score(samples)
@@ -160,7 +165,7 @@ class PPOTrainer(Trainer):
         return metrics | scored.measured.metrics | seen
 
     def _roll_out(self, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
-        """Returns the scored rows of a step's rollouts, and the metrics of making them."""
+        """Returns the scored rows of a step's rollouts, and metrics of the rollout phase."""
         self._lost = 0
         with self.phase("rollout"):
             samples, seen = self.schedule.samples(self, batch)
@@ -169,8 +174,9 @@ class PPOTrainer(Trainer):
         return samples, seen
 
     def _score(self, samples: Samples[Ragged]) -> "ScoredStep":
-        """Returns the experience of the samples, and its log-prob mismatch where log-probs before the
-        update are known: under late scoring the update's own forward pass finds them.
+        """Returns the experience of the samples, and its log-prob mismatch unless the log-probs
+        before the update are unknown yet: in late scoring the update's own forward pass computes
+        them.
         """
         # Where no token is the present policy's, the gate asks for new completions, which an update
         # in progress can't provide.
@@ -181,7 +187,9 @@ class PPOTrainer(Trainer):
         return ScoredStep(experience, None if late else self._gap(samples, experience))
 
     def _beside_replayed(self, scored: "ScoredStep") -> tuple[Experience[Ragged], Metrics]:
-        """Returns the rows that the policy trains on: the step's and replayed ones."""
+        """Returns the rows that the policy trains on, those of the step and replayed ones, and
+        metrics of the replay.
+        """
         if self.replay is None:
             return scored.experience, {}
         with self.phase("replay"):
@@ -190,7 +198,9 @@ class PPOTrainer(Trainer):
     def _update(
         self, samples: Samples[Ragged], scored: "ScoredStep", trained: Experience[Ragged]
     ) -> Metrics:
-        """Takes the optimizer steps; completes `scored` where it has no log-probs yet."""
+        """Takes the optimizer steps and returns their metrics; adds log-probs and mismatch to
+        `scored` if it has none yet.
+        """
 
         def complete(whole: Experience[Ragged]) -> None:
             scored.experience, scored.gap = whole, self._gap(samples, whole)
@@ -202,7 +212,9 @@ class PPOTrainer(Trainer):
         return metrics
 
     def _join(self) -> None:
-        """Ends the rollouts that ran beside the update, where the schedule has such."""
+        """Waits for rollouts that run during the update, if the schedule requires it before weights
+        change.
+        """
         if self.schedule.joins:
             with self.phase("join"):
                 self.schedule.join()
@@ -210,7 +222,7 @@ class PPOTrainer(Trainer):
     def _gap(self, samples: Samples[Ragged], experience: Experience[Ragged]) -> Gap:
         """Returns the log-prob mismatch of engine and trainer.
 
-        Raises GapExceeded before the update if a gate finds it too large.
+        Raises GapExceeded before the update if a gate is set and finds the mismatch too large.
         """
         logp = experience.old_logp
         assert logp is not None
@@ -220,7 +232,8 @@ class PPOTrainer(Trainer):
 
     def rollout(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
         """Returns `samples_per_prompt` scored completions per prompt, the same ones whenever these
-        tasks run with this seed and these weights. With `wanted` it may end with these groups only.
+        tasks run with this seed and these weights. With `wanted`, generation ends once enough
+        groups are good, and only complete groups are returned.
         """
         groups = self.groups(prompts)
         requests = [group.prompt for group in groups for _ in group.seeds]
@@ -237,17 +250,17 @@ class PPOTrainer(Trainer):
         return self.collected(requests, rollouts)
 
     def groups(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """Returns one group per prompt."""
+        """Returns one group per prompt, with the seeds of its completions."""
         return groups_of(prompts, seed=self.seed, samples_per_prompt=self.samples_per_prompt)
 
     def begin(self, stream: RolloutStream, groups: Sequence[RolloutGroup]) -> None:
-        """Begins groups, whose completions are scored as they arrive."""
+        """Starts the rollouts of groups on the stream; completions are scored as they arrive."""
         stream.begin(groups, sampling=Sampling(self.temperature), reward=self._at_once)
 
     def collected(
         self, requests: Sequence[Prompt], rollouts: Sequence[Rollout | None]
     ) -> Samples[Ragged]:
-        """Returns the scored rows of all complete groups of these rollouts."""
+        """Returns the scored rows of all complete groups in these rollouts."""
         self.lengths.learn(requests, rollouts)
         versions = {own for rollout in rollouts if rollout for own in rollout.versions}
         oldest = self.schedule.oldest(self.step)
@@ -263,7 +276,7 @@ class PPOTrainer(Trainer):
 
     @property
     def _at_once(self) -> Reward | None:
-        """The reward to apply to each completion as it arrives; None if the reward compares the
-        completions of a group.
+        """Returns the reward to apply to each completion as it arrives; None if the reward compares
+        the completions of a group.
         """
         return None if getattr(self.reward, "whole_groups", False) else self.reward

@@ -1,4 +1,4 @@
-"""An ordered queue of prompts; prompts without trained completions can return to it."""
+"""An ordered queue of prompts; prompts whose completions were not trained on can return to it."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from rftmega.core.types import Prompt
 
 
 class PromptQueue(Iterator[list[Prompt]]):
-    """PromptQueue returns prompts in the source's batches, or any number at a time.
+    """PromptQueue returns prompts in the source's batches, or any number of prompts at a time.
 
     Each prompt gets its number in the run (`Prompt.task`). Prompts that were put back come first
     and keep their numbers.
@@ -22,7 +22,7 @@ class PromptQueue(Iterator[list[Prompt]]):
         self._drawn = 0  # prompts so far: the number of the next one
 
     def source(self, batches: Iterable[Sequence[Prompt]]) -> None:
-        """Sets the source of further batches, drawn once no prompt waits."""
+        """Sets the source of further batches, from which prompts are drawn when the queue is empty."""
         self._batches = iter(batches)
 
     def __next__(self) -> list[Prompt]:
@@ -33,32 +33,33 @@ class PromptQueue(Iterator[list[Prompt]]):
         return batch
 
     def take(self, number: int) -> list[Prompt]:
-        """Returns the next `number` prompts, fewer if the source ends.
+        """Returns the next `number` prompts, or fewer if the source ends.
 
-        Draws no batch that is not needed.
+        Draws only as many batches as needed.
         """
         while len(self._waiting) < number and self._draw():
             pass
         return [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Queues these prompts before all others, in this order."""
+        """Puts these prompts at the head of the queue, in this order."""
         self._waiting.extendleft(reversed(prompts))
 
     def lacks(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns the prompts that are not in the queue."""
+        """Returns those of `prompts` that are not in the queue."""
         waiting = {prompt.task for prompt in self._waiting}
         return [prompt for prompt in prompts if prompt.task not in waiting]
 
     def forget(self, tasks: Sequence[int]) -> None:
-        """Removes the prompts with these numbers."""
+        """Removes the prompts with the numbers `tasks` from the queue."""
         self._waiting = deque(each for each in self._waiting if each.task not in {*tasks})
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resume, besides the source's own position, which is behind the
+        """Returns the state for a resume, without the position of the source, which is after the
         prompts in the queue.
 
-        The batch size is not part of it: the first batch of the resumed run's source determines it.
+        The batch size is not part of the state: the first batch of the resumed run's source
+        determines it.
         """
         return {
             "waiting": [prompt.state() for prompt in self._waiting],

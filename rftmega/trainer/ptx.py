@@ -1,5 +1,5 @@
-"""Supervised responses trained beside the rewarded completions (PTX; arXiv:2203.02155, section
-3.5).
+"""Supervised responses trained on in addition to the rewarded completions (PTX; arXiv:2203.02155,
+section 3.5).
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from rftmega.trainer.experience import given
 
 
 class Order(Resumable, Protocol):
-    """An endless stream of batches."""
+    """Order is an endless stream of batches of supervised rows."""
 
     def __iter__(self) -> Iterator[Rows]: ...
 
 
 class PTX:
-    """PTX returns `coef` x the loss of the next batch of `order` on each call."""
+    """Calling PTX returns the next batch of `order` as an Auxiliary loss with weight `coef`."""
 
     def __init__(self, order: Order, loss_fn: LossFn, coef: float):
         self.order, self.loss_fn, self.coef = order, loss_fn, coef
@@ -26,7 +26,7 @@ class PTX:
         return Auxiliary("ptx", given(next(iter(self.order))), self.loss_fn, self.coef)
 
     def state(self) -> Any:
-        """Returns the state of the data order."""
+        """Returns the position in the data order."""
         return self.order.state()
 
     def load_state(self, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""ReplayMixer mixes experience of earlier steps into that of the current step."""
+"""ReplayMixer mixes experience of earlier steps into the experience of the current step."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,16 +16,19 @@ class ReplayMixer:
     """ReplayMixer trains again on completions of policies at most `max_age` steps old, with the
     behaviour log-probs of the engine that sampled them.
 
-    The current policy scores them again: the ratio that a surrogate clips starts at 1 as for fresh
-    completions, and the policy's movement since is the importance weight, old over behaviour (the
-    decoupled objective, arXiv:2110.00641, eq. 3, and arXiv:2505.24298, eq. 5), bounded by
+    The current policy computes new old log-probs for these completions: the ratio that a surrogate
+    clips starts at 1 as for new completions, and the importance weight, old over behaviour
+    probability, corrects for the policy's change since then (the decoupled objective,
+    arXiv:2110.00641, eq. 3, and arXiv:2505.24298, eq. 5), bounded by
     `algorithm.importance_sampling`.
     """
 
     def __init__(
         self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int, own_routes: bool = False
     ):
-        """`own_routes`: use the expert routes that the policy chooses each time rows are scored."""
+        """`own_routes`: ignore recorded expert routes and use those that the policy chooses each
+        time rows are scored.
+        """
         self.own_routes = own_routes
         self.policy, self.buffer, self.max_age = policy, buffer, max_age
         self._crowded_out = 0  # groups that the last `keep` dropped
@@ -36,8 +39,8 @@ class ReplayMixer:
         """Returns `experience` of step `step`, mixed evenly with the stored rows that are recent
         enough.
 
-        Also returns metrics: the number of those rows, the mean age of their tokens in steps, and
-        the groups dropped since the last step (too old, or too many).
+        Also returns metrics: the number of stored rows, the mean age of their tokens in steps, and
+        the number of groups dropped since the last step (too old, or beyond the limit).
         """
         dropped = self._crowded_out + self.buffer.drop_older(step - self.max_age)
         metrics = {"replay_rows": float(len(self.buffer)), "replay_groups_dropped": float(dropped)}
@@ -59,7 +62,7 @@ class ReplayMixer:
         return mixed.select(place.argsort(stable=True)), metrics
 
     def keep(self, experience: Experience[Ragged], group: Tensor) -> None:
-        """Stores groups for later steps.
+        """Stores the groups of `experience` for later steps; `group`: the group number of each row.
 
         Groups without a nonzero advantage in a trained token are left out.
         """

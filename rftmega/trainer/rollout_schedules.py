@@ -1,5 +1,5 @@
 """Rollout schedules decide when completions are generated: within the step (synchronous), during
-the step before (one-step off-policy), or continuously (asynchronous).
+the previous step (one-step off-policy), or continuously (asynchronous).
 """
 
 import logging
@@ -24,7 +24,7 @@ LEFT = "what is left under way"
 
 
 class Rolls(Protocol):
-    """Rolls is the part of the trainer that a schedule uses."""
+    """Rolls is the part of the trainer's interface that a schedule uses."""
 
     step: int
     last: int  # training ends before this step
@@ -45,28 +45,30 @@ class Rolls(Protocol):
 
 
 class Synchronous:
-    """Synchronous generates the completions of a step within the step."""
+    """Synchronous generates the completions of a step within the step itself."""
 
     max_staleness = 0
     joins = False  # whether all completions must arrive before the weights change
 
     def samples(self, trainer: Rolls, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
-        """Returns the samples to train on in this step, and metrics."""
+        """Returns the samples to train on in this step, and metrics. `batch`: the step's prompts."""
         return trainer.refill(trainer.rollout, batch, trainer.supply)
 
     def oldest(self, step: int) -> int:
-        """Returns the oldest policy version that may be trained on after `step` finished steps."""
+        """Returns the oldest policy version whose completions may be trained on after `step`
+        finished steps.
+        """
         return step - self.max_staleness
 
     def join(self) -> None:
-        """Waits until all completions have arrived."""
+        """Waits until all completions in progress have arrived; this schedule has none."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
-        """Continues after a step. Prompts that another schedule had in flight and has not trained
-        on come first.
+        """Restores the schedule after a resume. Prompts that another schedule had in flight and has
+        not trained on are put at the head of the trainer's queue.
         """
         prompts = [Prompt.from_state(prompt) for _, prompt, _ in state.get("under_way", ())]
         if lacking := trainer.supply.lacks(prompts):
@@ -78,8 +80,9 @@ class Synchronous:
 
 
 class OneAhead(Synchronous):
-    """OneAhead (one-step off-policy) generates the completions of the next step while this one
-    trains, and waits for all of them before the weights change: deterministic, one version behind.
+    """OneAhead (one-step off-policy) generates the completions of the next step while the current
+    step trains, and waits for all of them before the weights change: training is deterministic and
+    one version off-policy.
     """
 
     max_staleness = 1
@@ -118,13 +121,14 @@ class OneAhead(Synchronous):
 
 
 class Asynchronous(OneAhead):
-    """Asynchronous keeps max_staleness + 1 batches of groups in flight, and trains on those that
-    finish first.
+    """Asynchronous keeps max_staleness + 1 batches of groups in flight, and trains on the groups
+    that finish first.
 
-    Of n groups begun by then, at least n - (max_staleness + 1) x the batch are trained on or
-    dropped, so nothing piles up; a group that would be trained on too late is dropped before it
-    costs more. (Fu et al., AReaL, arXiv:2505.24298, section 4.1, bound staleness by the same
-    count.) `rollout.on_update` determines how requests in flight take new weights.
+    Of n groups begun so far, at least n - (max_staleness + 1) x batch size have been trained on or
+    dropped, so the number of groups in flight is bounded; a group that would be trained on too late
+    is dropped before it costs more. (Fu et al., AReaL, arXiv:2505.24298, section 4.1, bound
+    staleness by the same count.) `rollout.on_update` determines how requests in flight take new
+    weights.
     """
 
     joins = False
@@ -174,17 +178,17 @@ class Asynchronous(OneAhead):
         return samples, seen
 
     def _drop(self, step: int) -> Sequence[RolloutGroup]:
-        """Drops, after `step` finished steps, the groups that are too old."""
+        """Drops and returns the groups that are too old after `step` finished steps."""
         return self.stream.drop(self.oldest(step))
 
     def _missing(self, step: int, waits: int, missing: int) -> int:
-        """Returns the number of groups that the step waits for next, given `missing` good groups
-        and `waits` earlier waits; 0: none.
+        """Returns the number of groups that the step waits for next, if it still needs `missing`
+        good groups after `waits` waits; 0: the step has enough groups.
         """
         return missing
 
     def _take(self, step: int, waits: int, most: int) -> TakenGroups:
-        """Takes `most` groups, after `waits` earlier waits of this step."""
+        """Waits for `most` groups and returns them; `waits`: number of earlier waits in this step."""
         return self.stream.take(most)
 
 
@@ -192,8 +196,9 @@ class Replayed(Asynchronous):
     """Replayed takes and drops the same groups in the same order as a recorded run; after the end
     of the record it continues like Asynchronous.
 
-    Groups then begin in the same steps. The engine alone determines the versions that sample their
-    tokens: groups older than this run's bound are trained on all the same.
+    Groups therefore begin in the same steps as in the recorded run. Only the engine determines the
+    policy versions that sample their tokens: groups beyond this run's max_staleness are trained on
+    nevertheless.
     """
 
     def __init__(
@@ -204,7 +209,9 @@ class Replayed(Asynchronous):
         max_staleness: int,
         order: Mapping[int, TrainedGroups],
     ):
-        """`order`: the groups of each step, by its number, counted from 1."""
+        """`order`: number of the step, counted from 1 -> the groups that the recorded run took in
+        this step.
+        """
         super().__init__(stream, journal, max_staleness=max_staleness)
         self.order = order
         self._ended = False  # whether the end of the record was logged
@@ -237,7 +244,9 @@ class Replayed(Asynchronous):
         return self.stream.take_these(told.taken[waits])
 
     def _told(self, step: int) -> TrainedGroups | None:
-        """Returns the record of the step after `step` finished ones; None after its end."""
+        """Returns the recorded groups of the step that follows `step` finished steps; None after
+        the end of the record.
+        """
         first, last = min(self.order), max(self.order)
         if step + 1 < first:
             raise ConfigError(
@@ -263,8 +272,9 @@ class Replayed(Asynchronous):
 
 
 def staleness(samples: Samples[Ragged], step: int) -> Metrics:
-    """Returns the staleness of the trained tokens in versions behind `step`: mean, largest, and the
-    share of each; and the share of rows with tokens of several versions.
+    """Returns the staleness metrics of the trained tokens, in versions behind `step`: mean,
+    maximum, the share of tokens with each staleness, and the share of rows with tokens of several
+    versions.
     """
     versions, mask = samples.versions, samples.rows.mask
     assert versions is not None
@@ -283,7 +293,7 @@ def staleness(samples: Samples[Ragged], step: int) -> Metrics:
 def groups_of(
     prompts: Sequence[Prompt], *, seed: int, samples_per_prompt: int
 ) -> list[RolloutGroup]:
-    """Returns one group per prompt, with seeds that are the same in every schedule."""
+    """Returns one group per prompt, with sampling seeds that do not depend on the schedule."""
     samples = range(samples_per_prompt)
     return [
         RolloutGroup(
@@ -301,8 +311,8 @@ def _collected(trainer: Rolls, taken: TakenGroups) -> Samples[Ragged]:
 
 
 class JournaledStream:
-    """JournaledStream replays groups taken before a resume from the journal, and includes groups in
-    flight in checkpoints.
+    """JournaledStream is a RolloutStream that replays groups taken before a resume from the
+    journal, and includes groups in flight in checkpoints.
     """
 
     def __init__(self, stream: RolloutStream, journal: Journal | None):
@@ -325,7 +335,7 @@ class JournaledStream:
         return self._dropped(lambda: self.stream.drop(oldest))
 
     def drop_these(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Drops the groups of these numbers, whatever their age, and returns them."""
+        """Drops and returns the groups with these numbers, regardless of their age."""
         return self._dropped(lambda: self.stream.forget(numbers))
 
     def _dropped(self, drop: Callable[[], Sequence[RolloutGroup]]) -> Sequence[RolloutGroup]:
@@ -339,12 +349,12 @@ class JournaledStream:
 
     def state(self) -> dict[str, Any]:
         """Returns the groups in flight, the rollouts of finished groups in the order in which they
-        finished, and the stream's state of the others.
+        finished, and the stream's state of unfinished groups.
         """
         return self._snapshot()()
 
     def _snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that packs the state as of now."""
+        """Returns a function that packs the state at the time of this call."""
         under_way, ended = self.under_way, self.stream.ended()
         unfinished = self.stream.unfinished()
 
@@ -363,7 +373,9 @@ class JournaledStream:
         return packed
 
     def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
-        """Restores finished groups. Returns the groups that must be started again."""
+        """Restores finished groups and partial rollouts. Returns the groups that must be started
+        again.
+        """
         groups = {
             number: RolloutGroup(number, Prompt.from_state(prompt), tuple(seeds))
             for number, prompt, seeds in state["under_way"]
@@ -374,7 +386,7 @@ class JournaledStream:
         return list(groups.values())
 
     def _put(self, groups: Mapping[int, RolloutGroup], state: dict[str, Any]) -> None:
-        """Restores finished groups and the partial rollouts of others."""
+        """Restores finished groups and the partial rollouts of unfinished groups."""
         rollouts = complete(unpacked_completions(state["rollouts"])) if state["ended"] else ()
         left = iter(rollouts)
         for number in state["ended"]:

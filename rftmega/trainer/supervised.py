@@ -1,4 +1,4 @@
-"""Supervised training on given rows, responses or preference pairs, without rollouts or rewards."""
+"""Supervised training on given rows (responses or preference pairs), without rollouts or rewards."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,13 +12,13 @@ from rftmega.trainer.optimizer_steps import Schedule, take_steps
 
 
 class Learns(Protocol):
-    """A model with an optimizer step: a policy or a value model."""
+    """Learns is a model with an optimizer step: a policy or a value model."""
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics: ...
 
 
 class SupervisedTrainer(Trainer):
-    """SupervisedTrainer trains on one batch per step."""
+    """SupervisedTrainer trains a model on one batch of given rows per step."""
 
     def __init__(
         self,
@@ -29,9 +29,10 @@ class SupervisedTrainer(Trainer):
         schedule: Schedule | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
-        """`group_size` consecutive rows reach the loss together: 2 for pairs.
+        """`group_size`: number of consecutive rows that are passed to the loss together, 2 for
+        pairs.
 
-        `stop` as Trainer's.
+        `stop`: see Trainer.
         """
         super().__init__(stop=stop)
         self.model, self.loss_fn, self.group_size = model, loss_fn, group_size

@@ -1,5 +1,5 @@
-"""TrainedGroups is the record of the groups that a step of an asynchronous run took, which another
-run can replay.
+"""TrainedGroups is the record of the groups that a step of an asynchronous run took, in order;
+another run can replay the record.
 """
 
 import json
@@ -12,7 +12,9 @@ from rftmega.core.interfaces import TakenGroups
 
 @dataclass(frozen=True)
 class TrainedGroups:
-    """TrainedGroups holds group numbers, in the order in which a step took them."""
+    """TrainedGroups holds the numbers of the groups that a step took, in their order, and of the
+    groups that it dropped.
+    """
 
     # a list per wait of the step: several if groups were left out
     taken: list[list[int]]
@@ -22,7 +24,9 @@ class TrainedGroups:
 
     @staticmethod
     def of(taken: Sequence[TakenGroups], dropped: Sequence[int]) -> "TrainedGroups":
-        """Returns the record of a step's waits."""
+        """Returns the record of a step: `taken` has the groups of each wait, `dropped` the numbers
+        of dropped groups.
+        """
         return TrainedGroups(
             [[group.number for group in each.groups] for each in taken],
             [_versions(each) for each in taken],
@@ -30,14 +34,16 @@ class TrainedGroups:
         )
 
     def differing(self, other: "TrainedGroups") -> int:
-        """Counts the groups of `other` whose tokens have other versions here."""
+        """Returns the number of groups of `other` whose tokens have other policy versions in this
+        record.
+        """
         ours = _by_number(self)
         return sum(ours.get(number) != own for number, own in _by_number(other).items())
 
 
 def read_order(path: str | Path) -> dict[int, TrainedGroups]:
-    """Reads the file that `callbacks.trained_order` wrote: groups by the number of the step,
-    counted as in metrics.jsonl. Assumes a validated file.
+    """Reads the file that `monitoring.observers.trained_order` wrote. Returns step number, counted as in
+    metrics.jsonl -> groups of the step. Assumes a validated file.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
     return {

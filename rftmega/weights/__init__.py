@@ -1,5 +1,5 @@
-"""Moves the policy's weights, gathered from the trainer's shards under their Hugging Face names,
-into inference engines or an exported folder.
+"""Moves the policy's weights from the trainer's shards into inference engines or an exported
+folder, under their Hugging Face names.
 """
 
 from rftmega.weights.adapter_weights import AdapterPairs, AdapterWeights

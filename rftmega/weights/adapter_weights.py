@@ -1,8 +1,8 @@
 """Pushes LoRA adapters to engines as adapters: the frozen base model is sent once, and the
 unrounded adapter matrices with each push.
 
-A merged weight in bfloat16 loses small products (docs/adapters.md); an engine that adds the
-adapter's output to its own does not.
+Merging adapters into bfloat16 weights rounds small updates away (docs/adapters.md); an engine that
+adds the adapter's output to the layer's output does not lose them.
 """
 
 import time
@@ -25,7 +25,7 @@ from rftmega.weights.slice_sums import sum_of
 
 
 class AdapterPairs:
-    """AdapterPairs gathers the matrices of the policy's adapters; every process gets the same."""
+    """AdapterPairs gathers all LoRA matrices of the policy on every process."""
 
     def __init__(self, adapters: AdapterSource, *, bucket_bytes: int):
         held = adapters.held
@@ -38,19 +38,24 @@ class AdapterPairs:
         self._sent: list[int] = []  # checksum of each matrix in the last push
 
     def gathered(self) -> dict[str, Tensor]:
-        """Gathers the matrices into newly allocated memory, by their PEFT names; a collective."""
+        """Gathers the LoRA matrices of the whole model into newly allocated memory; a collective.
+        Returns the matrices by their PEFT names.
+        """
         return {PREFIX + name: tensor for name, tensor in self._exporter if name in self._kept}
 
     def for_push(self) -> tuple[dict[str, Tensor], list[int]]:
-        """Gathers the matrices for a push. Returns them and their checksums, which `checksums`
-        later compares.
+        """Gathers the LoRA matrices for a push; a collective. Returns the matrices by their PEFT
+        names, and the checksum of each matrix; `checksums` later compares the current matrices with
+        these checksums.
         """
         pairs = self.gathered()
         self._sent = _sums(pairs)
         return pairs, self._sent
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns a SliceChecksums for each matrix of the last push; a collective."""
+        """Returns one SliceChecksums per LoRA matrix, with the matrix's checksum now and in the
+        last push; a collective.
+        """
         now = self.gathered()
         found = []
         for (name, tensor), held, sent in zip(now.items(), _sums(now), self._sent, strict=True):
@@ -60,8 +65,9 @@ class AdapterPairs:
         return found
 
     def everybodys(self, good: bool, *numbers: int) -> list[bool]:
-        """Returns whether `good` is true on all processes, and for each number whether all
-        processes have the same one; a collective.
+        """Returns a list of flags that is the same on all processes: first whether `good` is true
+        on all processes, then for each of `numbers` whether it is equal on all processes; a
+        collective.
         """
         mine = torch.tensor([int(good), *numbers], device=self._where)
         least, most = mine.clone(), mine.clone()
@@ -76,21 +82,23 @@ class AdapterEngine(Protocol):
 
     @property
     def has_weights(self) -> bool:
-        """Returns whether the base model's weights are loaded, not dropped by a sleep."""
+        """Returns whether the base model's weights are loaded (the engine's
+        sleep mode drops them).
+        """
         ...
 
     def invalidate(self) -> None: ...
 
     def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
-        """Replaces the adapter. `pairs`: matrices by their PEFT names; `said`: PEFT's adapter
-        config.
+        """Replaces the adapter with the matrices `pairs`, by their PEFT names. `said`: PEFT's
+        adapter config.
         """
         ...
 
 
 class AdapterWeights:
-    """AdapterWeights is a WeightSync for adapters. All processes must construct it and call it in
-    step.
+    """AdapterWeights is a WeightSync that sends LoRA adapters instead of merged weights. All
+    processes must construct it and call its methods in the same order.
     """
 
     def __init__(
@@ -106,15 +114,17 @@ class AdapterWeights:
         self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns those of the frozen model, and one of each matrix of an adapter; a collective."""
+        """Returns the checksums of the frozen base model's slices and one SliceChecksums per LoRA
+        matrix; a collective.
+        """
         return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
         """Makes every engine generate under `version`, with the frozen base model and the current
-        adapters; the base model is sent only if an engine has lost it. After a failure on any
-        process, no engine generates until a complete push.
+        adapters. The base model is sent only if an engine has lost its weights. After a failure on
+        any process, no engine generates until a push succeeds on all processes.
 
-        Raises as `EngineWeights.push`.
+        Raises the same errors as `EngineWeights.push`.
         """
         begin = time.perf_counter()
         metrics: Metrics = {}
@@ -142,7 +152,9 @@ class AdapterWeights:
         }
 
     def _push(self, version: int) -> int:
-        """Pushes the adapters. Returns their size in bytes."""
+        """Loads the current adapters into this process's engine. Returns the size of their matrices
+        in bytes.
+        """
         pairs, sums = self._pairs.for_push()
         failure: Exception | None = None
         try:

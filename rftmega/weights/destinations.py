@@ -1,5 +1,5 @@
-"""Defines the interface of an engine whose parameters a push fills directly, and the recording of
-its loader's copies.
+"""Interface of an engine whose parameters a push fills directly, and the recording of the copies
+that the engine's loader makes.
 """
 
 import logging
@@ -20,26 +20,26 @@ log = logging.getLogger(__name__)
 
 
 class Destinations(Protocol):
-    """Access to an engine's parameters during a load. Call it from within the iterator that the
-    loader reads; what was requested holds until the load ends.
+    """Access to an engine's parameters during a weight load. Call the methods only from within the
+    iterator of tensors that the loader reads; `watch` and `fill` apply until that load ends.
     """
 
     def bare(self) -> Mapping[str, Tensor]:
-        """Returns all parameters, on the meta device.
+        """Returns all parameters by name, on the meta device.
 
-        The engine keeps its weights whatever the loader does to these.
+        The engine keeps its own weights whatever the loader does to these meta parameters.
         """
         ...
 
     def watch(self, names: Collection[str], filled: Callable[[str, Tensor], None]) -> None:
-        """Calls `filled` with each of these parameters once the loader has finished with it, before
-        it is repacked.
+        """Calls `filled(name, parameter)` for each parameter in `names` once the loader has written
+        all of the parameter and before the engine repacks it.
         """
         ...
 
     def fill(self, name: str, filling: ReceivedFill) -> None:
-        """Calls `filling.into` with the parameter: once on the meta device, to count its elements,
-        and once to copy them.
+        """Calls `filling.into` with the parameter `name`: once on the meta device, to count its
+        elements, and once with real memory, to copy the elements.
         """
         ...
 
@@ -49,7 +49,9 @@ def recorded(
     trace_load: Callable[[Iterable[tuple[str, Tensor]]], None],
     destinations: Destinations,
 ) -> LoadRecorder:
-    """Records which copies the engine's loader makes of these tensors."""
+    """Runs one load of `tensors` on the meta device and returns a LoadRecorder with the copies that
+    the engine's loader made.
+    """
     recorder = LoadRecorder()
     named = [(name, recorder.tensor(name, dtype, shape)) for name, dtype, shape in planned(tensors)]
 
@@ -69,9 +71,10 @@ def recorded(
 
 class Recording:
     """Recording maps a bucket's tensors to copies into the engine's parameters, and lists the
-    tensors that only the engine's loader can take.
+    tensors that must go through the engine's loader.
 
-    It is trusted only after `prove` has compared it with a push by the loader itself.
+    A recording is used only after `prove` has compared its copies with the result of a push that
+    went through the loader.
     """
 
     def __init__(self, recorder: LoadRecorder, shards: LocalShards):
@@ -87,7 +90,9 @@ class Recording:
     def of_bucket(
         self, number: int, tensors: Sequence[LogicalTensor], receives: Mapping[int, Layout]
     ) -> tuple[list[Fill], list[Part]]:
-        """Returns the fills of bucket `number`, and its HF tensors that the loader must take."""
+        """Returns the fills (copies into parameters) of bucket number `number`, and its HF tensors
+        that must go through the loader. `receives`: layout of the message from each source process.
+        """
         if number not in self._fills:
             by_loader = [
                 (tensor, number)
@@ -102,8 +107,8 @@ class Recording:
         return self._fills[number]
 
     def prove(self, proof: Proof) -> None:
-        """Marks the recording as proven after a complete push by the loader. Parameters to which
-        the loader does more than copy stay with the loader.
+        """Marks the recording as proven after a complete push by the loader. Parameters that the
+        recorded copies do not reproduce are left to the loader.
         """
         if refuted := proof.refuted():
             log.warning(

@@ -1,4 +1,4 @@
-"""Predicts which slices an engine's loader reads, without an engine."""
+"""Predicts which slices of the weights a vLLM engine's loader reads, without running an engine."""
 
 from rftmega.converters import Rule
 from rftmega.converters.rules import QKV, Column, Segment, Vocabulary
@@ -7,19 +7,19 @@ from rftmega.core.shards import Box
 
 
 def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ...]:
-    """Returns (number of the HF tensor, box) for each slice that tensor-parallel rank `rank` of
-    `ranks` of a vLLM engine loads.
+    """Returns (number of the HF tensor within `rule`, block of it) for each slice that
+    tensor-parallel rank `rank` of a vLLM engine with `ranks` ranks loads.
     """
     stored = (rule.stored(each) for each in _needed(rule, rank, ranks))
     return tuple((each.part, segment_box(rule, each)) for each in stored)
 
 
 def _needed(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
-    """Returns the segments of a rule's parts that the rank loads.
+    """Returns the segments of the rule's HF tensors that tensor-parallel rank `rank` loads.
 
     Query heads are split into blocks; key-value heads too, or replicated if there are fewer heads
-    than ranks; columns, rows and vocabulary (padded to 64) are split into blocks; everything else
-    is loaded whole.
+    than ranks; columns, rows and vocabulary (padded to 64) are split into blocks; all other tensors
+    are loaded whole.
     """
     if isinstance(rule, QKV):
         queries, keys, _ = rule.sizes

@@ -48,9 +48,10 @@ def export_hf_folder(
     with one label. `quantised`: store the weights that are quantised in `source` as 8-bit numbers
     with scales.
 
-    A collective; the process with `write` writes the files into a temporary folder that is renamed
-    when complete, so `target` is never half-written. An earlier export is replaced; other files
-    stay (`export_folder`). Raises CheckpointError on all processes if the export fails.
+    A collective. Only the process with `write` set writes files: into a temporary folder, which is
+    renamed when complete, so `target` is never half-written. An earlier export in `target` is
+    replaced; other files there stay (`export_folder`). Raises CheckpointError on all processes if
+    the export fails.
     """
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -76,7 +77,7 @@ def rehearse_hf_folder(
     quantised: bool = False,
 ) -> None:
     """Runs `export_hf_folder` without gathering or writing weights and removes its output, so that
-    obstacles to the export show before training starts.
+    an export that would fail is found before training starts.
 
     A collective. Raises CheckpointError on all processes if the export would fail.
     """
@@ -98,8 +99,8 @@ def rehearse_hf_folder(
 
 
 def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> None:
-    """Gathers the tensors of all processes; `write`, on the process that has it, writes them to
-    `target`.
+    """Gathers the whole HF tensors, a collective, and passes them to `write` on the process where
+    `write` is not None; `write` stores the tensors in `target`.
 
     Raises CheckpointError on all processes if the export fails.
     """
@@ -145,8 +146,8 @@ def _streamed(
     source: Path,
     quantising: Quantising | None,
 ) -> tuple[dict[str, list[PlannedTensor]], Iterator[tuple[str, Tensor]]]:
-    """Returns the tensors planned for each file, and an iterator over the tensors of all files in
-    that order.
+    """Returns the tensors planned for each output file, by file name, and an iterator over the
+    tensors of all files in that order.
     """
     stacking = Stacking(stacks_of(read_json_object(source / "config.json")))
     coming = stacking.planned(exporter.planned)
@@ -157,7 +158,9 @@ def _streamed(
 
 
 def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: bool) -> str | None:
-    """Writes the companion files. Returns a description of what changed in config.json, or None."""
+    """Writes the config, tokenizer and other companion files of `source` to `draft`. Returns a
+    description of the changes in config.json, or None if it is unchanged.
+    """
     changed = copy_companions(source, draft, quantised=quantised)
     if classifier:
         say_classifier(draft / "config.json")
@@ -165,9 +168,9 @@ def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: boo
 
 
 def _quantising(source: Path) -> Quantising:
-    """Returns how the weights of `source` are quantised.
+    """Returns a Quantising with the block-scale layout and the quantised tensors of `source`.
 
-    Raises CheckpointError if they are not quantised.
+    Raises CheckpointError if the weights of `source` are not quantised.
     """
     layout = block_scales(read_json_object(source / "config.json"))
     if layout is None:

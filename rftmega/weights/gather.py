@@ -1,5 +1,5 @@
-"""Gathers shards into whole HF-named tensors on every process of a model replica, one bucket at a
-time.
+"""Gathers the trainer's shards into whole HF-named tensors on every process of a model replica, one
+bucket of tensors at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,13 @@ from rftmega.weights.slices import (
 class Exporter:
     """Exporter iterates over a sharded model as whole HF-named tensors.
 
-    A collective: every process of the replica iterates in step.
+    The iteration is a collective: every process of the replica must run it in the same order.
     """
 
     def __init__(self, shards: Sequence[Shard], group: Any, *, bucket_bytes: int):
-        """Collects once which process of `group`, a replica of the model, holds which shard."""
+        """Gathers once which process of `group`, a replica of the model, holds which shard; a
+        collective. `bucket_bytes`: most bytes that are gathered at a time.
+        """
         self.group = group
         self._shards = LocalShards(shards)
         self.buckets = buckets_of(everybodys_tensors(shards, group), bucket_bytes)
@@ -39,7 +41,9 @@ class Exporter:
 
     @property
     def planned(self) -> list[PlannedTensor]:
-        """Lists the tensors that an iteration yields, in its order."""
+        """Returns name, dtype and shape of each tensor that an iteration
+        yields, in the same order.
+        """
         return planned(tensor for bucket in self.buckets for tensor in bucket)
 
     @property
@@ -48,8 +52,8 @@ class Exporter:
 
     @torch.no_grad()
     def gathered(self, bucket: Sequence[LogicalTensor]) -> list[tuple[str, Tensor]]:
-        """Gathers a bucket; a collective. Returns (HF name, whole tensor), in the order of
-        `planned`.
+        """Gathers the whole tensors of a bucket; a collective. Returns (HF name, whole tensor), in
+        the order of `planned`.
         """
         # the first holder of each shard sends its part of the bucket as one flat tensor, which all
         # processes copy to its places (replicas of a shard are equal)
@@ -79,7 +83,9 @@ class Exporter:
         return torch.empty(tensor.shapes[number], dtype=tensor.dtype, device=self._shards.device)
 
     def _sent(self, source: int, parts: Sequence[TensorSlice]) -> Tensor:
-        """Broadcasts the elements of `parts` from process `source`. Returns them as [n]."""
+        """Broadcasts the elements of the slices `parts` from process `source`. Returns the elements
+        as one flat tensor [n].
+        """
         if source == dist.get_rank():
             flat = torch.cat([self._shards.slice_of(part).flatten() for part in parts])
         else:

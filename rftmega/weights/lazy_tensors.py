@@ -1,8 +1,8 @@
 """Tensors with Hugging Face shapes whose elements are fetched only when they are copied.
 
 An engine's loader narrows, slices and chunks its input and copies the result into its parameters.
-With these tensors it either reveals which elements it reads, or receives only those; the whole
-tensor never exists on this process.
+Lazy tensors either record which elements the loader reads, or fetch only these elements, so the
+whole tensor never exists on this process.
 """
 
 import math
@@ -21,8 +21,8 @@ Fetch = Callable[[Box, Tensor], None]
 
 class LazyTensor(Tensor):
     """LazyTensor is a tensor without elements. View operations return lazy views; every other
-    operation first fetches the elements: `fetch(box, out)` must write the elements of a box to
-    `out`, which has the box's shape and any dtype.
+    operation first fetches the elements: `fetch(box, out)` must write the elements of a block (box)
+    to `out`, which has the block's shape and any dtype.
     """
 
     fetch: Fetch
@@ -33,8 +33,8 @@ class LazyTensor(Tensor):
     def of(
         shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device
     ) -> "LazyTensor":
-        """Creates a lazy tensor of the given shape; elements needed in a computation are placed on
-        `home`.
+        """Creates a lazy tensor of the given shape and dtype. Elements that a computation needs are
+        placed on the device `home`.
         """
         return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
 
@@ -58,7 +58,9 @@ class LazyTensor(Tensor):
 
 
 def elements_of(tensor: Tensor) -> Tensor:
-    """Returns all elements of a lazy tensor, or any other tensor unchanged."""
+    """Returns all elements of a lazy tensor as a plain tensor; returns any
+    other tensor unchanged.
+    """
     return _elements(tensor) if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -69,8 +71,9 @@ def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) ->
 
 
 def _as_views(found: Any, origin: LazyTensor) -> Any:
-    """Returns `found` as lazy views of `origin`; unchanged if it holds no tensor; None if it is, or
-    holds, a tensor with other elements.
+    """Returns the result `found` of an operation on `origin` with its tensors turned into lazy
+    views of `origin`, or unchanged if it contains no tensor. Returns None if a tensor in `found` is
+    no view of `origin`.
     """
     if isinstance(found, Tensor):
         same = (
@@ -85,7 +88,9 @@ def _as_views(found: Any, origin: LazyTensor) -> Any:
 
 
 def _filled(argument: Any) -> Any:
-    """Replaces lazy tensors in an argument by their elements."""
+    """Returns the argument with each lazy tensor, also within a list or tuple, replaced by its
+    elements.
+    """
     if isinstance(argument, LazyTensor):
         return _elements(argument)
     if isinstance(argument, tuple | list):
@@ -122,8 +127,8 @@ def _box(view: LazyTensor) -> Box | None:
 
 
 def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
-    """Returns the box of a contiguous tensor of shape `whole` that `view` covers, or None if the
-    view is no box of it (e.g. transposed, or with another number of dimensions).
+    """Returns the block (box) that `view` covers of a contiguous tensor of shape `whole`, or None
+    if the view covers no block (e.g. transposed, or with another number of dimensions).
     """
     return _box_of(
         tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset())
@@ -152,9 +157,10 @@ def _box_of(
 
 
 def reader(name: str, pieces: Sequence[tuple[Box, Tensor]]) -> Fetch:
-    """Returns a fetch function that reads a box from the pieces of the tensor on this process.
+    """Returns a function `fetch(box, out)` that copies a block (box) of the tensor `name` from
+    `pieces`: the blocks of the tensor on this process, with their elements.
 
-    The function raises EngineError for elements that no piece holds.
+    The returned function raises EngineError if `pieces` lack some of the elements.
     """
 
     def fetch(box: Box, out: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Message format for slices between two processes: one flat message per bucket, with the push's
-version and a checksum per slice.
+"""Message format for tensor slices between two processes: one flat message per bucket, with the
+push's version and a checksum per slice.
 
 Consecutive slices of equal size are written, and their checksums computed, in one operation.
 """
@@ -16,14 +16,14 @@ from rftmega.weights.slices import TensorSlice
 
 
 def message_bytes(sizes: Sequence[int]) -> int:
-    """Returns the size of a message with slices of these sizes in bytes, including header and
-    padding.
+    """Returns the size in bytes of a message with slices of the given sizes (bytes), including
+    header and padding.
     """
     return blocks(8 * (1 + len(sizes))) + sum(map(blocks, sizes))
 
 
 def copy_together(target: Tensor, views: list[Tensor]) -> None:
-    """Copies n views into the target [n, ...]."""
+    """Copies the n tensors `views`, which have one shape, into `target` [n, *shape]."""
     if len(views) == 1:
         target[0].copy_(views[0])
     elif target.is_contiguous() and target.dim() > 1 and target.dtype == views[0].dtype:
@@ -34,8 +34,8 @@ def copy_together(target: Tensor, views: list[Tensor]) -> None:
 
 
 class Alike(NamedTuple):
-    """Alike is a run of slices `first` to `first + number` of a message that have one shape and lie
-    contiguously from byte `start` on.
+    """Alike is a run of `number` consecutive slices of a message, from slice `first` on, that have
+    one shape and dtype and lie contiguously from byte `start` on.
     """
 
     first: int
@@ -46,22 +46,24 @@ class Alike(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of one slice."""
+        """Returns the size of one slice in bytes, without padding."""
         return self.shape.numel() * self.dtype.itemsize
 
     def stored(self, message: Tensor) -> Tensor:
-        """Returns the slices as [number, bytes of whole blocks]."""
+        """Returns the run's bytes in the message with their padding, as [number, padded bytes of a
+        slice].
+        """
         size = blocks(self.bytes)
         return message[self.start : self.start + self.number * size].view(self.number, size)
 
     def slices(self, message: Tensor) -> Tensor:
-        """Returns the slices as [number, *shape]."""
+        """Returns views of the run's slices in the message, as [number, *shape]."""
         return self.stored(message)[:, : self.bytes].view(self.dtype).view(self.number, *self.shape)
 
 
 class Layout:
-    """Layout holds the offset of each slice in a message; it is computed once, identically on both
-    sides.
+    """Layout holds the byte offset of each slice in a message. It is computed once, identically by
+    sender and receiver.
     """
 
     def __init__(self, slices: Sequence[TensorSlice]):
@@ -84,12 +86,14 @@ class Layout:
 
 
 def message_for(layout: Layout, device: torch.device) -> Tensor:
-    """Allocates an uninitialised message, [bytes]."""
+    """Allocates an uninitialised message for `layout`, a byte tensor [layout.bytes]."""
     return torch.empty(layout.bytes, dtype=torch.uint8, device=device)
 
 
 def written(message: Tensor, layout: Layout, version: int, slices: list[Tensor]) -> Tensor:
-    """Writes version, checksums and slices into the message, and returns it."""
+    """Writes the push's version, the slices and their checksums into `message`.
+    Returns `message`.
+    """
     for alike in layout.alike:
         copy_together(alike.slices(message), slices[alike.first : alike.first + alike.number])
         alike.stored(message)[:, alike.bytes :].zero_()  # the checksum covers it
@@ -100,8 +104,8 @@ def written(message: Tensor, layout: Layout, version: int, slices: list[Tensor])
 
 
 def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -> None:
-    """Raises EngineError if the message belongs to another push or a slice does not match its
-    checksum.
+    """Raises EngineError if the message belongs to another push than `version` or a slice does not
+    match its checksum. `source`: the sending process, for the error text.
     """
     header = _header(message, layout)
     if header[0] != version:
@@ -116,18 +120,20 @@ def refuse_damaged(message: Tensor, layout: Layout, version: int, source: int) -
 
 
 def opened(message: Tensor, layout: Layout) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """Yields each slice with its elements."""
+    """Yields each slice of the message with a view of its elements."""
     for alike in layout.alike:
         yield from zip(layout.slices[alike.first :], alike.slices(message).unbind(), strict=False)
 
 
 def sums_of(message: Tensor, layout: Layout) -> Tensor:
-    """Returns the checksums stored in the message, [slices]."""
+    """Returns a copy of the checksums stored in the message's header, [slices]."""
     return _header(message, layout)[1:].clone()
 
 
 def checksums_of(message: Tensor, layout: Layout) -> Tensor:
-    """Computes the checksums of the slices in a message, [slices], including their padding."""
+    """Computes the checksum of each slice in a message, including the slice's padding. Returns
+    [slices].
+    """
     return torch.cat([checksums(alike.stored(message)) for alike in layout.alike])
 
 

@@ -1,5 +1,5 @@
-"""Determines which slices engines read of the policy and which must be sent: once, identically on
-every process.
+"""Determines which blocks of the policy's tensors the engines read and which blocks must be sent:
+once, identically on every process.
 """
 
 import hashlib
@@ -18,13 +18,15 @@ Needs = dict[str, list[Box]]  # HF name -> boxes that an engine reads, which do 
 
 
 def needs_of(asked: Mapping[str, Sequence[Box]]) -> Needs:
-    """Returns the needs for the boxes that a loader read."""
+    """Returns the needs of an engine, as disjoint blocks, for the blocks (boxes) that its loader
+    read, by HF name; these may overlap.
+    """
     return {name: disjoint(boxes) for name, boxes in asked.items()}
 
 
 def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
-    """Gathers the distinct needs of all processes, and the index of each process's needs among
-    them. Identical needs are sent only once.
+    """Gathers the needs of all processes' engines; a collective. Returns the distinct needs, and
+    for each process the index of its needs among these. Identical needs are sent only once.
     """
     said = sorted(needs.items())
     digests = gather_objects(hashlib.sha256(repr(said).encode()).digest())
@@ -41,11 +43,11 @@ def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
 def planned_moves(
     buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> Iterator[Iterator[Transfer]]:
-    """Yields the transfers of each bucket. Read them in order: the choice of a sender depends on
-    the transfers before.
+    """Yields, for each bucket, an iterator over its transfers. Read the iterators in order: the
+    choice of a sender depends on the transfers before.
 
-    `kinds`: the distinct needs of engine ranks; `kind_of`: the index of each process's needs.
-    Identical layers are cut only once.
+    `kinds`: the distinct needs of engine ranks; `kind_of`: for each rank, the index of its needs in
+    `kinds`. Identical layers are planned only once.
     """
     balance = Balance()
     shared: dict[Any, RankNeeds] = {}
@@ -68,7 +70,9 @@ def _needed(tensor: LogicalTensor, needs: Needs) -> tuple[tuple[int, Box], ...]:
 
 
 def refuse_unread(tensors: Sequence[LogicalTensor], kinds: Sequence[Needs]) -> None:
-    """Raises EngineError unless every element of the policy is read by some engine rank."""
+    """Raises EngineError unless every element of the policy's tensors is read by some engine rank.
+    `kinds`: the distinct needs of engine ranks.
+    """
     for name, _, shape in planned(tensors):
         read = disjoint(box for needs in kinds for box in needs.get(name, []))
         if read != [whole(shape)]:

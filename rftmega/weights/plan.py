@@ -1,8 +1,9 @@
-"""Plans which slice of which tensor goes from which rank to which: pure arithmetic, for any
-parallel layouts, without processes.
+"""Plans which slice of which tensor goes from which rank to which. This is pure arithmetic for any
+parallel layouts and needs no processes.
 
-Both the trainer ranks' shards and the engine ranks' needs are boxes of Hugging Face tensors. Each
-element that a rank needs and does not hold must reach it once: the lower bound of what is moved.
+Both the trainer ranks' shards and the engine ranks' needs are blocks (boxes) of Hugging Face
+tensors. Each element that a rank needs and does not hold must reach it once: the lower bound of the
+bytes moved.
 """
 
 import math
@@ -21,7 +22,9 @@ RankNeeds = tuple[tuple[int, tuple[tuple[int, Box], ...]], ...]
 
 
 class Cut(NamedTuple):
-    """Cut is a box that rank `target` needs and does not hold, with all ranks that hold it."""
+    """Cut is a block (box) of an HF tensor that rank `target` needs and does not hold, with all
+    ranks that hold the block.
+    """
 
     target: int
     number: int  # of the HF tensor
@@ -30,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer is a slice to be sent from one rank to another."""
+    """Transfer is a slice to be sent from rank `source` to rank `target`."""
 
     source: int
     target: int
@@ -38,10 +41,10 @@ class Transfer(NamedTuple):
 
 
 def cuts(tensor: LogicalTensor, needs: RankNeeds) -> list[Cut]:
-    """Returns the boxes that must be moved: each rank's needs without its own shard, cut where the
-    holders change.
+    """Returns the blocks (boxes) that must be moved: each rank's needs minus its own shard, split
+    so that all elements of a block have the same holders.
 
-    Raises ValueError if no rank holds a needed box.
+    Raises ValueError if no rank holds a needed element.
     """
     held: dict[int, list[tuple[Box, tuple[int, ...]]]] = defaultdict(list)
     for holding, ranks in tensor.holders:
@@ -67,8 +70,8 @@ def cuts(tensor: LogicalTensor, needs: RankNeeds) -> list[Cut]:
 
 @dataclass
 class Balance:
-    """Balance chooses the sources of a plan's transfers so that the holders send about equally
-    much.
+    """Balance chooses the senders of a plan's transfers so that the ranks that hold a slice send
+    about equally many bytes.
     """
 
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -78,7 +81,9 @@ class Balance:
     )
 
     def transfers(self, tensor: LogicalTensor, needs: RankNeeds) -> Iterator[Transfer]:
-        """Yields each slice, in pieces, from the holder that has sent least so far."""
+        """Yields the transfers that meet `needs` of `tensor`. A slice with several holders is split
+        (PIECE_BYTES); each part is sent by the holder that has sent the fewest bytes so far.
+        """
         # Layers of one stage share these objects and are cut alike. The cache keeps references to
         # them, so that ids stay valid.
         key = (id(tensor.shapes), id(tensor.holders), id(needs))
@@ -94,13 +99,13 @@ class Balance:
 
     @property
     def moved(self) -> int:
-        """Returns the bytes of all transfers so far."""
+        """Returns the total size in bytes of all transfers so far."""
         return sum(self.received.values())
 
 
 def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields a box in pieces of at most PIECE_BYTES (at least one row), or unchanged if `itemsize`
-    is 0.
+    """Splits a block (box) along its first dimension into parts of at most PIECE_BYTES (at least
+    one row), and yields them; yields the block unchanged if `itemsize` is 0.
     """
     (start, stop), *rest = box
     row = math.prod(shape_of(tuple(rest))) * itemsize
@@ -110,6 +115,8 @@ def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def spread(values: Mapping[int, int], ranks: Sequence[int]) -> float:
-    """Returns the ratio of the ranks' largest value to their mean; 1 is even."""
+    """Returns the largest of the ranks' values (e.g. bytes sent) divided by their mean; 1 means
+    perfectly balanced.
+    """
     seen = [values.get(rank, 0) for rank in ranks]
     return max(seen) * len(seen) / sum(seen) if any(seen) else 1.0

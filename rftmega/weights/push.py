@@ -1,10 +1,10 @@
-"""Weight sync from the trainer's shards to the engine of each process, which receives only the
-slices that it reads: a WeightSync.
+"""Weight sync from the trainer's shards to a colocated engine on each process: a WeightSync. Each
+engine receives only the slices that it reads.
 
 At the start, the engine's own loader gets tensors that only record which elements it reads; from
-that and the shard layout, every process computes the same plan. A push then moves each planned
-slice once, verifies it, and lets the loader copy from the received slices and the trainer's own
-shard. If the engine has `destinations`, the push replays the loader's recorded copies instead
+this record and the shard layout, every process computes the same plan. A push then moves each
+planned slice once, verifies it, and lets the loader copy from the received slices and the trainer's
+own shard. If the engine has `destinations`, the push replays the loader's recorded copies instead
 (`replay.py`), once a push by the loader itself has shown that the loader does nothing else.
 """
 
@@ -67,8 +67,8 @@ class Loader(Protocol):
 
 
 class PushBucket(NamedTuple):
-    """PushBucket is a group of tensors that are loaded consecutively, with the messages for them,
-    in the same order on sender and receiver.
+    """PushBucket is a group of tensors that are loaded consecutively, with the messages that this
+    process sends and receives for them.
     """
 
     tensors: list[LogicalTensor]
@@ -77,16 +77,16 @@ class PushBucket(NamedTuple):
 
 
 class EngineWeights:
-    """EngineWeights pushes new weights to all engines. All processes must construct it and call it
-    in step.
+    """EngineWeights pushes new weights to the engines of all processes. All processes must
+    construct it and call its methods in the same order.
     """
 
     def __init__(self, shards: Sequence[Shard], engine: Loader, *, bucket_bytes: int):
-        """Rehearses a load and plans the push, a collective over all processes; the engine's
-        weights are lost.
+        """Runs the engine's loader once to record what it reads, and plans the push; a collective
+        over all processes. The engine's weights are lost. `bucket_bytes`: most bytes of a bucket.
 
-        Raises EngineError for a tensor that no engine reads: policy and engine would not agree on
-        the model.
+        Raises EngineError for a tensor that no engine reads: policy and engine would not be the
+        same model.
         """
         self.engine = engine
         self.shards = LocalShards(shards)
@@ -109,18 +109,18 @@ class EngineWeights:
         self._sums = SliceSums()  # checksums of the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective, with the policy's
-        weights on the device.
+        """Returns the checksums of every slice of the last push; a collective. The policy's weights
+        must be on the device.
         """
         return self._sums.compared(self.shards)
 
     def push(self, *, version: int) -> Metrics:
         """Makes every engine generate under `version`. After a failure on any process, no engine
-        generates until a complete push.
+        generates until a push succeeds on all processes.
 
-        Raises the error of this process's engine, or EngineError; a push that failed on a living
-        process may be repeated. Other errors in moving weights (no memory for a message) are raised
-        unchanged, and this process can't continue.
+        Raises the error of this process's engine, or EngineError. A push that failed may be
+        repeated if all processes are alive. Other errors in moving weights (e.g. no memory for a
+        message) are raised unchanged, and this process can't continue.
         """
         begin = time.perf_counter()
         self.engine.invalidate()
@@ -139,7 +139,7 @@ class EngineWeights:
 
     @torch.no_grad()
     def _push(self, version: int) -> int:
-        """Runs a push. Returns the bytes that all processes sent."""
+        """Runs a push. Returns the bytes that all processes together sent."""
         failure: Exception | None = None
         self.shards.look_again()
         try:
@@ -172,8 +172,8 @@ class EngineWeights:
         return int(moved)
 
     def _rehearse(self, tensors: Sequence[LogicalTensor]) -> dict[str, list[Box]]:
-        """Returns, by HF name, the boxes that the loader reads, for an engine whose parameters
-        can't be watched.
+        """Runs the loader with tensors that record reads, for an engine without `destinations`.
+        Returns the blocks (boxes) that the loader reads, by HF name.
         """
         asked: dict[str, list[Box]] = defaultdict(list)
 
@@ -191,8 +191,8 @@ class EngineWeights:
         return asked
 
     def _missing_bytes(self, tensor: LogicalTensor) -> int:
-        """Returns the bytes of a tensor that this process's engine reads and this process does not
-        hold.
+        """Returns how many bytes of a tensor this process's engine reads and this process's shards
+        do not hold.
         """
         elements = 0
         for number, name in enumerate(tensor.names):
@@ -201,7 +201,9 @@ class EngineWeights:
 
 
 class _Passage:
-    """State of one push on one process."""
+    """State of one push on one process: the buckets still to exchange and the
+    copies in progress.
+    """
 
     def __init__(self, weights: EngineWeights, version: int, sums: SliceSums):
         self.weights = weights
@@ -217,8 +219,9 @@ class _Passage:
         self._travelling = self._post()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, lazy tensor) of the whole model, except for tensors whose copies are
-        replayed. Raises EngineError if a message differs from what was sent.
+        """Yields (HF name, lazy tensor) for each tensor that goes through the engine's loader;
+        tensors whose recorded copies are replayed are left out. Raises EngineError if a message
+        differs from the one that was sent.
         """
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording and destinations and not recording.proven:
@@ -229,9 +232,9 @@ class _Passage:
         self.over = True
 
     def finish(self) -> None:
-        """Ends the push after the engine has returned.
+        """Ends the push after the engine has returned from its load.
 
-        Raises EngineError if the engine did not take everything.
+        Raises EngineError if the engine did not read all tensors or left a parameter unfilled.
         """
         if not self.over:
             raise EngineError("The engine stopped reading before the last tensor of the push.")
@@ -246,9 +249,10 @@ class _Passage:
     def _opened(
         self, number: int, bucket: PushBucket, came: dict[int, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields a bucket's tensors.
+        """Verifies the messages `came` of bucket `number`, and yields its tensors for the loader.
 
-        Its messages are freed with this generator, before the bucket after the next is posted.
+        The bucket's messages are freed with this generator, before the bucket after the next is
+        posted.
         """
         for source, message in came.items():
             refuse_damaged(message, bucket.receives[source], self.version, source)
@@ -263,7 +267,9 @@ class _Passage:
             )
 
     def _copy(self, number: int, bucket: PushBucket, came: dict[int, Tensor]) -> list[Part]:
-        """Replays the recorded copies of a bucket. Returns the HF tensors left to the loader."""
+        """Replays the recorded copies of a bucket or, while the recording is unproven, registers
+        the copies for a comparison. Returns the HF tensors that must go through the loader.
+        """
         recording, destinations = self.weights.recording, self.weights.engine.destinations
         if recording is None or destinations is None:
             return _everything(bucket)
@@ -280,7 +286,9 @@ class _Passage:
     def _on_demand(
         self, bucket: PushBucket, came: dict[int, Tensor], wanted: Sequence[Part]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the wanted HF tensors of a bucket."""
+        """Yields (HF name, lazy tensor) for the HF tensors `wanted` of a bucket, with elements from
+        the messages `came` and this process's own shard.
+        """
         arrived: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for source, message in came.items():
             for part, elements in opened(message, bucket.receives[source]):
@@ -295,7 +303,9 @@ class _Passage:
     def _record(
         self, tensor: LogicalTensor, number: int, own: Sequence[tuple[Box, Tensor]]
     ) -> None:
-        """Records checksums of the elements that the engine reads from this process's own shard."""
+        """Records checksums of the elements that the engine reads from `own`, the blocks that this
+        process's shards hold.
+        """
         for box, elements in own:
             for needed in self.weights.needs.get(tensor.names[number], []):
                 if common := intersection(box, needed):
@@ -304,12 +314,17 @@ class _Passage:
                     self.sums.used([used], checksums(read[None]))
 
     def drain(self) -> None:
-        """Exchanges the remaining buckets, so that other processes do not hang."""
+        """Exchanges the remaining buckets without loading them, so that other processes do not
+        hang.
+        """
         while self._travelling is not None:
             self._arrive()
 
     def _post(self) -> tuple[int, PushBucket, dict[int, Tensor], list[Any], list[Tensor]] | None:
-        """Posts the sends and receives of the next bucket."""
+        """Starts sending and receiving the next bucket. Returns its number, the bucket, the
+        received messages by source, the operations in progress and the sent messages; None after
+        the last bucket.
+        """
         number, bucket = next(self._left, (-1, None))
         if bucket is None:
             return None
@@ -338,7 +353,7 @@ class _Passage:
         )
 
     def _count(self, messages: Sequence[Tensor]) -> None:
-        """Adds new messages to those still in use, and updates the peak size."""
+        """Adds new messages to the messages still in use, and updates the peak size in bytes."""
         self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
         self._alive += [
             (StorageWeakRef(message.untyped_storage()), message.nbytes) for message in messages
@@ -346,8 +361,8 @@ class _Passage:
         self.buffer_bytes = max(self.buffer_bytes, sum(size for _, size in self._alive))
 
     def _arrive(self) -> tuple[int, PushBucket, dict[int, Tensor]]:
-        """Waits for the posted bucket after posting the next one, which travels while this one is
-        loaded.
+        """Starts the next bucket's transfers, which run while this bucket is loaded, then waits for
+        this bucket's. Returns the bucket's number, the bucket and the received messages by source.
         """
         mark()
         assert self._travelling is not None
@@ -360,8 +375,8 @@ class _Passage:
 
 
 def is_of_a_connection(error: RuntimeError) -> bool:
-    """Returns whether the error is a failed connection. NCCL and store errors have classes; gloo's
-    messages name a gloo source file.
+    """Returns whether the error is a failed connection. NCCL and store errors have their own
+    classes; gloo's messages name a gloo source file.
     """
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
@@ -369,7 +384,9 @@ def is_of_a_connection(error: RuntimeError) -> bool:
 def _plan(
     buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> list[PushBucket]:
-    """Plans the push identically on every process; each keeps its own part."""
+    """Plans the push identically on every process. Returns this process's sends and receives for
+    each bucket.
+    """
     made = []
     for tensors, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):
         made.append(_own_part(tensors, moves))
@@ -377,7 +394,9 @@ def _plan(
 
 
 def _own_part(tensors: list[LogicalTensor], moves: Iterable[Transfer]) -> PushBucket:
-    """Returns the sends and receives of this process for one bucket."""
+    """Returns the sends and receives of this process for one bucket. `moves`: the transfers of all
+    processes.
+    """
     me = dist.get_rank()
     sends: dict[int, list[TensorSlice]] = defaultdict(list)
     receives: dict[int, list[TensorSlice]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Records which elements an engine's loader copies to which parameter, in one load of tensors and
-parameters on the meta device.
+"""Records which elements an engine's loader copies to which parameter, during one load of meta
+tensors into meta parameters.
 """
 
 from collections import defaultdict
@@ -23,7 +23,9 @@ class Geometry(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy is an elementwise copy of a box of an HF tensor into a view of a parameter."""
+    """Copy is an elementwise copy of a block (box) of the HF tensor `name` into a view of a
+    parameter.
+    """
 
     name: str
     box: Box
@@ -34,9 +36,9 @@ class LoadRecorder(TorchDispatchMode):
     """LoadRecorder is a dispatch mode that records a loader's copies. The loader gets the tensors
     that `tensor` makes, and fills parameters on the meta device.
 
-    `asked` has, by HF name, the boxes that it reads; `copies`, by parameter, those that it copies
-    unchanged. A parameter that is written in any other way is `changed`; a tensor that is used in
-    any other way is `worked_on`.
+    `asked` has, by HF name, the blocks (boxes) that the loader reads; `copies`, by parameter, the
+    blocks that the loader copies unchanged. A parameter that is written in any other way is in
+    `changed`; a tensor that is used in any other way is in `worked_on`.
     """
 
     def __init__(self) -> None:
@@ -49,24 +51,26 @@ class LoadRecorder(TorchDispatchMode):
         self._tensors: dict[int, tuple[str, Tensor]] = {}
 
     def parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Registers the parameters that the loader fills."""
+        """Registers the meta parameters, by name, that the loader fills."""
         self._parameters = {_storage(parameter): name for name, parameter in named.items()}
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Creates a meta tensor with an HF tensor's shape for the loader."""
+        """Creates a meta tensor with the name, dtype and shape of an HF tensor, to be passed to the
+        loader.
+        """
         made = torch.empty(shape, dtype=dtype, device="meta")
         self._tensors[_storage(made)] = name, made
         return made
 
     def forget(self) -> None:
-        """Releases the tensors and parameters; the recorded copies stay."""
+        """Releases the meta tensors and parameters; the recorded copies stay."""
         self._tensors.clear()
         self._parameters.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: nothing here is compiled, and torch's guard against compilation would
-        double the cost.
+        """Returns False: no code under this mode is compiled, and torch's guard against compilation
+        would double the cost.
         """
         return False
 
@@ -100,8 +104,8 @@ class LoadRecorder(TorchDispatchMode):
             self.copies[parameter].append(Copy(name, box, geometry))
 
     def _read(self, tensor: Tensor) -> None:
-        """Records that a computation reads a tensor: a box of it, or all of it if the view is no
-        box.
+        """Records that a computation reads `tensor`: the block (box) that it covers of an HF
+        tensor, or the whole HF tensor if the view is no block.
         """
         name, whole = self._tensors[_storage(tensor)]
         self.worked_on.add(name)
@@ -110,8 +114,8 @@ class LoadRecorder(TorchDispatchMode):
         )
 
     def plain(self) -> dict[str, list[Copy]]:
-        """Returns, by parameter, the copies of those parameters that only copies fill, from tensors
-        that are used for nothing else.
+        """Returns, by parameter, the recorded copies that can be replayed: copies to parameters
+        that nothing else fills, from HF tensors that are used for nothing else.
         """
         changed, worked_on = set(self.changed), set(self.worked_on)
         while True:
@@ -129,7 +133,7 @@ class LoadRecorder(TorchDispatchMode):
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields the tensors among an operator's arguments, which are tensors and lists of tensors."""
+    """Yields the tensors among an operator's arguments, also within lists and tuples."""
     for argument in (*args, *kwargs.values()):
         for each in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(each, Tensor):

@@ -1,7 +1,7 @@
 """Replays the recorded copies of an engine's loader in as few operations as possible.
 
-An MoE model has tens of thousands of tensors; copying each by itself costs the CPU more time than
-the transfer takes.
+An MoE model has tens of thousands of tensors; copying each tensor separately costs more CPU time
+than the transfer takes.
 """
 
 import math
@@ -25,20 +25,24 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Run(NamedTuple):
-    """Run is a sequence of views of one size and stride, evenly spaced within a storage."""
+    """Run is a sequence of `number` views of one size and stride whose offsets in a storage grow by
+    `step` elements.
+    """
 
     number: int
     step: int
     first: Geometry
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the views of the tensor's storage as [number, *size]."""
+        """Returns the run's views of the storage of `tensor`, as one view [number, *size]."""
         return tensor.as_strided(
             (self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset
         )
 
     def followed_by(self, view: Geometry) -> "Run | None":
-        """Returns the run extended by one view, or None if the view breaks the pattern."""
+        """Returns the run extended by one view, or None if the view has another size, stride or
+        distance.
+        """
         if view[:2] != self.first[:2]:
             return None
         step = self.step if self.number > 1 else view.offset - self.first.offset
@@ -47,7 +51,9 @@ class Run(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Received is a group of slices of one message that go to evenly spaced places."""
+    """Received is a group of slices of the message from `source` that are copied to evenly spaced
+    views of a parameter.
+    """
 
     source: int
     within: Run  # of the message, in elements
@@ -55,8 +61,8 @@ class Received(NamedTuple):
 
 
 class Fill:
-    """Fill holds a bucket's copies to one parameter: from messages, and from `slices` of this
-    process's own shards.
+    """Fill holds all copies of one bucket into one parameter: from received messages, and from
+    `slices` of this process's own shards.
     """
 
     def __init__(self, parameter: str, dtype: torch.dtype):
@@ -70,7 +76,9 @@ class Fill:
         self._generation = -1
 
     def add(self, source: int, within: Geometry, target: Geometry) -> None:
-        """Adds a slice of a message."""
+        """Adds a copy of the view `within` of the message from `source` to the view `target` of the
+        parameter.
+        """
         self._from_messages.append((source, within, target))
         self.elements += math.prod(target.size)
 
@@ -80,7 +88,9 @@ class Fill:
         self.elements += math.prod(target.size)
 
     def settle(self) -> None:
-        """Merges the added slices: those evenly spaced on both sides become one copy."""
+        """Merges the copies from messages: slices that are evenly spaced in both message and
+        parameter become one copy.
+        """
         for source, within, target in sorted(
             self._from_messages, key=lambda each: (each[0], each[1].offset)
         ):
@@ -96,8 +106,8 @@ class Fill:
         self._sums = runs_of(self.targets)
 
     def own(self, shards: LocalShards) -> list[tuple[Run, list[Tensor]]]:
-        """Returns target runs with their source views in this process's shards; views adjacent on
-        both sides (gate, up) are joined.
+        """Returns runs of target views in the parameter, each with its source views in this
+        process's shards. Views that are adjacent in both (e.g. gate and up) are joined.
         """
         if shards.computed:  # kept, they would be the model once more
             return self._runs(shards)
@@ -113,7 +123,9 @@ class Fill:
         return [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
 
     def note(self, parameter: Tensor, shards: LocalShards, sums: SliceSums) -> None:
-        """Records the checksums of this process's own slices as they are in the parameter now."""
+        """Records in `sums` the checksums of this process's own slices as they are in the parameter
+        now.
+        """
         end = 0
         for run in self._sums:
             begin, end = end, end + run.number
@@ -127,7 +139,7 @@ class Fill:
 
 
 class ReceivedFill:
-    """ReceivedFill is a Fill with the messages of one push."""
+    """ReceivedFill is a Fill together with the messages of one push."""
 
     def __init__(
         self, fill: Fill, messages: Mapping[int, Tensor], shards: LocalShards, sums: SliceSums
@@ -139,9 +151,9 @@ class ReceivedFill:
         }
 
     def into(self, parameter: Tensor) -> None:
-        """Copies everything into a parameter of the recorded shape.
+        """Copies all of the Fill's elements into a parameter of the recorded shape.
 
-        On a meta parameter, it only counts the elements.
+        For a meta parameter, runs a meta copy of as many elements instead, which the engine counts.
         """
         if parameter.is_meta:
             torch.empty(self.fill.elements, device="meta").copy_(
@@ -157,7 +169,9 @@ class ReceivedFill:
         self.done = True
 
     def equals(self, parameter: Tensor) -> bool:
-        """Returns whether the parameter equals, bit for bit, what `into` would copy."""
+        """Returns whether the parameter already equals, bit for bit, the elements that `into` would
+        copy to it.
+        """
         whole = parameter.detach()
         pairs = [
             (target.of(whole), within.of(self._messages[source]))
@@ -172,8 +186,8 @@ class ReceivedFill:
 
 
 class Proof:
-    """Proof compares the parameters that the engine's loader filled with the result of the recorded
-    copies.
+    """Proof compares the parameters that the engine's loader filled with the result that the
+    recorded copies would have.
     """
 
     def __init__(self) -> None:
@@ -185,12 +199,14 @@ class Proof:
             self._waiting[filling.fill.parameter].append(filling)
 
     def filled(self, name: str, parameter: Tensor) -> None:
-        """Compares a parameter after the loader's last copy to it."""
+        """Compares the parameter `name` with the recorded copies, after the loader's last write to
+        it.
+        """
         if not all(filling.equals(parameter) for filling in self._waiting.pop(name, [])):
             self.wrong.add(name)
 
     def refuted(self) -> set[str]:
-        """Returns the parameters that the recorded copies do not reproduce."""
+        """Returns the names of the parameters that the recorded copies do not reproduce."""
         return self.wrong | self._waiting.keys()
 
 
@@ -200,9 +216,8 @@ def fills_of(
     copies: Mapping[str, Sequence[tuple[str, Copy]]],
     shards: LocalShards,
 ) -> list[Fill]:
-    """Returns the fills of a bucket whose messages have `layouts`, by source.
-
-    `copies`: by HF name, the parameter and the copy to it.
+    """Returns the fills of a bucket, one per parameter. `layouts`: the layout of the message from
+    each source process; `copies`: by HF name, the recorded copies with their parameter names.
     """
     arrived: dict[str, list[Arrived]] = defaultdict(list)
     for source, layout in layouts.items():
@@ -223,7 +238,7 @@ def fills_of(
 
 
 class Arrived(NamedTuple):
-    """Arrived is a box of an HF tensor in a message."""
+    """Arrived is the place of a block (box) of an HF tensor in the message from `source`."""
 
     source: int
     box: Box
@@ -237,7 +252,9 @@ def _add(
     shards: LocalShards,
     arrived: Sequence[Arrived],
 ) -> None:
-    """Adds one recorded copy, cut where its elements come from different sources."""
+    """Adds one recorded copy to `fill`, split where its elements come from different sources: this
+    process's shards or messages.
+    """
     here: list[tuple[Box, Arrived | None]] = [
         (box, None) for box in shards.boxes(read.tensor, read.number)
     ]
@@ -261,7 +278,7 @@ def _add(
 
 
 def runs_of(views: Sequence[Geometry]) -> list[Run]:
-    """Groups consecutive evenly spaced views into runs."""
+    """Groups consecutive views with even spacing into runs."""
     found: list[Run] = []
     for view in views:
         longer = found[-1].followed_by(view) if found else None
@@ -275,7 +292,9 @@ def runs_of(views: Sequence[Geometry]) -> list[Run]:
 def _joined(
     targets: Sequence[Geometry], views: Sequence[Tensor]
 ) -> tuple[list[Geometry], list[Tensor]]:
-    """Joins consecutive copies whose rows are adjacent in source and target."""
+    """Joins consecutive copies whose rows are adjacent in both source and target. Returns the
+    targets and the sources.
+    """
     joined: list[tuple[Geometry, Tensor]] = []
     for target, view in zip(targets, views, strict=True):
         if joined and _goes_on(joined[-1][0], target) and _is_next_to(joined[-1][1], view):
@@ -321,7 +340,9 @@ def _words(elements: Tensor) -> Tensor:
 
 
 def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, Copy]]]:
-    """Groups copies by HF name, each with its parameter."""
+    """Regroups copies, given by parameter, by HF name. Returns (parameter, copy) pairs for each HF
+    name.
+    """
     found: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
     for parameter, theirs in copies.items():
         for copy in theirs:
@@ -330,8 +351,8 @@ def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, C
 
 
 def message_order(slices: Iterable[TensorSlice]) -> list[TensorSlice]:
-    """Orders slices as in a message: slices of the same tensor of all layers and experts are
-    adjacent, and so evenly spaced.
+    """Returns the slices in the order of a message: slices of the same tensor of all layers and
+    experts are adjacent, and so evenly spaced.
     """
     kinds: dict[tuple[str, int], list[TensorSlice]] = {}
     for each in slices:

@@ -1,8 +1,8 @@
-"""Checksums of every slice of the last push: as the trainer holds it now, as it was sent, and as it
-arrived at the loader.
+"""Checksums of every slice of the last push: of the trainer's weights now, of the slice as it was
+sent, and of the slice as it reached the loader.
 
-They stay where they were computed, and are compared only to diagnose a difference between engine
-and trainer.
+Each process keeps the checksums that it computed; they are gathered and compared only to diagnose a
+difference between engine and trainer.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ SliceKey = tuple[str, Box, int, int]  # tensor, box, source, target
 
 
 def sum_of(elements: Tensor) -> int:
-    """Returns the checksum of a slice, equal to the one in its message."""
+    """Returns the checksum of a slice, equal to the slice's checksum in a message."""
     return int(checksums(elements[None]))
 
 
 class SliceSums:
-    """SliceSums records the slices that one process sends, receives and takes from its own shard in
-    one push.
+    """SliceSums records the checksums of the slices that one process sends, receives and takes from
+    its own shard in one push.
     """
 
     def __init__(self) -> None:
@@ -35,24 +35,24 @@ class SliceSums:
         self._own: list[tuple[Sequence[TensorSlice], Tensor]] = []
 
     def sent(self, target: int, slices: Sequence[TensorSlice], sums: Tensor) -> None:
-        """Records the `sums` [slices] of a message to process `target`."""
+        """Records the checksums `sums` [slices] of a message sent to process `target`."""
         self._sent.append((target, slices, sums))
 
     def received(self, source: int, slices: Sequence[TensorSlice], sums: Tensor) -> None:
-        """Records the `sums` [slices] of a message from process `source`."""
+        """Records the checksums `sums` [slices] of a message received from process `source`."""
         self._received.append((source, slices, sums))
 
     def used(self, slices: Sequence[TensorSlice], sums: Tensor) -> None:
-        """Records the `sums` [slices] of the slices that this process's engine takes from the
-        trainer's own shard.
+        """Records the checksums `sums` [slices] of the slices that this process's engine takes from
+        the trainer's own shard.
         """
         self._own.append((slices, sums))
 
     def compared(self, shards: LocalShards) -> list[SliceChecksums]:
-        """Compares all processes' slices of the last push; a collective with the same result
-        everywhere.
+        """Returns the checksums of all processes' slices of the last push, with the checksums of
+        the trainer's weights now; a collective with the same result on every process.
 
-        Weights must be on the device.
+        The weights must be on the device.
         """
         me = dist.get_rank()
         held: dict[SliceKey, int] = {}
@@ -77,7 +77,8 @@ class SliceSums:
 def _joined(
     told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]],
 ) -> list[SliceChecksums]:
-    """Merges the slices reported by each process.
+    """Merges the checksums reported by each process: dicts of the checksums now, as sent and as
+    received.
 
     A slice that was sent and never arrived has None for the received checksum.
     """

@@ -1,5 +1,5 @@
-"""Determines once, from all processes' shards, which process holds which box of which tensor of the
-model.
+"""Finds out which process holds which block (box) of which tensor of the model: once, from the
+shards of all processes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from rftmega.runtime.parallel.collectives import gather_objects
 
 
 class TensorSlice(NamedTuple):
-    """TensorSlice is a box of one HF tensor of a LogicalTensor that is moved or read."""
+    """TensorSlice is a block (box) of HF tensor `number` of a LogicalTensor."""
 
     tensor: LogicalTensor
     number: int  # of the HF tensor
@@ -46,7 +46,9 @@ class TensorSlice(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, int]:
-        """Returns a key that is equal for the same HF tensor of other layers and experts."""
+        """Returns a key that is equal for slices of the same HF tensor in other
+        layers and experts.
+        """
         return self.tensor.kind, self.number
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class TensorSlice(NamedTuple):
 
 
 class LocalShards:
-    """LocalShards finds the elements of HF tensors that this process holds."""
+    """LocalShards looks up elements of HF tensors in the shards of this process."""
 
     def __init__(self, shards: Sequence[Shard]):
         self._held = {shard.logical.names: shard for shard in shards}
@@ -66,18 +68,22 @@ class LocalShards:
         self._storages: list[int] = []
 
     def pieces(self, tensor: LogicalTensor, number: int) -> list[tuple[Box, Tensor]]:
-        """Returns the local boxes of an HF tensor with their elements: see Shard.views."""
+        """Returns the blocks (boxes) of HF tensor `number` that this process holds, with their
+        elements; see `Shard.views`.
+        """
         shard = self._held.get(tensor.names)
         return [] if shard is None else list(shard.views(number))
 
     def boxes(self, tensor: LogicalTensor, number: int) -> list[Box]:
-        """Returns the local boxes of an HF tensor."""
+        """Returns the blocks (boxes) of HF tensor `number` that this process holds."""
         shard = self._held.get(tensor.names)
         parts = () if shard is None else shard.parts
         return [part.box for part in parts if part.number == number]
 
     def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
-        """Returns how many elements of the (disjoint) boxes this process does not hold."""
+        """Returns how many elements of the disjoint `boxes` of HF tensor `number` this process does
+        not hold.
+        """
         boxes = list(boxes)
         found = sum(map(volume, boxes))
         for here in self.boxes(tensor, number):
@@ -86,10 +92,11 @@ class LocalShards:
         return found
 
     def slice_of(self, wanted: TensorSlice, pieces: dict[Any, Tensor] | None = None) -> Tensor:
-        """Returns the elements of a slice, which lies within one piece; pieces are cached in
-        `pieces` if given.
+        """Returns the elements of a slice, which must lie within one block that this process holds.
+        If `pieces` is given, the elements of whole blocks are cached in it.
 
-        A computed piece is always computed as a whole, so every slice of it has the same bits.
+        A block with an addend is always computed as a whole, so every slice of it has the same
+        bits.
         """
         pieces = {} if pieces is None else pieces
         shard = self._held.get(wanted.tensor.names)
@@ -103,7 +110,7 @@ class LocalShards:
 
     def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
         """Returns the elements of each slice. Views are cached per list object until `look_again`
-        finds new memory; elements with addends are computed now, each piece once.
+        finds new memory; blocks with addends are computed in each call, once per block.
         """
         if self.computed:
             pieces: dict[Any, Tensor] = {}
@@ -114,8 +121,8 @@ class LocalShards:
         return kept[1]
 
     def look_again(self) -> None:
-        """Drops the cached views if a parameter has new memory (`.data = `). A storage that was
-        refilled, as offloading does, counts as the same memory.
+        """Drops the cached views if a parameter has new memory (e.g. after assigning `.data`). A
+        storage that was freed and refilled, as offloading does, counts as the same memory.
         """
         storages = [shard.tensor.untyped_storage()._cdata for shard in self._held.values()]
         if storages != self._storages:
@@ -125,7 +132,7 @@ class LocalShards:
 
 
 def planned(tensors: Iterable[LogicalTensor]) -> list[PlannedTensor]:
-    """Lists the HF tensors of these, in their order."""
+    """Returns name, dtype and shape of the HF tensors in `tensors`, in the same order."""
     return [
         PlannedTensor(name, tensor.dtype, shape)
         for tensor in tensors
@@ -134,8 +141,8 @@ def planned(tensors: Iterable[LogicalTensor]) -> list[PlannedTensor]:
 
 
 def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[LogicalTensor]:
-    """Returns all tensors that the group's processes (default: all) hold, with their holders, in
-    model order. A collective with the same result on every process.
+    """Returns all tensors of the model that the processes of `group` (None: all processes) hold,
+    with their holders, in model order. A collective with the same result on every process.
     """
     mine = [
         (replace(shard.logical, holders=()), tuple((part[0], part[1]) for part in shard.parts))
@@ -161,7 +168,9 @@ def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[Logic
 
 
 def in_order(tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
-    """Orders tensors: embedding, layers (each with its experts last), norm, head."""
+    """Returns the tensors in model order: embedding, layers (each with its experts last), norm,
+    head.
+    """
     layers = [each for each in tensors if each.layer is not None]
     layers.sort(key=lambda each: (each.layer, -1 if each.expert is None else each.expert))
     outside = [each for each in tensors if each.layer is None]
@@ -174,9 +183,10 @@ def buckets_of(
     tensors: Sequence[LogicalTensor], bucket_bytes: int, *, for_an_engine: bool = False
 ) -> list[list[LogicalTensor]]:
     """Groups consecutive tensors of one dtype into buckets of up to `bucket_bytes`; a larger tensor
-    is a bucket of its own.
+    gets its own bucket.
 
-    An engine loads a layer's experts as one, so `for_an_engine` keeps them together.
+    With `for_an_engine`, the experts of a layer stay in one bucket, since an engine loads them
+    together.
     """
     groups: list[list[LogicalTensor]] = []
     for tensor in tensors:

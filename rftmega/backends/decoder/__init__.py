@@ -1,1 +1,3 @@
-"""Descriptions, parameter positions and tensor-parallel plans of transformers decoders."""
+"""Describes transformers decoders: their configs, the positions of Hugging Face tensors in their
+parameters, and their tensor-parallel plans.
+"""

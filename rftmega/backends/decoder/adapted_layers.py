@@ -29,7 +29,9 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # never get adapters
 
 
 class AdaptedLayers(NamedTuple):
-    """AdaptedLayers holds the layers of a model that get adapters, by module name."""
+    """AdaptedLayers holds the layers of a model that get LoRA adapters, by module or parameter
+    name.
+    """
 
     linears: Mapping[str, nn.Linear]  # including the LM head, if targeted
     embeddings: Mapping[str, nn.Embedding]  # the token embedding, if targeted
@@ -42,13 +44,12 @@ class AdaptedLayers(NamedTuple):
 def adapted_of(
     model: "PreTrainedModel", targets: Sequence[str], *, value: bool = False
 ) -> AdaptedLayers:
-    """Returns the layers of a decoder that `targets` name, or all linear layers and experts if it
-    is empty.
-
-    A `value` model has no LM head: a target that names it is left out beside others. Raises
+    """Returns the layers of a decoder that `targets` name, or all linear layers and experts if
+    `targets` is empty.
+    A `value` model has no LM head, so the LM head is ignored among several targets. Raises
     ConfigError for a target that the model does not have, for the embedding or LM head of a model
-    that ties them, for experts whose matrices transformers' conversion mapping does not tell apart,
-    and for a model with a tower.
+    that ties them, for experts whose matrices transformers' conversion mapping does not
+    distinguish, and for a model with a vision or audio encoder.
     """
     if vocabulary_of(model) is not model.base_model:
         raise ConfigError(
@@ -89,20 +90,20 @@ def adapted_of(
 
 
 def pair_of(weight: str) -> tuple[str, str]:
-    """Returns PEFT's names of A and B for the weight of a linear layer or an embedding."""
+    """Returns PEFT's names of the LoRA matrices A and B for a weight's name (of a linear layer or
+    embedding).
+    """
     return pair_names(weight.removesuffix(WEIGHT))
 
 
 def module_name(weight: str) -> str:
-    """Returns the last part of a linear layer's name, such as q_proj, from its weight's name."""
+    """Returns the last part of a layer's name, such as q_proj, from the name of its weight."""
     return _leaf(weight.removesuffix(WEIGHT))
 
 
 def _of_vocabulary(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
-    """Returns the embedding and the LM head by the last parts of their names, each with its full
-    name.
-
-    Modules of an unusual class or name are left out.
+    """Returns the embedding and the LM head as last part of the name -> (full name, module).
+    A module of an unexpected class or name is omitted.
     """
     kinds = {EMBEDDING: nn.Embedding, HEAD: nn.Linear}
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -122,8 +123,8 @@ def _is_within(name: str, layers: Iterable[str]) -> bool:
 
 
 def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the matrices stacked in each fused expert parameter: `AdaptedLayers.stacks`.
-
+    """Returns fused expert parameter -> names of the matrices stacked in it:
+    `AdaptedLayers.stacks`.
     Raises ConfigError for an expert parameter whose layout transformers does not declare.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -147,8 +148,8 @@ def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple
 
 
 def _parts(name: str, converters: "Sequence[WeightConverter]") -> tuple[str, ...]:
-    """Returns the names of the matrices that transformers stacks by rows in each expert; () if it
-    builds the parameter in another way.
+    """Returns the names of the matrices that transformers stacks by rows in each expert of a
+    parameter; () if transformers builds the parameter in another way.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 

@@ -1,4 +1,4 @@
-"""Describes any decoder from transformers' own config, independent of its architecture."""
+"""Describes any decoder from transformers' config, independent of its architecture."""
 
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -15,14 +15,16 @@ from rftmega.model_providers.tower import VisionTower
 
 CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the longest row
 # Vision-language models whose images `rftmega.data.media` supports. Not qwen3_vl_moe: transformers
-# transposes its experts, which then are no boxes of the folder's tensors.
+# transposes its experts, which then are no blocks of the folder's tensors.
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class TransformersModel(ModelDescription):
-    """TransformersModel is a ModelDescription whose parameters are counted instead of derived."""
+    """TransformersModel is a ModelDescription whose number of parameters is counted in the built
+    model instead of derived from the config.
+    """
 
     counted: int = 0  # parameters of the whole model; tied embeddings count once
     matrices: int = 0  # elements of the layers' matrices that a token is multiplied with
@@ -37,9 +39,9 @@ class TransformersModel(ModelDescription):
 
 def read_config(path: str | Path) -> Any:
     """Returns transformers' config of a model folder.
-
-    Raises CheckpointError if backend=fsdp can't train the model: it is unknown to transformers, has
-    an unsupported tower, quantised weights or bidirectional attention.
+    Raises CheckpointError if backend=fsdp can't train the model, because its type is unknown to
+    transformers, or because it has an unsupported vision or audio encoder, quantised weights or
+    bidirectional attention.
     """
     from transformers import AutoConfig
 
@@ -73,9 +75,8 @@ def read_config(path: str | Path) -> Any:
 
 def unknown_to_transformers(path: str | Path) -> str:
     """Returns an error message if transformers has no model of the folder's model_type, otherwise
-    an empty text.
-
-    Code that comes with a folder is not run.
+    an empty string.
+    Code that a folder contains is not run.
     """
     from transformers import CONFIG_MAPPING
 
@@ -95,8 +96,7 @@ def _other(path: str | Path) -> str:
 
 
 def beyond_its_positions(config: Any, longest: int) -> list[str]:
-    """Lists the reasons why rows of up to `longest` tokens can't be trained; [] if they can.
-
+    """Lists the reasons why rows of up to `longest` tokens can't be trained; empty if they can.
     Some RoPE types change their angles with the longest row of a micro-batch beyond the original
     context length (`modeling_rope_utils.dynamic_rope_update`), so log-probs would depend on how
     rows are batched.
@@ -116,14 +116,14 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
 
 
 def _scalings(config: Any) -> list[dict[str, Any]]:
-    """Returns the RoPE settings of a config: one, or one per layer type."""
+    """Returns the RoPE settings of a config: a single one, or one for each layer type."""
     said = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in said.values() if isinstance(each, dict)]
     return nested if nested and "rope_type" not in said else [said]
 
 
 def tower_of(path: str | Path, config: Any) -> VisionTower | None:
-    """Describes the vision tower of a model folder; None if it has none."""
+    """Returns a description of a model's vision encoder; None if the model has none."""
     if config.model_type not in SEEING:
         return None
     tower = describe(read_hf_config(path)).tower
@@ -132,8 +132,8 @@ def tower_of(path: str | Path, config: Any) -> VisionTower | None:
 
 
 def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersModel:
-    """Describes a decoder from transformers' config, with its `tower`; parameters are not counted
-    yet.
+    """Describes a decoder from transformers' config, with the description of its vision encoder
+    (`tower`); the parameters are not counted yet.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads

@@ -1,4 +1,6 @@
-"""FSDP2 parameter groups: which parameters of a decoder and its adapters are gathered together."""
+"""Describes FSDP2's parameter groups: the parameters of a decoder and its adapters that are
+gathered together.
+"""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,8 +17,8 @@ Shape = tuple[int, ...]
 
 
 class Groups(NamedTuple):
-    """Groups holds the parameter shapes of each FSDP2 group, under tensor parallelism those of a
-    process's shares.
+    """Groups holds the shapes of the parameters in each FSDP2 group; under tensor parallelism, the
+    shapes of one process's shares.
     """
 
     apart: tuple[tuple[Shape, ...], ...]  # gathered one after another, in forward order
@@ -26,7 +28,7 @@ class Groups(NamedTuple):
     pairs: tuple[tuple[Shape, ...], ...] = ()
     beside: tuple[
         Shape, ...
-    ] = ()  # of a value head, the last of `apart`: trained whole, beside pairs
+    ] = ()  # of a value head, the last of `apart`: trained in full, in addition to `pairs`
     looked_up: tuple[Shape, ...] = ()  # B of the embedding's pair, if any: merging needs it like A
 
 
@@ -41,12 +43,11 @@ def _built(path: str) -> tuple[Any, TransformersModel]:
 def read_groups(
     path: str, *, value: bool, tensor: int, rank: int = 0, targets: tuple[str, ...] = ()
 ) -> tuple[TransformersModel, Groups]:
-    """Describes the decoder of a folder and the FSDP2 groups of the first of `tensor`
+    """Returns the description of a folder's decoder, and the FSDP2 groups of the first of `tensor`
     tensor-parallel processes.
-
-    `value`: a value head replaces the LM head. `rank` above 0: adapters on `targets`. Raises
-    CheckpointError if transformers can't build the model or the processes can't share it, and
-    ConfigError if it can't have these adapters.
+    `value`: a value head replaces the LM head. `rank`: LoRA rank; above 0 the layers in `targets`
+    have adapters. Raises CheckpointError if transformers can't build the model or if it can't be
+    split over the processes, and ConfigError if it can't have these adapters.
     """
     model, said = _built(path)
     head = model.get_output_embeddings()
@@ -89,8 +90,8 @@ def read_groups(
 
 
 def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
-    """Returns, by parameter id, the number of matrices stacked in an adapted parameter, and how
-    many of them have a pair.
+    """Returns parameter id -> (number of matrices stacked in an adapted parameter, number of them
+    with a LoRA pair).
     """
     found = {id(linear.weight): (1, 1) for linear in layers.linears.values()}
     for name, parts in layers.stacks.items():
@@ -100,7 +101,10 @@ def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
 
 
 def _pairs(shape: Shape, rank: int, parts: int, chosen: int) -> list[Shape]:
-    """Returns the shapes of A and B of each pair on a weight or on a fused expert tensor."""
+    """Returns the shapes of A and B of each LoRA pair on a weight or a fused expert tensor of this
+    shape.
+    `parts`: number of matrices stacked in it; `chosen`: number of them with a pair.
+    """
     if not chosen:
         return []
     *experts, rows, columns = shape

@@ -1,4 +1,4 @@
-"""Builds transformers decoders on the meta device: parameter shapes without memory."""
+"""Builds transformers decoders on the meta device, where parameters have shapes but no memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,8 @@ EXPERT_DIMENSIONS = 3  # of fused expert parameters
 
 
 def on_meta(config: Any, attention: str) -> "PreTrainedModel":
-    """Builds the decoder of a config in float32, with `attention` in its text layers and SDPA in a
-    vision tower.
-
+    """Builds the decoder of a config in float32, with the attention implementation `attention` in
+    its text layers and SDPA in a vision encoder.
     Raises ValueError or ImportError if transformers can't use this attention implementation.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -35,13 +34,16 @@ def on_meta(config: Any, attention: str) -> "PreTrainedModel":
 
 
 def vocabulary_of(model: "PreTrainedModel") -> nn.Module:
-    """Returns the text decoder, which in most models is all but the LM head."""
+    """Returns the text decoder of a model: all of it without the LM head and any vision encoder."""
     decoder: nn.Module = getattr(model.base_model, "language_model", model.base_model)
     return decoder
 
 
 def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> TransformersModel:
-    """Describes a built model, on the meta device or not, and counts its parameters."""
+    """Returns the description of a built model with its parameters counted, on the meta device or
+    another.
+    `tower`: the description of its vision encoder.
+    """
     said = describe_any(model.config, tower)
     outside = {
         id(module.weight)
@@ -57,9 +59,8 @@ def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> Tran
 
 
 def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
-    """Returns a model's layers, including those of a tower.
-
-    Raises CheckpointError if transformers does not name their class.
+    """Returns a model's layers, including those of a vision encoder.
+    Raises CheckpointError if transformers does not name the class of the layers.
     """
     kinds = set(model._no_split_modules or ())
     layers = [each for each in model.base_model.modules() if type(each).__name__ in kinds]
@@ -72,11 +73,10 @@ def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def gathered_apart(model: "PreTrainedModel", head: nn.Module) -> list[nn.Module]:
-    """Returns the modules that FSDP2 gathers one after another: the embedding, each layer, and
-    `head` in place of the model's own.
-
-    All other parameters are gathered for a whole pass, including a tied embedding, which is also
-    the LM head. Raises CheckpointError if transformers does not name the layer class.
+    """Returns the modules that FSDP2 gathers separately: the embedding, each layer, and `head`,
+    which may replace the model's own LM head.
+    All other parameters stay gathered during a whole pass, including a tied embedding, which is
+    also the LM head. Raises CheckpointError if transformers does not name the class of the layers.
     """
     layers = layers_of(model)
     embedding = model.get_input_embeddings()

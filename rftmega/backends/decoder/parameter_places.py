@@ -1,8 +1,8 @@
 """Finds the positions of Hugging Face tensors in the parameters of a transformers model.
-
-Most parameters are named as in the folder. Where transformers fuses tensors (experts into one of
-three dimensions, gate and up into one), its conversion mapping gives the box of each. Tensors that
-become no box (transposed, interleaved) are refused by name.
+Most parameters have the same name as in the folder. Where transformers fuses tensors (experts into
+one three-dimensional tensor, gate and up into one), its conversion mapping defines the block (box)
+of each tensor in the parameter. Tensors that do not become a block (transposed, interleaved) raise
+CheckpointError.
 """
 
 import re
@@ -35,7 +35,7 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placed is the position of an HF tensor in a parameter."""
+    """Placed is the position of a Hugging Face tensor in a parameter."""
 
     name: str  # of the HF tensor
     shape: tuple[int, ...]
@@ -44,14 +44,16 @@ class Placed:
 
     @property
     def box(self) -> Box:
-        """Returns the position, as a box of the parameter or of the expert's slice."""
+        """Returns the block (box) that the tensor occupies, in the parameter or, if `expert` is
+        set, in that expert's slice.
+        """
         return tuple((at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """ShardPlan maps a process's rows of a parameter to HF tensors, for any tensor of the rows'
-    shape.
+    """ShardPlan maps this process's rows of a parameter to blocks of Hugging Face tensors; it
+    applies to any tensor of the rows' shape.
     """
 
     logical: LogicalTensor
@@ -59,7 +61,9 @@ class ShardPlan:
     index: int | None  # of the expert among the rows; None: the rows themselves
 
     def of(self, rows: Tensor) -> Shard:
-        """Returns the shard for `rows`: of the weights, or of a tensor that belongs to them."""
+        """Returns the shard for `rows`: this process's rows of the weight, or of a tensor of the
+        same shape such as an Adam moment.
+        """
         held = rows if self.index is None else rows[self.index]
         return Shard(self.logical, self.parts, held)
 
@@ -71,11 +75,11 @@ def places_of(
     *,
     allowed: Iterable[str],
 ) -> dict[str, list[Placed]]:
-    """Returns the HF tensors of each wanted parameter (name -> shape).
-
-    Every tensor of the folder must belong to one, be `allowed`, or be ignored by transformers.
-    Raises CheckpointError for any other tensor, for an incomplete parameter, and for a fusion that
-    is no box.
+    """Returns parameter name -> positions of its Hugging Face tensors, for the parameters in
+    `wanted` (name -> shape).
+    Each tensor of the folder must belong to a wanted parameter, be `allowed`, or be ignored by
+    transformers. Raises CheckpointError for any other tensor, for an incomplete parameter, and for
+    a tensor that does not become a block of its parameter.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -125,7 +129,9 @@ def _fused(
     pattern: str,
     number: int,
 ) -> Placed:
-    """Returns the position of the `number`-th tensor that matches a pattern of a fusion."""
+    """Returns the position in a fused parameter of the `number`-th tensor that matches `pattern` of
+    the converter.
+    """
     merged, joined = False, 0
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
@@ -174,10 +180,10 @@ def plans_of(
     split: Split | None = None,
     opens: bool,
 ) -> list[ShardPlan]:
-    """Returns the plans of rows start ... stop - 1 of a parameter, or of a process's share of it
-    (`split`).
-
-    `opens`: the parameter precedes the layers. Tensors without elements in these rows have no plan.
+    """Returns the ShardPlans of rows start ... stop - 1 (`rows`) of a parameter or, with `split`,
+    of a process's tensor-parallel share of the parameter.
+    `places`: positions of HF tensors in the parameter; `opens`: the parameter precedes the layers.
+    HF tensors without elements in these rows have no plan.
     """
     start, stop = rows
     found_layer = LAYER.search(parameter)
@@ -212,7 +218,9 @@ def plans_of(
 def _parts(
     group: Sequence[Placed], rows: tuple[int, int] | None, split: Split | None
 ) -> Iterable[ShardPart]:
-    """Yields the parts of each HF tensor in rows start ... stop - 1 (None: all) of a share."""
+    """Yields the blocks of each Hugging Face tensor that lie in rows start ... stop - 1 (None: all
+    rows) of a tensor-parallel share.
+    """
     for number, place in enumerate(group):
         own = place.box
         for shared, moved in _shared(own, split):
@@ -227,8 +235,8 @@ def _parts(
 
 
 def _shared(own: Box, split: Split | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yields a tensor's boxes within a share, in the share's coordinates, each with its offset from
-    the whole parameter.
+    """Yields the blocks of a tensor that lie in a tensor-parallel share, in the share's
+    coordinates, each with its offset from the coordinates of the whole parameter.
     """
     if split is None:
         yield own, (0,) * len(own)
@@ -248,7 +256,9 @@ def _moved(box: Box, away: Sequence[int]) -> Box:
 
 @torch.no_grad()
 def read(files: HFFolder, shards: Iterable[Shard]) -> int:
-    """Fills shards from the folder, reading only their boxes; returns the number of bytes read."""
+    """Fills shards from the folder, reading only the blocks that they contain; returns the number
+    of bytes read.
+    """
     read_bytes = 0
     for shard in shards:
         for number, (name, shape) in enumerate(
@@ -264,8 +274,8 @@ def read(files: HFFolder, shards: Iterable[Shard]) -> int:
 
 @torch.no_grad()
 def differs_from(files: HFFolder, name: str, shards: Iterable[Shard]) -> bool:
-    """Returns whether the folder's tensor `name` differs from this process's boxes of it; False if
-    the folder does not have it.
+    """Returns whether this process's blocks of tensor `name` in `shards` differ from that tensor in
+    the folder; False if the folder does not have it.
     """
     if name not in files:
         return False

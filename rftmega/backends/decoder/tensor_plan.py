@@ -1,8 +1,7 @@
 """Reads transformers' own tensor-parallel plan of a decoder.
-
 The plan assigns styles to modules and parameters; this module computes which elements a process
-holds. The vocabulary is no part of the plan: its rows are always split, in blocks of which the last
-may be short.
+holds. The embedding and LM head are not taken from the plan: their vocabulary rows are always
+split, in blocks of which the last may be short.
 """
 
 import re
@@ -30,27 +29,26 @@ FUSED = 3  # dimensions of fused expert parameters
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split lists the slices of one dimension of a parameter that a process holds, in order."""
+    """Split lists the index ranges of one dimension of a parameter that a process holds, in order."""
 
     dim: int
     slices: tuple[tuple[int, int], ...]
 
     @property
     def size(self) -> int:
-        """Returns the number of elements that a process holds along the dimension."""
+        """Returns the number of indices that a process holds along the split dimension."""
         return sum(stop - start for start, stop in self.slices)
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a process's share of a parameter."""
+        """Returns the shape of a process's share of a parameter of the given shape."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 def styles_of(model: "PreTrainedModel", size: int) -> dict[str, str]:
     """Returns the tensor-parallel styles of modules and parameters by name, for groups of `size`
     processes.
-
-    Raises CheckpointError if transformers has no plan for this model, or if the plan has a style
-    that is unknown here or that `size` processes can't share evenly.
+    Raises CheckpointError if transformers has no plan for this model, if the plan contains a style
+    that is unsupported here, or if a parameter can't be split evenly over `size` processes.
     """
     kind = type(model).__name__
     plan: dict[str, str] = model.tp_plan or {}
@@ -87,10 +85,9 @@ def _known(style: str, part: object) -> bool:
 
 
 def _refuse_forgotten(model: "PreTrainedModel", styles: dict[str, str]) -> None:
-    """Raises CheckpointError for parameters beside column-split weights that the plan does not
+    """Raises CheckpointError for vectors next to column-split weights that the plan does not
     mention.
-
-    A norm of each head would get only a share of its gradient, a norm over all heads a wrong mean.
+    A norm of each head would get only part of its gradient, a norm over all heads a wrong mean.
     """
     columns = {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMN}
     for parent in sorted(columns):
@@ -129,7 +126,9 @@ def _refuse_uneven(model: "PreTrainedModel", styles: dict[str, str], size: int) 
 def splits_of(
     model: "PreTrainedModel", styles: dict[str, str], rank: int, size: int
 ) -> dict[str, Split]:
-    """Returns the slices that process `rank` of `size` holds of each split parameter, by name."""
+    """Returns parameter name -> Split: the index ranges of each split parameter that process `rank`
+    of `size` holds.
+    """
     found = {}
     for name, parameter, style in _styled(model, styles):
         dim = _dimension(style, parameter.dim())
@@ -140,8 +139,8 @@ def splits_of(
 
 
 def partial_of(model: "PreTrainedModel", styles: dict[str, str]) -> set[str]:
-    """Returns the names of replicated parameters that see this process's heads only, so their
-    gradients must be summed.
+    """Returns the names of replicated parameters whose gradients must be summed over the
+    tensor-parallel processes, because each process applies them to its own heads only.
     """
     return {name for name, _, style in _styled(model, styles) if style == PARTIAL}
 
@@ -158,7 +157,9 @@ def _styled(
 
 
 def _dimension(style: str, dims: int) -> int | None:
-    """Returns the split dimension of a parameter; None if every process has all of it."""
+    """Returns the dimension along which a style splits a parameter of `dims` dimensions; None if
+    every process holds all of it.
+    """
     if style in (COLUMN, COLUMN_GATHERED, PACKED):
         return max(dims - 2, 0)
     if style in (ROW, ROW_OF_WHOLE) and dims > 1:  # a bias is added once, after the sum

@@ -1,3 +1,3 @@
-"""FSDP2 backend: trains any decoder that transformers builds, with its rows sharded over the
-processes.
+"""FSDP2 backend: trains any decoder that transformers can build, with each parameter's rows sharded
+over the processes.
 """

@@ -13,15 +13,14 @@ from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeight
 
 
 class FSDPActor(FSDPModel):
-    """FSDPActor scores and trains the policy.
-
+    """FSDPActor computes log-probs and trains the policy.
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh):
         """Builds the model and its optimizer and loads the weights.
-
-        Log-probs are of the sampling distribution, with the engine's `cfg.rollout.temperature`.
+        Log-probs are those of the sampling distribution, at the temperature
+        `cfg.rollout.temperature`.
         """
         super().__init__(FSDPModelManager(cfg, placement), placement)
         self.manager.setup_model_and_optimizer()
@@ -41,16 +40,14 @@ class FSDPActor(FSDPModel):
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Returns log-prob and entropy of every target on the host, without gradient.
-
-        `temperature`: None for the rollout's.
+        """Returns the log-prob and entropy of every target token on the host, without gradient.
+        `temperature`: None for `cfg.rollout.temperature`.
         """
         found: TokenStats[Column] = self.runner.score(rows, temperature=temperature)
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns log-prob and entropy of every target under the reference weights.
-
+        """Returns the log-prob and entropy of every target token under the reference weights.
         Raises AssertionError if no reference weights are kept.
         """
         assert self.reference is not None, (

@@ -1,5 +1,5 @@
-"""LoRA adapters on the fused experts of transformers models: their names, positions and
-tensor-parallel split.
+"""LoRA adapters on the fused experts of transformers models: creates them, and finds their names,
+positions and tensor-parallel splits.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ BESIDE = "lora"  # submodule of the experts that holds the pairs
 
 
 class AdaptedStack:
-    """AdaptedStack is a layer's fused experts with LoRA pairs for their matrices."""
+    """AdaptedStack adds LoRA pairs to the matrices of a layer's fused experts."""
 
     def __init__(
         self,
@@ -31,9 +31,8 @@ class AdaptedStack:
         lora: LoRA,
     ):
         """Adds LoRA pairs to the experts.
-
-        `name`: of the parameter. `parts`: the matrices stacked by rows in each expert, such as
-        gate_proj and up_proj; those in `found` get pairs.
+        `name`: of the fused parameter. `parts`: names of the matrices stacked by rows in each
+        expert, such as gate_proj and up_proj; those in `found` get pairs.
         """
         above, _, self.leaf = name.rpartition(".")
         self.above, self.parts, self.scaling = above, parts, lora.scaling
@@ -68,27 +67,27 @@ class AdaptedStack:
         return adapted
 
     def train(self, learning: bool) -> None:
-        """Switches the pairs between training, which may apply dropout, and scoring."""
+        """Switches the pairs to training, where dropout may apply, or to scoring."""
         for pairs in self.pairs.values():
             pairs.training = learning
 
     def matrices(self) -> Iterator[Tensor]:
-        """Yields A and B of each pair, for all experts."""
+        """Yields the matrices A and B of each pair, stacked over all experts."""
         for pairs in self.pairs.values():
             yield from (pairs.lora_A, pairs.lora_B)
 
     def names(self, above: str = "") -> dict[str, tuple[str, str]]:
-        """Returns the parameter names of A and B by matrix, within the experts module `above`, by
-        default transformers' own.
+        """Returns matrix name -> parameter names of its A and B.
+        `above`: name of the experts module that the names begin with; by default transformers'
+        name.
         """
         inside = f"{above or self.above}.{BESIDE}"
         return {part: (f"{inside}.{part}.lora_A", f"{inside}.{part}.lora_B") for part in self.pairs}
 
     def places(self, places: Sequence[Placed]) -> dict[str, list[Placed]]:
-        """Returns the positions of the pairs' tensors in their parameters, from the folder's
-        `places` of the experts.
-
-        Raises ConfigError if the folder has all experts in one tensor.
+        """Returns the positions of the pairs' Hugging Face tensors in their parameters, derived
+        from the positions `places` of the experts' tensors.
+        Raises ConfigError if the folder stores all experts in one tensor.
         """
         found: dict[str, list[Placed]] = {}
         for place in places:
@@ -107,9 +106,8 @@ class AdaptedStack:
         return found
 
     def share(self, split: Split, splits: dict[str, Split], partial: set[str]) -> None:
-        """Adds the pairs' tensor-parallel splits to `splits` and `partial`, following the experts'
-        own `split`.
-
+        """Adds the tensor-parallel splits of the pairs to `splits`, and the names of the replicated
+        matrices to `partial`, following the `split` of the experts.
         See `ShardedAdapters.share`.
         """
         for part, (down, up) in self.names().items():
@@ -124,14 +122,15 @@ class AdaptedStack:
                 partial.add(up)
 
     def bind(self, known: Mapping[str, Weight]) -> Iterator[Weight]:
-        """Finds the pairs among this process's weights, and yields them."""
+        """Stores and yields this process's weights of the pairs; `known` maps names to weights."""
         for part, (down, up) in self.names().items():
             self._bound[part] = known[down], known[up]
             yield from self._bound[part]
 
     def delta(self, index: int, rows: int) -> StackDelta:
-        """Returns the adapter delta of a matrix with `rows` rows: that of this process's `index`-th
-        expert, whose pairs it holds as well.
+        """Returns the adapters' delta of the `index`-th expert on this process; its fused matrix
+        has `rows` rows.
+        The process holds the same expert's pairs.
         """
         pairs: list[tuple[Tensor, Tensor] | None] = []
         for part in self.parts:
@@ -141,6 +140,8 @@ class AdaptedStack:
 
 
 def _within(split: Split, first: int, rows: int) -> tuple[tuple[int, int], ...]:
-    """Returns the slices of a split within the `rows` rows from `first` on, relative to `first`."""
+    """Returns the index ranges of a split that lie within the `rows` rows from `first` on, relative
+    to `first`.
+    """
     own = [(max(start - first, 0), min(stop - first, rows)) for start, stop in split.slices]
     return tuple((start, stop) for start, stop in own if start < stop)

@@ -1,10 +1,9 @@
-"""LoRA adapters on a frozen FSDP2 model: built, loaded, disabled, and merged when shards are read;
-`adapted_experts` has those on experts.
-
-Pairs are ordinary parameters: FSDP2 shards their rows, and tensor-parallel processes split them
-like the layer. B has the weight's rows on every process, so merging lacks rows of A alone, which
-are gathered before weights are read; for an embedding's pair, whose A has a column per vocabulary
-entry, both matrices are.
+"""LoRA adapters on a frozen FSDP2 model: creates, loads and disables them, and merges them when
+shards are read; `adapted_experts` contains those on experts.
+LoRA matrices are ordinary parameters: FSDP2 shards their rows, and tensor-parallel processes split
+them like the layer. B has the same rows as the weight on every process, so merging lacks only rows
+of A, which are gathered before weights are read; for an embedding, whose A has one column per
+vocabulary entry, both matrices are gathered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,15 +35,14 @@ Places = dict[str, list[Placed]]
 
 
 class ShardedAdapters:
-    """ShardedAdapters holds this process's rows of a model's adapters."""
+    """ShardedAdapters holds this process's rows of all LoRA matrices of a model."""
 
     def __init__(
         self, network: Network, model: PreTrainedModel, options: LoRA, placement: ShardingMesh
     ):
         """Adds LoRA pairs to the linear layers, embeddings and experts that the options target.
-
-        The model, which the network is made of, and the pairs are on the meta device. Raises
-        ConfigError if no layer matches.
+        `network` contains the modules of `model`, which are on the meta device; so are the new
+        matrices. Raises ConfigError if no layer matches.
         """
         self.options, self.placement = options, placement
         self.layers: dict[str, LinearWithPair | EmbeddingWithPair] = {}
@@ -69,17 +67,16 @@ class ShardedAdapters:
         self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and the whole matrix
 
     def train(self, learning: bool) -> None:
-        """Switches pairs between training, which may apply dropout, and scoring."""
+        """Switches the adapters to training, where dropout may apply, or to scoring."""
         for layer in self.layers.values():
             layer.training = learning
         for stack in self.stacks.values():
             stack.train(learning)
 
     def places(self, places: Places) -> Places:
-        """Returns the positions of the pairs' tensors in their parameters, from the folder's
-        `places`.
-
-        Raises ConfigError for a layer that the folder has as several tensors.
+        """Returns the positions of the LoRA matrices' Hugging Face tensors in their parameters,
+        derived from the positions `places` of the weights' tensors.
+        Raises ConfigError for a layer that the folder stores as several tensors.
         """
         found: Places = {}
         for name, layer in self.layers.items():
@@ -97,8 +94,8 @@ class ShardedAdapters:
         return found
 
     def named(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Returns the pairs' parameter names, the network's own -> transformers'; `names` maps
-        those of the weights.
+        """Returns the network's parameter names of the LoRA matrices -> transformers' names.
+        `names`: the same mapping for the weights.
         """
         found: dict[str, str] = {}
         for own, name in names.items():
@@ -111,10 +108,10 @@ class ShardedAdapters:
         return found
 
     def share(self, splits: dict[str, Split], partial: set[str]) -> None:
-        """Adds the pairs' tensor-parallel splits to `splits` and `partial`.
-
-        The matrix on the side where the weight is split is split like it. The other one is
-        replicated, and sees only a share of the layer.
+        """Adds the tensor-parallel splits of the LoRA matrices to `splits`, and the names of
+        replicated matrices to `partial`.
+        Of each pair, the matrix that has the weight's split dimension is split like the weight. The
+        other matrix is replicated; its gradient on a process is partial.
         """
         for name, layer in self.layers.items():
             weight = name + WEIGHT
@@ -137,8 +134,8 @@ class ShardedAdapters:
                 stack.share(splits[name], splits, partial)
 
     def freeze(self, network: nn.Module, dtype: torch.dtype, *, beside: Iterable[Tensor]) -> None:
-        """Freezes all parameters but the pairs and those in `beside`; frozen ones get the forward
-        pass's dtype.
+        """Freezes all parameters except the LoRA matrices and the parameters in `beside`; frozen
+        parameters are cast to `dtype`, that of the forward pass.
         """
         learn = {id(matrix) for layer in self.layers.values() for matrix in layer.pair}
         learn |= {id(matrix) for stack in self.stacks.values() for matrix in stack.matrices()}
@@ -149,7 +146,9 @@ class ShardedAdapters:
                 parameter.data = parameter.data.to(dtype)
 
     def bind(self, weights: Sequence[Weight]) -> None:
-        """Finds the pairs among this process's weights, once these have memory."""
+        """Stores this process's weights of the LoRA matrices, taken from `weights`, after their
+        memory was allocated.
+        """
         known = {weight.name: weight for weight in weights}
         for name, layer in self.layers.items():
             down, up = (known[each] for each in pair_of(name + WEIGHT))
@@ -163,21 +162,23 @@ class ShardedAdapters:
             self.weights += stack.bind(known)
 
     def _whole(self, weight: Weight) -> Tensor:
-        """Returns the buffer that `gather` fills with all rows of a matrix."""
+        """Returns a new buffer for a matrix, whose rows `gather` fills from all processes."""
         whole = weight.pushed.new_zeros(len(weight.parameter), weight.pushed.shape[1])
         self._gathered.append((weight, whole))
         return whole
 
     @property
     def gathered(self) -> list[Tensor]:
-        """Returns A of each linear layer, with this process's columns, and both matrices of an
-        embedding's pair, as `gather` left them.
+        """Returns the matrices that `gather` has filled: A of each linear layer, with this
+        process's columns, and both matrices of an embedding's pair.
         """
         return [whole for _, whole in self._gathered]
 
     @torch.no_grad()
     def load(self, whole: Whole) -> None:
-        """Fills this process's rows from whole HF tensors."""
+        """Fills this process's rows of the LoRA matrices; `whole` returns a Hugging Face tensor by
+        name and shape.
+        """
         for weight in self.weights:
             for plan in weight.plans:
                 shard = plan.of(weight.rows)
@@ -188,10 +189,9 @@ class ShardedAdapters:
 
     @torch.no_grad()
     def gather(self, where: torch.device) -> None:
-        """Gathers the rows that `merged` reads (`gathered`); a collective over the processes of a
-        replica that compute on `where`.
-
-        Experts need no gathering: a process holds their pairs.
+        """Gathers the rows of LoRA matrices that `merged` needs; a collective over the processes of
+        a replica, on device `where`.
+        Experts need no gathering: a process holds the pairs of its experts.
         """
         if not self._gathered:
             return
@@ -208,8 +208,8 @@ class ShardedAdapters:
             matrix.copy_(blocks.reshape(-1, matrix.shape[1])[: len(matrix)])
 
     def merged(self, weight: Weight) -> list[Shard]:
-        """Returns the shards of a model weight with its adapter delta, which is added when they are
-        read; the weight stays unchanged.
+        """Returns the shards of a model weight with its adapter's delta, which is added when a
+        shard is read; the weight stays unchanged.
         """
         if stack := self.stacks.get(weight.name):
             rows = weight.pushed.shape[1]
@@ -221,13 +221,13 @@ class ShardedAdapters:
         return [replace(shard, addend=delta) for shard in weight.shards()]
 
     def shards(self) -> list[Shard]:
-        """Returns the shards of the adapter matrices themselves."""
+        """Returns the shards of the LoRA matrices."""
         return [shard for weight in self.weights for shard in weight.shards()]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Disables the adapters within a `with` block, for the reference model of a policy (see
-        `device.held_weights.ReferenceWeights`).
+        """Disables the adapters within a `with` block: the frozen model is then the reference of
+        the policy, like `device.held_weights.ReferenceWeights`.
         """
         held: list[LinearWithPair | EmbeddingWithPair | AdaptedStack]
         held = [*self.layers.values(), *self.stacks.values()]
@@ -241,7 +241,9 @@ class ShardedAdapters:
 
 
 def compare_copies(weight: Weight, folder: PEFTFolder) -> None:
-    """Compares this process's rows of a weight with the copies of it in a PEFT folder."""
+    """Compares this process's rows of a weight with PEFT's copy of the weight in a folder, if there
+    is one; `PEFTFolder.compare` records a difference.
+    """
     for shard in weight.shards():
         for number, (name, shape) in enumerate(
             zip(shard.logical.names, shard.logical.shapes, strict=True)

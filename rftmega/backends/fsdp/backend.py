@@ -7,11 +7,15 @@ from rftmega.config import RunConfig
 
 
 class FSDPBackend:
-    """FSDPBackend is the `strategy.backend.Backend` that shards any transformers decoder."""
+    """FSDPBackend is the `run.placement.backend.Backend` that trains any transformers decoder with
+    FSDP2.
+    """
 
     def policy(self, config: RunConfig) -> FSDPActor:
         return FSDPActor(config, ShardingMesh.create(config.parallel))
 
     def value_model(self, config: RunConfig, *, role: str) -> FSDPCritic:
-        """Builds a critic or a reward model, over its own sharding mesh."""
+        """Builds a critic or a reward model, with its own sharding mesh.
+        `role`: "critic" for a trained model; any other only scores.
+        """
         return FSDPCritic(config, ShardingMesh.create(config.parallel), learns=role == "critic")

@@ -15,10 +15,9 @@ class FSDPCritic(FSDPModel):
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh, *, learns: bool):
-        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a
-        policy's (value head at 0).
-
-        `learns`: it is trained, instead of only scoring.
+        """Builds the model of `cfg.model` with a value head, from the folder of a reward model, or
+        of a policy (its value head is zero at first).
+        `learns`: the model is trained, instead of only scoring.
         """
         super().__init__(FSDPModelManager(cfg, placement, value_model=True), placement)
         if learns:
@@ -28,7 +27,7 @@ class FSDPCritic(FSDPModel):
         self.runner = FSDPRunner(self.manager, TokenValues)
 
     def values(self, rows: Rows[Column]) -> Column:
-        """Returns the value of the state in which each target is chosen, on the host, without
+        """Returns the value of the state in which each target token is chosen, on the host, without
         gradient.
         """
         found: Column = self.runner.score(rows).value

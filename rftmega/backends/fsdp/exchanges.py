@@ -1,4 +1,4 @@
-"""Differentiable collectives of a tensor-parallel group."""
+"""Differentiable collectives over a tensor-parallel group."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class _Copied(torch.autograd.Function):
-    """_Copied returns a replicated tensor and sums the processes' gradients of it."""
+    """_Copied returns a replicated tensor, and sums its gradient over the processes in the backward
+    pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -23,7 +25,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """_Summed adds up the processes' partial sums."""
+    """_Summed sums the processes' tensors; the backward pass returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -37,7 +39,9 @@ class _Summed(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """_Joined concatenates the processes' columns [..., C]."""
+    """_Joined concatenates the processes' columns [..., C]; the backward pass takes this process's
+    columns of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -50,7 +54,9 @@ class _Joined(torch.autograd.Function):
 
 
 class _OwnColumns(torch.autograd.Function):
-    """_OwnColumns takes this process's columns of a replicated tensor."""
+    """_OwnColumns takes this process's columns of a replicated tensor; the backward pass
+    concatenates the processes' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -75,26 +81,28 @@ def _own(x: Tensor, group: Any) -> Tensor:
 
 
 def copied(x: Tensor, group: Any) -> Tensor:
-    """Returns x, which is the same on every process of `group`; their gradients of it are
-    summed.
+    """Returns x, which is the same on every process of `group`; the backward pass sums the
+    processes' gradients of x.
     """
     found: Tensor = _Copied.apply(x, group)
     return found
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """Sums x over the processes of `group`, in place where possible."""
+    """Returns the sum of x over the processes of `group`, computed in place if x is contiguous."""
     found: Tensor = _Summed.apply(x.contiguous(), group)
     return found
 
 
 def joined(x: Tensor, group: Any) -> Tensor:
-    """Concatenates the columns [..., C] of the processes of `group` to [..., C * processes]."""
+    """Returns [..., C * processes]: the columns [..., C] of all processes of `group`, concatenated."""
     found: Tensor = _Joined.apply(x, group)
     return found
 
 
 def own_columns(x: Tensor, group: Any) -> Tensor:
-    """Returns this process's columns [..., C / processes] of x, which is the same on all."""
+    """Returns this process's columns [..., C / processes] of x [..., C], which is the same on every
+    process of `group`.
+    """
     found: Tensor = _OwnColumns.apply(x, group)
     return found

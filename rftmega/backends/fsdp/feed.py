@@ -1,5 +1,5 @@
-"""Builds the packed or padded inputs of a transformers decoder, and the positions of its
-targets.
+"""Builds the packed or padded inputs of a transformers decoder, and the positions of the target
+tokens' hidden states.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rftmega.data.media.model_inputs import ImageTensors
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Feed is a micro-batch of decoder inputs with N targets."""
+    """Feed holds the decoder inputs of a micro-batch with N target tokens."""
 
     arguments: dict[str, Any]  # keyword arguments of the decoder
     places: Tensor  # [N] index of each target's hidden state in the decoder's flattened output
@@ -32,13 +32,12 @@ def feed(
     where: torch.device,
     images: ImageTensors | None = None,
 ) -> Feed:
-    """Builds decoder inputs from tokens [B, T + 1], with `lengths` tokens per row, on the host; a
-    row's last token is only a target.
-
-    Packed rows are concatenated, and attention gets their `edges`. Padded rows have filler at their
-    ends, which a causal decoder's earlier tokens never see, so they need no mask. A batch without
-    targets becomes one filler token. `images`: of a vision-language model, with packed rows; the
-    inputs of its tower are never empty.
+    """Builds decoder inputs from tokens [B, T + 1] on the host, with `lengths` real tokens per row;
+    a row's last token is only a target.
+    Packed rows are concatenated, and attention gets their boundaries (`Edges`). Padded rows have
+    filler at their ends, which the earlier tokens of a causal decoder never attend to, so no mask
+    is needed. A batch without targets becomes one filler token. `images`: image inputs of a
+    vision-language model, which requires packed rows; they are never empty.
     """
     rows, columns = tokens.shape[0], tokens.shape[1] - 1
     real = torch.arange(columns) < lengths[:, None] - 1
@@ -74,13 +73,13 @@ def feed(
 
 
 def _sent(value: Tensor, where: torch.device) -> Tensor:
-    """Returns the value on the device, copied without blocking the host."""
+    """Returns a copy of the value on device `where`, made without blocking the host."""
     return value.to(where, non_blocking=True)
 
 
 def _seen(images: ImageTensors, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
-    """Returns the tower's inputs, and positions [3, 1, N] and features [1, N] of the tokens of
-    `grid`.
+    """Returns the vision encoder's inputs, and positions [3, 1, N] and feature indices [1, N] of
+    the tokens that are True in `grid`.
     """
     assert images.pixels is not None
     assert images.grids is not None

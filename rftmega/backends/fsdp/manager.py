@@ -53,14 +53,14 @@ FIRST, SECOND = MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class FSDPModelManager:
-    """FSDPModelManager holds this process's shard of a model with Hugging Face weights, ready for
-    forward passes and optimizer steps.
+    """FSDPModelManager holds this process's shard of a model that is loaded from a Hugging Face
+    folder, and its optimizer.
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh, *, value_model: bool = False):
-        """Builds `cfg.model` over the processes of `placement` and loads its weights.
-
-        Raises CheckpointError if the folder's config or weights can't be used.
+        """Builds `cfg.model` sharded over the processes of `placement`, and loads its weights.
+        `value_model`: a value head replaces the LM head. Raises CheckpointError if the folder's
+        config or weights can't be used.
         """
         self.cfg, self.placement, self.value_model = cfg, placement, value_model
         self.where = device.current().here()
@@ -116,7 +116,9 @@ class FSDPModelManager:
 
     @property
     def on_host(self) -> bool:
-        """Returns whether parameters are offloaded to the host and fetched layer by layer."""
+        """Returns whether parameters stay on the host and are copied to the device layer by layer
+        (parallel.cpu_offload).
+        """
         return self.cfg.parallel.cpu_offload
 
     @cached_property
@@ -124,19 +126,20 @@ class FSDPModelManager:
         return ImageProcessor(self.cfg.model.path)
 
     def pixels(self, image: PlacedImage) -> Tensor:
-        """Returns the patches [P, C] of an image or video, as inputs of the vision tower.
-
-        Raises DataError if it can't be read any more, or has changed.
+        """Returns the patches [P, C] of an image or video, as inputs of the vision encoder.
+        Raises DataError if its file has changed or can no longer be read.
         """
         return self._processor.pixels(image)
 
     def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
-        """Starts reading the images of the next micro-batches."""
+        """Starts to read the images of the next micro-batches in the background."""
         held = [images_of(batch.distinct.values()) for batch in batches if batch is not None]
         self._processor.read_ahead(image for batch in held for image in batch)
 
     def _places(self, files: HFFolder, built: Built) -> dict[str, list[Placed]]:
-        """Returns the folder's tensors of each parameter, by transformers' names."""
+        """Returns parameter name (transformers') -> positions of the folder's tensors in the
+        parameter.
+        """
         parameters = dict(built.network.named_parameters())
         shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
         without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
@@ -183,10 +186,9 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def _load(self, files: HFFolder) -> None:
-        """Reads this process's rows only.
-
+        """Reads this process's rows of all weights from the folder.
         Raises CheckpointError, the same on every process, for non-finite weights, and for an LM
-        head that differs from the embedding it is tied to.
+        head that differs from the embedding that it should be tied to.
         """
         problems, head = [], names_of_head(self.model)[0]
         for weight in self.weights_held:
@@ -207,8 +209,8 @@ class FSDPModelManager:
             )
 
     def _adapt(self, adapters: ShardedAdapters) -> None:
-        """Initialises the adapters, or loads them from a PEFT folder and compares its copies of the
-        base weights.
+        """Initialises the adapters, or loads them from a PEFT folder and compares PEFT's copies of
+        frozen weights with the model's.
         """
         lora = self.cfg.model.lora
         held = [weight for weight in self.weights_held if not weight.learns]
@@ -225,7 +227,9 @@ class FSDPModelManager:
             adapters.load(beginning(self.cfg.trainer.seed))
 
     def sum_of_weights(self) -> int:
-        """Returns a layout-independent checksum of the model's own weights; a collective."""
+        """Returns a checksum of the model's weights without adapters that does not depend on the
+        layout; a collective.
+        """
         self.finish_param_sync()
         return self._sum_of(self.weights_held)
 
@@ -238,33 +242,35 @@ class FSDPModelManager:
         return weight.embeds and self.description.tied and not self.value_model
 
     def shards(self) -> list[Shard]:
-        """Returns this process's shards of the model in the forward pass's dtype; adapters are
-        merged when a shard is read.
+        """Returns this process's shards of the model in the forward pass's dtype; adapter deltas
+        are merged when a shard is read.
         """
         if self.adapters is None:
             return self.frozen_shards()
         return [shard for weight in self.weights_held for shard in self.adapters.merged(weight)]
 
     def frozen_shards(self) -> list[Shard]:
-        """Returns this process's shards of the model, without the adapters' deltas."""
+        """Returns this process's shards of the model, without adapter deltas."""
         return [shard for weight in self.weights_held for shard in weight.shards()]
 
     @property
     def head(self) -> list[Weight]:
-        """Returns the weights of a value model that are trained in full beside its adapters."""
+        """Returns the weights that are trained in full in addition to the adapters: those of a
+        value head.
+        """
         return [weight for weight in self.weights_held if self.adapters and weight.learns]
 
     @property
     def adam_steps(self) -> int:
-        """Returns the number of optimizer steps that Adam has counted; 0 if it has no states
-        yet.
-        """
+        """Returns the number of optimizer steps in Adam's state; 0 if Adam has no state yet."""
         if self.optimizer is None or not self.optimizer.state:
             return 0
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def set_adam_steps(self, steps: int) -> None:
-        """Creates Adam's states, which are filled afterwards; at 0 steps, removes them."""
+        """Replaces Adam's state by zero moments with the given number of steps, to be filled
+        afterwards; at 0 steps, removes the state.
+        """
         assert self.optimizer is not None
         self.optimizer.state.clear()
         for weight in self.trained if steps else ():
@@ -287,12 +293,12 @@ class FSDPModelManager:
         }
 
     def weights(self) -> list[Tensor]:
-        """Returns this process's rows of all trained parameters."""
+        """Returns this process's rows of all trained parameters, in the optimizer's dtype."""
         return [weight.rows for weight in self.trained]
 
     def setup_model_and_optimizer(self) -> None:
-        """Builds Adam (Loshchilov and Hutter, arXiv:1711.05101) over this process's rows.
-
+        """Builds the AdamW optimizer (Loshchilov and Hutter, arXiv:1711.05101) over this process's
+        rows.
         Norms and biases are exempt from weight decay.
         """
         chosen = self.cfg.optimizer
@@ -311,7 +317,7 @@ class FSDPModelManager:
 
     @property
     def steps_planned(self) -> int:
-        """Returns the number of optimizer steps of the whole run."""
+        """Returns the number of optimizer steps that this model takes in the whole run."""
         frozen = 0 if self.value_model else self.cfg.critic.warmup_steps
         return (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
 
@@ -321,7 +327,7 @@ class FSDPModelManager:
         return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
 
     def train(self, learning: bool) -> None:
-        """Switches between training and scoring; only adapters apply dropout."""
+        """Switches the model to training or to scoring; only adapters apply dropout."""
         learn(self.network, learning)
         if self.adapters is not None:
             self.adapters.train(learning)
@@ -331,10 +337,9 @@ class FSDPModelManager:
             weight.parameter.grad = None
 
     def gather_nothing(self) -> None:
-        """Frees gathered parameters.
-
-        With ZeRO-2 they stay gathered after a pass without gradients, and would be used again
-        although their shards were stepped or replaced in between.
+        """Frees all gathered parameters.
+        With ZeRO-2 parameters would stay gathered after a pass without gradients, and be used again
+        although their shards were updated or replaced in between.
         """
         for module in sharded_modules(self.network):
             module.reshard()
@@ -342,10 +347,10 @@ class FSDPModelManager:
     def before_micro_batch(
         self, model: nn.Module, is_last_micro_batch: bool
     ) -> AbstractContextManager[None]:
-        """Prepares `model`, the network, for a micro-batch, and returns a context to run it in.
-
-        Replicas all-reduce their gradients after the last micro-batch only; until then each holds
-        partial sums of its shard.
+        """Prepares `model`, the network, for a micro-batch, and returns a context in which to run
+        it.
+        Replicas all-reduce their gradients after the last micro-batch only; until then each replica
+        accumulates its own gradients.
         """
         for module in sharded_modules(model):
             module.set_requires_all_reduce(is_last_micro_batch)
@@ -353,9 +358,10 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:
-        """Divides the gradient sums of all micro-batches and processes by the global `count`.
-
-        Where a process has only a share of a gradient, the shares are summed first.
+        """Divides the gradients, which are sums over all micro-batches and processes, by the global
+        `count`.
+        Partial gradients of replicated parameters are first summed over the tensor-parallel
+        processes.
         """
         for weight in self.trained:
             if weight.partial and weight.parameter.grad is not None:
@@ -367,10 +373,9 @@ class FSDPModelManager:
             gradient.div_(max(count, 1))
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingTrained, on every process, if no gradient reaches a value model's adapters
-        although its head has one (see `ActiveAdapters`).
-
-        A collective of value models with adapters, until a gradient was seen once.
+        """Raises NothingTrained, on every process, if the adapters of a value model get no gradient
+        although its value head gets one (see `ActiveAdapters`).
+        For value models with adapters it is a collective, until a gradient was seen once.
         """
         if self.adapters is None or not self.value_model or self._reached.seen:
             return
@@ -379,11 +384,10 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips gradients, takes an optimizer step and advances the schedule; returns (was a step
-        taken?, global gradient norm before clipping).
-
-        Non-finite gradients are refused on all processes alike, since the norm is global: weights,
-        optimizer state and schedule stay as they are.
+        """Clips the gradients, takes an optimizer step and advances the schedule; returns (whether
+        the step was taken, global gradient norm before clipping).
+        If the norm is not finite, no process takes the step: weights, optimizer state and schedule
+        stay as they are, and the returned norm is NaN.
         """
         assert self.optimizer is not None, "this model only scores"
         with span("optimizer step"):
@@ -427,11 +431,15 @@ class FSDPModelManager:
                 gradient.mul_(scale)
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> None:
-        """Moves this process's rows to the host, and its gradients with `offload_grad`."""
+        """Moves this process's rows of the parameters to the host and, with `offload_grad`, of the
+        gradients.
+        """
         self.residency.off(PARAMETERS, *([GRADIENTS] if offload_grad else []))
 
     def load_param_and_grad(self, load_grad: bool = False) -> None:
-        """Moves rows back to the device, and gradients with `load_grad`."""
+        """Moves this process's rows of the parameters back to the device and, with `load_grad`, of
+        the gradients.
+        """
         self.residency.on(PARAMETERS, *([GRADIENTS] if load_grad else []))
 
     def offload_optimizer(self) -> None:
@@ -443,12 +451,16 @@ class FSDPModelManager:
         self.residency.on(ADAM)
 
     def rows_changed(self) -> None:
-        """Marks the rounded copies of the rows as stale; called after a write to the rows."""
+        """Marks the rows' copies in the forward pass's dtype as stale; to be called after a write
+        to the rows.
+        """
         self._pushed_is_old = True
 
     @torch.no_grad()
     def take_pushed(self) -> None:
-        """Copies the loaded weights, in the forward pass's dtype, into the rows."""
+        """Copies the loaded weights, which are in the forward pass's dtype, to the rows that the
+        optimizer updates.
+        """
         for weight in self.trained:
             if weight.pushed is not weight.rows:
                 weight.rows.copy_(weight.pushed)
@@ -456,8 +468,8 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def finish_param_sync(self) -> None:
-        """Updates the copies of the rows in the forward pass's dtype, and gathers the adapter rows
-        for merging; a collective if there are adapters.
+        """Updates the rows' copies in the forward pass's dtype if they are stale, and gathers the
+        LoRA rows for merging; a collective if there are adapters.
         """
         if self._pushed_is_old:
             self._pushed_is_old = False

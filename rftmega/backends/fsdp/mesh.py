@@ -1,4 +1,6 @@
-"""ShardingMesh arranges the processes in replicas, over each of which a model is sharded."""
+"""ShardingMesh arranges the processes in replicas; each replica holds one sharded copy of the
+model.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +17,10 @@ REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
 @dataclass(frozen=True)
 class ShardingMesh:
-    """ShardingMesh is this process's position among the processes (see
-    `runner.model_runner.Ranks`).
-
-    Neighbouring ranks form a tensor-parallel group, then a replica, so that the most frequent
-    communication stays within a host.
+    """ShardingMesh is this process's position among the replicas, shards and tensor-parallel
+    processes; it implements `runner.model_runner.Ranks`.
+    Consecutive ranks form a tensor-parallel group, and consecutive groups a replica, so that the
+    most frequent communication stays within a host.
     """
 
     mesh: DeviceMesh  # FSDP2's mesh: ("shard",), or ("replicate", "shard")
@@ -30,7 +31,7 @@ class ShardingMesh:
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "ShardingMesh":
-        """Builds the mesh over all processes; a collective."""
+        """Builds the mesh over all processes for a layout; a collective."""
         replicas, tensor = parallel.replicas, parallel.tensor
         shards = dist.get_world_size() // replicas // tensor
         sizes = {SHARD: shards}
@@ -63,19 +64,21 @@ class ShardingMesh:
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process is the first of those that compute the same rows."""
+        """Returns whether this process reports results: it is the first of the processes that
+        compute the same rows.
+        """
         return self.tensor_rank == 0
 
     @property
     def shards(self) -> int:
-        """Returns the number of blocks that the rows of a parameter, or of a tensor-parallel share,
-        are sharded into.
+        """Returns the number of processes over which FSDP2 shards the rows of a parameter (or of
+        its tensor-parallel share).
         """
         return self.data // self.replicas
 
     @property
     def shard_group(self) -> Any:
-        """Returns the process group that the rows of a parameter are sharded over."""
+        """Returns the process group over which the rows of a parameter are sharded."""
         return self.mesh.get_group(SHARD)
 
     @property
@@ -88,16 +91,16 @@ class ShardingMesh:
         return self.data_rank // self.shards
 
     def writes(self, split: object | None) -> bool:
-        """Returns whether this process writes its rows, as the first of equal holders.
-
-        `split`: the parameter's tensor-parallel split; None if it is replicated.
+        """Returns whether this process writes its rows to a checkpoint: of the processes with equal
+        rows only the first does.
+        `split`: the parameter's tensor-parallel split; None if the parameter is replicated.
         """
         first = split is not None or self.tensor_rank == 0
         return first and self.replica == 0
 
     def first_row(self, rows: int) -> int:
-        """Returns the first row that this process holds of a parameter with `rows` rows: equal
-        blocks, of which the last may be short or empty.
+        """Returns the index of the first row that this process holds of a parameter with `rows`
+        rows, which are divided into equal blocks; the last ones may be short or empty.
         """
         block = -(-rows // self.shards)
         return min(self.shard_rank * block, rows)

@@ -1,5 +1,5 @@
-"""Builds a transformers decoder without its weights, and a head that computes log-probs or values
-without logits.
+"""Builds a transformers decoder without its weights, with a head that computes log-probs or values
+without materialising the logits.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,9 @@ VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 
 
 class LogProbHead(nn.Module):
-    """LogProbHead computes log-probs of targets and entropies, without materialising the logits."""
+    """LogProbHead computes the log-probs of target tokens and the entropies, without materialising
+    the logits.
+    """
 
     def __init__(self, head: OutputHead):
         super().__init__()
@@ -32,7 +34,9 @@ class LogProbHead(nn.Module):
         self.shard: VocabularyShard | None = None  # this process's vocabulary rows; None: all
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """Maps hidden [N, H] and targets [N] to log-probs and entropies, both [N] float32."""
+        """Maps hidden states [N, H] and target token ids [N] to log-probs and entropies, both [N]
+        float32.
+        """
         weight, bias = self.linear.weight, self.linear.bias
         if self.before != 1.0:
             hidden = hidden * self.before
@@ -46,19 +50,21 @@ class LogProbHead(nn.Module):
 
 
 class ValueLayer(nn.Module):
-    """ValueLayer computes a value per token."""
+    """ValueLayer is a value head: a linear layer that computes a value per token."""
 
     def __init__(self, hidden: int, *, bias: bool):
         super().__init__()
         self.linear = nn.Linear(hidden, 1, bias=bias)
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """Maps hidden [N, H] to values [N] float32."""
+        """Maps hidden states [N, H] to values [N] float32; the other arguments are ignored."""
         return (self.linear(hidden)[:, 0].float(),)
 
 
 class Network(nn.Module):
-    """Network is a decoder with a head; its forward pass returns one or more numbers per token."""
+    """Network is a decoder with a head; its forward pass returns one or more numbers for each
+    target token.
+    """
 
     def __init__(self, decoder: nn.Module, head: LogProbHead | ValueLayer):
         super().__init__()
@@ -67,10 +73,9 @@ class Network(nn.Module):
     def forward(
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """Computes the head's outputs [N] for targets [N].
-
-        `fed` are the decoder's arguments; `places` [N] index the hidden states that predict the
-        targets in its flattened output.
+        """Computes the head's outputs [N] for target token ids [N].
+        `fed`: the decoder's keyword arguments. `places` [N]: indices, in the decoder's flattened
+        output, of the hidden states that predict the targets.
         """
         hidden = self.decoder(**fed, use_cache=False).last_hidden_state
         completions: tuple[Tensor, ...] = self.head(
@@ -81,18 +86,16 @@ class Network(nn.Module):
 
 class SeeingNetwork(Network):
     """SeeingNetwork is a vision-language decoder with a head.
-
-    The tower runs in every pass of every process, with or without an image: gathering its weights
-    is a collective.
+    Its vision encoder runs in every pass of every process, with or without an image, because
+    gathering its weights is a collective.
     """
 
     def forward(
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """Computes the head's outputs [N] for targets [N].
-
-        `fed` also has `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: the 1-based index of
-        the tower output that replaces the token's embedding, 0 for text tokens.
+        """Computes the head's outputs [N] for target token ids [N].
+        `fed` also contains `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: the 1-based index
+        of the vision encoder's output that replaces the token's embedding, 0 for text tokens.
         """
         words: Any = self.decoder.language_model
         tower: Any = self.decoder.visual
@@ -122,7 +125,9 @@ class SeeingNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Built is a network on the meta device, and transformers' model around the same modules."""
+    """Built holds a network on the meta device, and the transformers model that contains the same
+    modules.
+    """
 
     network: Network
     model: PreTrainedModel
@@ -132,8 +137,8 @@ class Built:
 
 def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
     """Builds the model of a folder's config.json on the meta device, in float32.
-
-    Raises CheckpointError if transformers can't build it, or if it can't be run correctly.
+    `value_model`: a value head, with a bias if `head_bias`, replaces the LM head. Raises
+    CheckpointError if transformers can't build the model, or if it can't be run correctly.
     """
     config = read_config(path)
     unpacked = None
@@ -142,7 +147,7 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
         unpacked = refusal_to_pack(model)
     except (ValueError, ImportError) as error:  # the model accepts only its own attention
         unpacked = str(error)
-    except KeyError as error:  # it has a class for each attention, and none for ours
+    except KeyError as error:  # it has a class for each attention, and none for ATTENTION
         unpacked = f"it has no attention {error}"
     if unpacked is not None:
         model = _with_its_own_attention(path, config)

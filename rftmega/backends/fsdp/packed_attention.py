@@ -1,9 +1,9 @@
 """Attention over packed rows for any transformers decoder.
-
-transformers passes queries, keys and values to an attention function chosen by name. This one
-attends each row to itself, so that the work grows with the squares of the row lengths, not of their
-total: in one kernel where possible (`takes_rows`), otherwise batched by row length. For a name
-without a mask function transformers builds no mask.
+transformers passes queries, keys and values to an attention function that is chosen by name. This
+one restricts attention to each row, so that the work grows with the squares of the row lengths
+instead of the square of their total: in one kernel where possible (`takes_rows`), otherwise batched
+by row length. transformers builds no attention mask for it, since no mask function is registered
+under its name.
 """
 
 import inspect
@@ -34,9 +34,8 @@ NEUTRAL = frozenset(
 
 class Edges:
     """Edges holds the boundaries of packed rows: 0, then the end of each row.
-
-    Tensors that a device needs of them are sent once for all layers of a micro-batch, without
-    blocking the host.
+    Tensors derived from the boundaries are sent to the device once for all layers of a micro-batch,
+    without blocking the host.
     """
 
     def __init__(self, edges: Sequence[int]):
@@ -49,15 +48,15 @@ class Edges:
         return max(stop - start for start, stop in zip(self.edges, self.edges[1:], strict=False))
 
     def offsets(self, where: torch.device) -> Tensor:
-        """Returns the edges as an int32 tensor on the device."""
+        """Returns the boundaries as an int32 tensor on device `where`."""
         if self._offsets is None:
             offsets = torch.tensor(self.edges, dtype=torch.int32)
             self._offsets = offsets.to(where, non_blocking=True)
         return self._offsets
 
     def places(self, where: torch.device) -> tuple[list[tuple[Tensor, torch.Size]], Tensor]:
-        """Returns the rows of each length as (token indices, [rows, length]), and the indices that
-        restore the packed order.
+        """Returns, for each row length, the token indices of its rows with their shape [rows,
+        length], and the indices that restore the packed order.
         """
         if self._places is None:
             indices = [
@@ -92,13 +91,12 @@ def attend_rows(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each row: [1, heads, N, d] over [1, groups, N, d] to [1, N,
-    heads, d].
-
+    """Computes causal attention within each row: queries [1, heads, N, d] over keys and values [1,
+    groups, N, d] -> [1, N, heads, d].
     A token attends to at most `sliding_window` tokens, itself included. `softcap` bounds the scores
     by a hyperbolic tangent (Gemma 2, arXiv:2408.00118); `s_aux` [heads] are the scores of an
-    attention sink, which only enters the softmax (gpt-oss). Raises Unpackable for unsupported
-    arguments.
+    attention sink, which counts only in the softmax's denominator (gpt-oss). Raises Unpackable for
+    unsupported arguments.
     """
     unknown = {name for name, given in others.items() if given is not None} - NEUTRAL - {EDGES}
     if unknown:
@@ -118,8 +116,8 @@ def attend_rows(
 
 
 def takes_rows(query: Tensor, value: Tensor) -> bool:
-    """Returns whether torch has a kernel for rows of different lengths: FlashAttention on CUDA, in
-    half precision.
+    """Returns whether torch has a kernel for rows of different lengths with these tensors:
+    FlashAttention on CUDA, in half precision.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     size = query.shape[-1]
@@ -134,7 +132,9 @@ def _attend_at_once(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Runs FlashAttention-2 (Dao, arXiv:2307.08691) over the packed rows, to [1, N, heads, d]."""
+    """Runs FlashAttention-2 (Dao, arXiv:2307.08691) over the packed rows, and returns [1, N, heads,
+    d].
+    """
     offsets, longest = edges.offsets(query.device), edges.longest
     before = -1 if window is None else window - 1  # tokens beside its own
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -161,7 +161,9 @@ def _attend_at_once(
 
 
 def rows_by_length(edges: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Returns (first tokens, length) of the rows of each length, which form one batch."""
+    """Returns ([first token of each row], length) for each row length; the rows of one length form
+    a batch.
+    """
     found: dict[int, list[int]] = defaultdict(list)
     for start, stop in zip(edges, edges[1:], strict=False):
         found[stop - start].append(start)
@@ -176,7 +178,9 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes attention of [rows, heads, n, d] over [rows, groups, n, d]."""
+    """Computes causal attention of [rows, heads, n, d] over [rows, groups, n, d], for rows of one
+    length.
+    """
     query, key, value = rows
     length = query.shape[2]
     mask = None
@@ -205,7 +209,9 @@ def _attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes attention with capped scores or a sink, which no torch kernel supports."""
+    """Computes attention with bounded scores (`softcap`) or attention sinks, which no torch kernel
+    supports.
+    """
     query, key, value = rows
     heads, length = query.shape[1], query.shape[2]
     shared = heads // key.shape[1]

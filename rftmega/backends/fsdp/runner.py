@@ -19,10 +19,9 @@ from rftmega.runtime.parallel.watchdog import mark
 
 class FSDPRunner(ModelRunner):
     """FSDPRunner is the ModelRunner of a model whose parameters are sharded over the processes.
-
-    Each process computes its own rows. All have the same number of micro-batches, some of which may
-    be empty: these run one filler token that does not count, since gathering a layer is a
-    collective.
+    Each process computes its own rows. All processes run the same number of micro-batches, because
+    gathering a layer is a collective; an empty micro-batch runs one filler token, which does not
+    count.
     """
 
     def __init__(self, manager: FSDPModelManager, stats: Any):
@@ -60,7 +59,7 @@ class FSDPRunner(ModelRunner):
         return found
 
     def _forward(self, batch: MicroBatch) -> Any:
-        """Returns the statistics of all targets [B, T]; 0 where there is none."""
+        """Returns the statistics of all target tokens [B, T]; 0 where a row has no target."""
         rows = batch.rows
         fed = feed(
             rows.tokens,
@@ -75,9 +74,8 @@ class FSDPRunner(ModelRunner):
         return self.stats(*[_in_rows(completion, fed) for completion in completions])
 
     def _images(self, rows: Rows) -> ImageTensors | None:
-        """Returns the tower inputs for the rows' images; None for a model without a tower.
-
-        A micro-batch without images gets a black one, which no token refers to.
+        """Returns the vision encoder's inputs for the rows' images; None for a model without one.
+        A micro-batch without images gets a black image, which no token refers to.
         """
         tower = self.manager.description.tower
         if not isinstance(tower, VisionTower):
@@ -93,9 +91,8 @@ class FSDPRunner(ModelRunner):
 
 
 def _in_rows(completions: Tensor, fed: Feed) -> Tensor:
-    """Scatters outputs [N] into [B, T], without the filler token of an empty micro-batch.
-
-    Differentiable even without targets, so that the backward pass reaches every layer.
+    """Scatters outputs [N] into [B, T], leaving out the filler token of an empty micro-batch.
+    Differentiable even without targets, so that the backward pass runs through every layer.
     """
     size = fed.rows * fed.columns
     canvas = completions.new_zeros(size + 1)  # the last element takes the filler

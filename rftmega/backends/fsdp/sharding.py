@@ -30,8 +30,8 @@ def shard_parameters(
     parallel: ParallelConfig,
     dtype: torch.dtype,
 ) -> None:
-    """Shards every parameter by rows, in place; the network may be on the meta device.
-
+    """Shards the rows of every parameter of a network, in place; the network may be on the meta
+    device.
     `dtype` is that of the forward and backward pass. Main parameters and gradient reduction stay in
     float32. `meta_decoder.gathered_apart` defines the parameter groups.
     """
@@ -58,17 +58,17 @@ def shard_parameters(
 
 
 def sharded_modules(network: nn.Module) -> Iterator[FSDPModule]:
-    """Yields the modules whose parameters are gathered together."""
+    """Yields the modules of the network that FSDP2 manages: each gathers its parameters together."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             yield module
 
 
 def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device) -> None:
-    """Allocates memory on `where` for a sharded network on the meta device.
-
-    Parameters are uninitialised. transformers recomputes buffers that no checkpoint has, such as
-    RoPE frequencies. Raises CheckpointError for a buffer that it does not recompute.
+    """Allocates memory on device `where` for a sharded network on the meta device.
+    Parameters are left uninitialised. transformers recomputes buffers that checkpoints don't
+    contain, such as RoPE frequencies. Raises CheckpointError for a buffer that transformers does
+    not recompute.
     """
     network._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x.to(where))
     model.tie_weights()
@@ -92,7 +92,7 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns a view of this process's rows of a parameter."""
+    """Returns this process's rows of a sharded parameter, detached, without a copy."""
     assert isinstance(parameter, DTensor)
     held: Tensor = parameter._local_tensor.detach()
     return held

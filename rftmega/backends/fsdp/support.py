@@ -1,7 +1,6 @@
 """Determines whether a transformers decoder supports packed rows, before its weights are loaded.
-
-There is no list of architectures: the model's own code runs on the meta device, and its calls
-decide. `model_providers.output_head` examines its logits likewise.
+There is no list of architectures: the model's own code runs on the meta device, and the calls that
+it makes decide. `model_providers.output_head` examines its logits in the same way.
 """
 
 from collections.abc import Callable
@@ -20,11 +19,10 @@ PROBE = [0, 3, 5]  # edges of the probe rows
 
 
 def refusal_to_pack(model: PreTrainedModel) -> str | None:
-    """Returns why the rows of a model can't be packed, or None if they can; the model is on the
-    meta device, built with `attend_rows`.
-
-    Every layer must call the attention once, with a window where its config has one, and nothing
-    else may mix tokens.
+    """Returns the reason why a model's rows can't be packed, or None if they can; the model is on
+    the meta device and uses `attend_rows`.
+    Every layer must call the attention function once, with a window where the config says so, and
+    no other operation may mix tokens.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -57,7 +55,7 @@ def refusal_to_pack(model: PreTrainedModel) -> str | None:
 
 
 def _windowed(config: Any) -> int:
-    """Returns the number of layers with a sliding window, according to the config."""
+    """Returns the number of layers with sliding-window attention according to the config."""
     kinds = getattr(config, "layer_types", None)
     if not getattr(config, "sliding_window", None):
         return 0
@@ -72,7 +70,9 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
     experts = model.get_experts_implementation()
     if experts[""] is not None:
-        model.set_experts_implementation("batched_mm")  # others fail on the meta device
+        model.set_experts_implementation(
+            "batched_mm"
+        )  # other implementations fail on the meta device
     positions = [
         position for a, b in zip(PROBE, PROBE[1:], strict=False) for position in range(b - a)
     ]

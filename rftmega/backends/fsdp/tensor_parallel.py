@@ -1,7 +1,7 @@
-"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053) by transformers' own plan of a model
-(`decoder.tensor_plan`).
-
-A process's share is an ordinary, smaller parameter, which FSDP2 then shards like any other.
+"""Tensor parallelism (Shoeybi et al., arXiv:1909.08053) according to transformers' own plan of a
+model (`decoder.tensor_plan`).
+A process's share of a parameter is an ordinary, smaller parameter, which FSDP2 then shards like any
+other.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,9 @@ def share_layers(
     splits: dict[str, Split],
     group: Any,
 ) -> None:
-    """Replaces each parameter of `splits` by this process's share, and adds the necessary
+    """Replaces each parameter in `splits` by this process's share, and adds the necessary
     communication to the forward passes of the affected modules.
-
-    The model is on the meta device.
+    `styles` and `splits` are those of `decoder.tensor_plan`. The model is on the meta device.
     """
     shares: dict[int, nn.Parameter] = {}  # by id of the whole parameter: tied ones stay tied
     for name, split in splits.items():
@@ -97,7 +96,9 @@ def _experts(moe: Forward, group: Any) -> Forward:
 
 
 def _words(embedding: Any, group: Any, first: int, stop: int) -> Forward:
-    """Looks up vocabulary rows first ... stop - 1; the other processes' results are added."""
+    """Returns a forward function that looks up vocabulary rows first ... stop - 1 on this process
+    and adds the results of the other processes.
+    """
     looked_up: Forward = embedding.forward
     padding = embedding.padding_idx  # the token whose row is not trained
     here = padding is not None and first <= padding < stop

@@ -1,4 +1,4 @@
-"""FSDPModel is the interface of an FSDP2 model to strategies, weight sync and checkpoints."""
+"""FSDPModel gives strategies, weight sync and checkpoints access to an FSDP2 model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,8 +28,8 @@ WEIGHTS, AVERAGE, MAIN = "weights", "average", "main"
 
 
 class FSDPModel:
-    """FSDPModel implements the common part of a policy and a value model: see
-    `strategy.backend.Trainable`.
+    """FSDPModel is the common base of a policy and a value model; it implements
+    `run.placement.backend.Trainable`.
     """
 
     average: AveragedWeights | None = None
@@ -57,7 +57,7 @@ class FSDPModel:
 
     @property
     def label(self) -> str:
-        """Labels this process, e.g. "rank 5: shard 1, replica 2"."""
+        """Returns a label of this process, e.g. "rank 5: shard 1, replica 2"."""
         at = self.placement
         shared = f"tensor {at.tensor_rank}, " if at.tensor > 1 else ""
         return f"rank {dist.get_rank()}: {shared}shard {at.shard_rank}, replica {at.replica}"
@@ -76,12 +76,12 @@ class FSDPModel:
 
     @property
     def step(self) -> Callable[..., Metrics]:
-        """Returns the function that takes one optimizer step: `ModelRunner.step`."""
+        """Returns the method that takes one optimizer step, `ModelRunner.step`."""
         return self.runner.step
 
     def averaged(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which the model holds its averaged weights; None if no average is
-        kept.
+        """Returns a context in which the model computes with its averaged weights; None if no
+        average is kept.
         """
         return None if self.average is None else self._averaged(self.average)
 
@@ -94,7 +94,7 @@ class FSDPModel:
         self.manager.rows_changed()
 
     def shards(self) -> list[Shard]:
-        """Returns this process's shards in the forward pass's dtype."""
+        """Returns this process's shards of the model in the forward pass's dtype."""
         return self.manager.shards()
 
     def frozen_shards(self) -> list[Shard]:
@@ -121,8 +121,8 @@ class FSDPModel:
                 yield from self._boxes(AVERAGE, weight, averages[number])
 
     def _optimizer_tensors(self) -> Iterator[ShardBox]:
-        """Yields main parameters, if they are separate from the weights, and Adam's moments, if
-        there are any yet.
+        """Yields the float32 main parameters, if they are separate from the weights, and Adam's
+        moments, if they exist yet.
         """
         optimizer = self.manager.optimizer
         for weight in self.manager.trained if optimizer is not None else ():
@@ -145,9 +145,10 @@ class FSDPModel:
                     yield ShardBox(f"{kind}/{name}", shape, False, offset, held, written)
 
     def described(self) -> dict[str, Any]:
-        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" of the initial
-        weights; with adapters also "adapters" and a checksum of the "base"; with a frozen reference
-        its checksum.
+        """Returns a description of the model for a checkpoint.
+        Its keys are "hf_config", "dtype", "layout" and "path" (the folder of the initial weights,
+        for messages); with adapters also "adapters" and "base", a checksum of the frozen weights;
+        with a frozen reference "reference", its checksum.
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {
@@ -172,10 +173,10 @@ class FSDPModel:
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Restores weights and, if requested, the optimizer's state and the schedule.
-
+        """Restores weights and, with `optimizer` and `schedule`, the optimizer's state and the
+        learning-rate schedule.
         Without `strict`, weights that the checkpoint lacks stay as they are. Raises CheckpointError
-        if it lacks others, or is corrupt.
+        if a required tensor is missing, or if the checkpoint is corrupt.
         """
         manager = self.manager
         stored.fill(
@@ -202,14 +203,13 @@ class FSDPModel:
             manager.schedule_steps = stored.said["schedule_steps"]
 
     def save_checkpoint(self, save_path: str | Path, step: int = 0) -> None:
-        """Writes weights, average, optimizer and schedule to `save_path`/step_<step>; every process
-        writes its own shard.
+        """Writes the weights, their average, optimizer state and schedule to
+        `save_path`/step_<step>; every process writes its own shard.
         """
         self._checkpoints(save_path).save({}, step=step)
 
     def load_checkpoint(self, load_path: str | Path) -> None:
-        """Resumes from the latest checkpoint of `load_path`, whatever layout wrote it.
-
+        """Resumes from the latest checkpoint in `load_path`, whichever parallel layout wrote it.
         Raises CheckpointError if there is none.
         """
         if self._checkpoints(load_path).resume() is None:
@@ -222,11 +222,11 @@ class FSDPModel:
         return TrainingCheckpoints(Path(folder), {role: self}, self.manager.cfg)
 
     def random_state(self) -> dict[str, Any]:
-        """Returns the random state of the adapters' dropout, if they have any."""
+        """Returns the random state of the adapters' dropout; empty without such dropout."""
         dropped = self.manager.dropped
         return {} if dropped is None else {"dropped": as_text(dropped.state)}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Restores the random state of the adapters' dropout."""
+        """Restores the random state of the adapters' dropout that `random_state` returned."""
         if self.manager.dropped is not None and "dropped" in state:
             self.manager.dropped.state = as_bytes(state["dropped"])

@@ -1,4 +1,4 @@
-"""Weight holds a process's rows of one parameter, in every precision needed."""
+"""Weight holds a process's rows of one parameter, in the optimizer's and the forward pass's dtype."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from rftmega.core.shards import Shard
 
 @dataclass(slots=True)
 class Weight:
-    """Weight is this process's rows of a parameter, or of its tensor-parallel share."""
+    """Weight holds this process's rows of a parameter, or of its tensor-parallel share of the
+    parameter.
+    """
 
     name: str  # transformers' name
     parameter: Tensor  # sharded
@@ -27,5 +29,5 @@ class Weight:
         return self.parameter.requires_grad
 
     def shards(self) -> list[Shard]:
-        """Returns the shards of the rows in the forward pass's dtype."""
+        """Returns the shards of this process's rows, in the forward pass's dtype."""
         return [plan.of(self.pushed) for plan in self.plans]

@@ -1,5 +1,5 @@
-"""Megatron-Core backend: models are built, wrapped, run through the pipeline schedule and
-stepped.
+"""Megatron-Core backend: builds and wraps models, runs them through the pipeline schedule and takes
+optimizer steps.
 """
 
 import rftmega.runtime.device.before_megatron  # noqa: F401

@@ -1,4 +1,4 @@
-"""MegatronActor: the policy, scored and trained in any parallel layout."""
+"""MegatronActor: the policy model, in any parallel layout."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +18,14 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronActor(MegatronModel):
-    """MegatronActor scores and trains the policy.
-
+    """MegatronActor computes log-probs and trains the policy.
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: Topology, role: str = "actor"):
         """Builds the model and loads its weights.
-
         `role`: "actor", or "reference" for a model that only scores (no optimizer). Log-probs are
-        of the sampling distribution, with the engine's `cfg.rollout.temperature`.
+        those of the sampling distribution, at the temperature `cfg.rollout.temperature`.
         """
         if role not in ("actor", "reference"):
             raise ValueError(
@@ -63,10 +61,10 @@ class MegatronActor(MegatronModel):
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Returns log-prob and entropy of every target on the host, without gradient.
-
-        `temperature`: None for the rollout's. Tokens go to the experts of `rows.routes`; if there
-        are none, and `rollout.router_replay` is trainer, the result has the chosen routes.
+        """Returns the log-prob and entropy of every target token on the host, without gradient.
+        `temperature`: None for `cfg.rollout.temperature`. MoE layers replay the expert choices in
+        `rows.routes`; without any, and with rollout.router_replay=trainer, the result contains the
+        routers' own choices.
         """
         found: TokenStats[Column] = self.runner.score(
             rows, temperature=temperature, record=self.records and rows.routes is None
@@ -74,9 +72,8 @@ class MegatronActor(MegatronModel):
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns log-prob and entropy of every target under the reference weights, which choose
-        their own experts.
-
+        """Returns the log-prob and entropy of every target token under the reference weights, whose
+        routers choose experts themselves.
         Raises AssertionError if no reference weights are kept.
         """
         assert self.reference is not None, (
@@ -87,10 +84,8 @@ class MegatronActor(MegatronModel):
         return own
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
-        """Pushes the weights to the rollout engine, whose completions are of `version` from then
-        on.
-
-        Raises RuntimeError if the strategy gave this actor no engine (`push_to_rollout`).
+        """Pushes the weights to the rollout engine; later completions are labelled with `version`.
+        Raises RuntimeError if no strategy has set `push_to_rollout`.
         """
         if self.push_to_rollout is None:
             raise RuntimeError(
@@ -101,10 +96,9 @@ class MegatronActor(MegatronModel):
     def get_forward_step_func(
         self, loss_fn: LossFn | None = None
     ) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """Returns Megatron's `forward_step_func(data_iterator, model)`, to train with `loss_fn` or
-        to score without one.
-
-        The iterator yields (Rows, Experience on the device, or None to score).
+        """Returns Megatron's `forward_step_func(data_iterator, model)`, which trains with
+        `loss_fn`, or scores if it is None.
+        The iterator yields (Rows, Experience on the device); the Experience is None to score.
         """
 
         def step(data_iterator: Any, model: Any) -> tuple[Any, Any]:

@@ -1,5 +1,5 @@
-"""LoRA adapters on a frozen Megatron model: built, loaded, disabled, and merged when shards are
-read.
+"""LoRA adapters on a frozen Megatron model: creates, loads and disables them, and merges them when
+shards are read.
 """
 
 import logging
@@ -36,13 +36,13 @@ from rftmega.runtime.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
-# a process's indices among equal holders of a tensor's pieces: pipeline, tensor, data parallel
+# for each block of a tensor: this process's indices among the processes that hold the block
 Replicas = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDelta:
-    """AdapterDelta is the product that an adapter adds to a weight: a `shards.Addend`."""
+    """AdapterDelta is a `shards.Addend`: the delta that an adapter adds to a weight."""
 
     adapter: LowRankAdapter
 
@@ -53,10 +53,9 @@ class AdapterDelta:
 
 
 class Adapters:
-    """Adapters holds the adapters of this process.
-
-    `bound` pairs their matrices with conversion rules, like the model's weights; `replicas` are
-    theirs, in the same order.
+    """Adapters holds the LoRA adapters on this process's part of a model.
+    `bound` lists their matrices with conversion rules, like the model's weights; `replicas` lists,
+    in the same order, the replica indices of each matrix.
     """
 
     def __init__(
@@ -67,8 +66,9 @@ class Adapters:
         topology: Topology,
         options: LoRA,
     ):
-        """Freezes all weights of the chunks, and adds adapters, which are zeros, to the `layers` of
-        `base`.
+        """Freezes all weights of the chunks, and adds adapters (zero matrices) to the weights in
+        `base` that `layers` describe.
+        `base`: each weight with its conversion rule and its replica indices.
         """
         self.options, self.topology = options, topology
         self.targets = frozenset(target for layer in layers for target in layer.targets)
@@ -100,7 +100,7 @@ class Adapters:
                 self._bind(adapter, layer, item, pieces)
 
     def _added(self, module: Any, number: int, layer: AdaptedLayer, item: Bound) -> LowRankAdapter:
-        """Adds an adapter to a weight of a module."""
+        """Creates an adapter for weight `number` of a module, attaches it and returns it."""
         options, topology = self.options, self.topology
         of_expert = item.expert is not None
         if layer.of_embedding:
@@ -130,8 +130,8 @@ class Adapters:
     def _bind(
         self, adapter: LowRankAdapter, layer: AdaptedLayer, item: Bound, pieces: Replicas
     ) -> None:
-        """Pairs the matrices of a weight's adapter with their conversion rules; `pieces` are the
-        weight's.
+        """Appends the adapter's matrices to `bound` and `replicas`; `pieces` are the replica
+        indices of the weight.
         """
         topology = self.topology
         sharer = topology.tensor_rank if item.expert is None else topology.expert_tensor_rank
@@ -147,7 +147,9 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, whole: Whole) -> None:
-        """Fills every matrix from whole HF tensors."""
+        """Fills all LoRA matrices of this process; `whole` returns a Hugging Face tensor by name
+        and shape.
+        """
         for item in self.bound:
             self._fill(item, whole)
 
@@ -159,18 +161,20 @@ class Adapters:
         item.parameter.copy_(shard(item.rule, parts, item.rank, item.ranks))
 
     def has_pair(self, name: str) -> bool:
-        """Returns whether an adapter's HF tensor is trained; others are zeros in between."""
+        """Returns whether an adapter's HF tensor belongs to a targeted module; the matrices of
+        other HF tensors in the same weight are zeros.
+        """
         return target_of(name) in self.targets
 
     def is_filler(self, name: str) -> bool:
-        """Returns whether an HF tensor is filler: zeros between those of pairs, and no matrix of a
-        pair.
+        """Returns whether an HF tensor is filler: the zero B matrix of a module that is not
+        targeted, but part of the same weight as a targeted module.
         """
         return name.endswith(UP) and not self.has_pair(name)
 
     def merged(self, item: Bound) -> Shard:
-        """Returns the shard of a model weight with its adapter delta, which is added when it is
-        read; the weight stays unchanged.
+        """Returns the shard of a model weight with its adapter's delta, which is added when the
+        shard is read; the weight stays unchanged.
         """
         held, adapter = item.shard(), self._on.get(id(item.parameter))
         if adapter is None:
@@ -178,7 +182,7 @@ class Adapters:
         return Shard(held.logical, held.parts, held.tensor, AdapterDelta(adapter))
 
     def shards(self) -> list[Shard]:
-        """Returns the shards of the adapter matrices themselves."""
+        """Returns the shards of the LoRA matrices."""
         return [item.shard() for item in self.bound]
 
     @contextmanager
@@ -198,7 +202,7 @@ class Adapters:
 
 
 def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
-    """Returns [rows, pairs]: 1 where a row of a weight's shard belongs to a LoRA pair."""
+    """Returns [rows, pairs]: 1 where a row of this process's weight belongs to a LoRA pair, else 0."""
     if layer.row_parallel:
         return torch.ones(len(item.parameter), 1)
     found = torch.zeros(len(item.parameter), len(layer.parts))
@@ -209,14 +213,18 @@ def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
 
 
 def counted_once(base: Sequence[tuple[Bound, Replicas]]) -> Iterator[Shard]:
-    """Yields the shards of a whole model's weights, each element on one process only."""
+    """Yields the shards of the exported weights of a model, so that each element is yielded on one
+    process only.
+    """
     for item, pieces in base:
         if item.rule.exported and not any(any(piece) for piece in pieces):
             yield item.shard()
 
 
 def compare_copies(item: Bound, folder: PEFTFolder) -> None:
-    """Compares this process's part of a weight with the copies of it in a PEFT folder."""
+    """Compares this process's part of a weight with PEFT's copy of the weight in a folder, if there
+    is one; `PEFTFolder.compare` records a difference.
+    """
     (first, *_), held = item.rule.hf, item.parameter.detach()
 
     def is_held(copy: Tensor) -> bool:
@@ -227,7 +235,9 @@ def compare_copies(item: Bound, folder: PEFTFolder) -> None:
 
 
 def pack_base(base: Sequence[Bound]) -> list[PackedWeight]:
-    """Quantises the linear layers of a frozen model to int8, for their copy on the host."""
+    """Quantises the linear layers of a frozen model to int8 for their copy on the host, logs the
+    error, and returns the packed weights.
+    """
     weights = [item.parameter.detach() for item in base if all(map(is_linear, item.hf_names))]
     packed, error = pack(weights, wide=COLUMNS_OF_A_SCALE)
     if dist.get_rank() == 0:

@@ -7,7 +7,7 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronBackend:
-    """MegatronBackend is the `strategy.backend.Backend` for any 3D-parallel layout."""
+    """MegatronBackend is the `run.placement.backend.Backend` on Megatron-Core, for any parallel layout."""
 
     def __init__(self) -> None:
         self._policy: MegatronActor | None = None
@@ -17,9 +17,9 @@ class MegatronBackend:
         return self._policy
 
     def value_model(self, config: RunConfig, *, role: str) -> MegatronCritic:
-        """Builds a critic in its own layout, or a reward model in the policy's.
-
-        A critic with adapters on the policy's folder, in the policy's layout, shares its frozen
+        """Builds a critic in its own layout, or a reward model in the policy's layout (`role`:
+        "critic" or "reward").
+        A critic with adapters that has the policy's folder and layout shares the policy's frozen
         weights.
         """
         policy = self._policy

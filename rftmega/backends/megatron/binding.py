@@ -1,4 +1,4 @@
-"""Pairs every parameter of the built Megatron modules with its conversion rule."""
+"""Assigns every parameter of the built Megatron modules its conversion rule."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,9 @@ from rftmega.runtime.parallel.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Bound is a parameter (or persistent buffer) of this process with its conversion rule."""
+    """Bound is a parameter (or persistent buffer) of this process together with its conversion
+    rule.
+    """
 
     rule: Rule
     layer: int | None  # global; None outside the layers
@@ -26,7 +28,7 @@ class Bound:
     ranks: int
 
     def shard(self) -> Shard:
-        """Returns the tensor as a shard of Hugging Face tensors."""
+        """Returns the parameter as a shard of Hugging Face tensors."""
         logical = logical_tensor(self.rule, self.layer, self.expert, self.parameter.dtype)
         return Shard(logical, shard_parts(self.rule, self.rank, self.ranks), self.parameter)
 
@@ -38,11 +40,10 @@ class Bound:
 def bind(
     chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0
 ) -> list[Bound]:
-    """Returns one Bound per tensor of `chunks`, in the table's order within each layer; `experts`
-    is the whole model's number.
-
-    Raises WeightMismatch for a tensor without a rule, for a layer's rule without its tensor, and
-    for a tensor of another shape.
+    """Returns one Bound for each parameter of `chunks`, in the order of the rules within each
+    layer; `experts` is the number of experts of the whole model.
+    Raises WeightMismatch for a parameter without a rule, for a layer's rule without a parameter,
+    and for a parameter of another shape than its rule says.
     """
     return [
         bound

@@ -1,4 +1,4 @@
-"""MegatronCritic: a value model in a parallel layout of its own."""
+"""MegatronCritic: a value model with its own parallel layout."""
 
 from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.backends.megatron.model_runner import MegatronRunner
@@ -21,11 +21,10 @@ class MegatronCritic(MegatronModel):
         role: str = "critic",
         base: MegatronModelManager | None = None,
     ):
-        """Builds the model of `cfg.model` with a value head, from a reward model's folder or a
-        policy's (value head at 0).
-
-        `role`: "critic", or "reward" for a model that only scores (no optimizer). `base`: a policy
-        whose frozen weights this model shares, see `MegatronModelManager`.
+        """Builds the model of `cfg.model` with a value head, from the folder of a reward model, or
+        of a policy (its value head is zero at first).
+        `role`: "critic", or "reward" for a model that only scores (no optimizer). `base`: the model
+        manager of a policy whose frozen weights this model shares, see `MegatronModelManager`.
         """
         if role not in ("critic", "reward"):
             raise ValueError(
@@ -40,7 +39,7 @@ class MegatronCritic(MegatronModel):
         self.runner = MegatronRunner(self.manager, TokenValues, None)
 
     def values(self, rows: Rows[Column]) -> Column:
-        """Returns the value of the state in which each target is chosen, on the host, without
+        """Returns the value of the state in which each target token is chosen, on the host, without
         gradient.
         """
         found: Column = self.runner.score(rows).value

@@ -1,8 +1,7 @@
-"""Packs rows into one sequence, runs the model, and unpacks a value per token; padding is not
+"""Packs rows into one sequence, runs the model, and unpacks a result per token; padding is not
 computed.
-
-`custom_forward` is the only forward pass of the project: actor and critic run it through Megatron's
-pipeline schedule.
+`custom_forward` is the only forward pass of the Megatron backend: actor and critic run it through
+Megatron's pipeline schedule.
 """
 
 import math
@@ -36,8 +35,8 @@ LogitsProcessor = Callable[..., dict[str, Tensor]]
 
 @runtime_checkable
 class HiddenProcessor(Protocol):
-    """HiddenProcessor is a logits processor that takes hidden states and the output weight instead
-    of logits.
+    """HiddenProcessor is a logits processor that gets hidden states and the LM head's weight
+    instead of logits.
     """
 
     def from_hidden(
@@ -50,17 +49,16 @@ class HiddenProcessor(Protocol):
         pair: tuple[Tensor, Tensor] | None,
         **arguments: Any,
     ) -> dict[str, Tensor]:
-        """Returns tensors [N] computed from `hidden` [N, H] and `weight` [V, H], this process's
-        rows of the output layer.
-
-        `pair`: of an adapter on that layer, as `linear_stats` takes it.
+        """Returns named tensors [N], computed from `hidden` [N, H] and `weight` [V, H], this
+        process's rows of the LM head.
+        `pair`: the factors of an adapter on the LM head, as `linear_stats` takes them.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """LogProbs computes the log-prob of `targets` and the entropy of the sampling distribution,
-    without materialising the logits.
+    """LogProbs computes the log-prob of the token ids `targets` and the entropy of the sampling
+    distribution, without materialising the logits.
     """
 
     vocabulary: int
@@ -86,9 +84,8 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Packing maps each packed slot of this process to its row and column.
-
-    Filler makes lengths divisible; it is row `rows`, column 0.
+    """Packing maps each packed token slot of this process to its row and column in a padded grid.
+    Filler slots make the length divisible; they map to row `rows`, column 0.
     """
 
     slots: Tensor  # [N] index into the flat [rows * columns] grid; rows * columns for filler
@@ -103,8 +100,8 @@ class Packing:
     context: tuple[int, int] = (0, 1)
 
     def take(self, grid: Tensor) -> Tensor:
-        """Packs [rows, columns] or [rows] into [N] on the model's device; filler is 0, or 1 for
-        [rows].
+        """Packs [rows, columns], or one value per row [rows], into [N] on the model's device.
+        Filler slots get 0, or 1 for values per row.
         """
         if grid.dim() == 1:
             grid = grid[:, None].expand(-1, self.columns)
@@ -117,20 +114,19 @@ class Packing:
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def take_vectors(self, grid: Tensor, *, whole: bool = False, fill: int = 0) -> Tensor:
-        """Packs [rows, columns, ...], on the host, into [N, ...] on the device; filler is `fill`.
-
-        `whole`: for the slots of all context-parallel processes.
+        """Packs [rows, columns, ...] on the host into [N, ...] on the device; filler slots get
+        `fill`.
+        `whole`: for the slots of all context-parallel processes instead of this one's.
         """
         flat = torch.cat([grid.flatten(0, 1), grid.new_full((1, *grid.shape[2:]), fill)])
         slots = self.whole if whole else self.slots_on_host
         return flat[slots].to(self.slots.device, non_blocking=True)
 
     def put(self, values: Tensor) -> Tensor:
-        """Unpacks [N, ...] into [rows, columns, ...], 0 where there is no token; every
-        context-parallel process gets whole rows.
-
-        Differentiable. With whole rows all of these processes compute the same loss, so one of them
-        counts it.
+        """Unpacks [N, ...] into [rows, columns, ...], with 0 where there is no token; every
+        context-parallel process gets the whole rows.
+        Differentiable. Since all context-parallel processes then compute the same loss, only one of
+        them may count it.
         """
         size = self.rows * self.columns
         canvas = values.new_zeros(size + 1, *values.shape[1:])  # the last element takes the filler
@@ -141,8 +137,8 @@ class Packing:
 
 
 class _Everyones(torch.autograd.Function):
-    """_Everyones sums over the context-parallel processes; each passes its own gradient back
-    unchanged, since all compute the same loss.
+    """_Everyones sums a tensor over the context-parallel processes; the backward pass returns each
+    process's own gradient unchanged, since all compute the same loss.
     """
 
     @staticmethod
@@ -168,12 +164,11 @@ def pack(
     where: torch.device,
 ) -> Packing:
     """Packs the True positions of `mask` [rows, columns] (on the host) row by row; an empty batch
-    is filler only.
-
-    Every row starts at a multiple of 2 x `context`, whose zig-zag chunks `context_rank` takes; the
-    tokens of a process are divisible by `tensor_multiple` (see `token_multiple`). `row_length` pads
-    every row to this length, `total_length` all of them together. Raises ValueError if one of these
-    is too short.
+    consists of filler only.
+    Every row is padded to a multiple of 2 x `context`, and process `context_rank` takes its two
+    zig-zag chunks; the number of tokens of a process is divisible by `tensor_multiple` (see
+    `token_multiple`). `row_length` pads every row to this length, `total_length` pads the whole
+    sequence. Raises ValueError if one of these two lengths is too short.
     """
     rows, columns = mask.shape
     unit = 2 * context if context > 1 else 1
@@ -236,7 +231,7 @@ def pack(
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Returns the number that a process's token count must be a multiple of, for sequence
+    """Returns the number by which a process's token count must be divisible, because of sequence
     parallelism and FP8 matmuls.
     """
     sharers = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -244,8 +239,8 @@ def token_multiple(config: TransformerConfig) -> int:
 
 
 def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
-    """Returns the number of slots, filler included, that `pack` gives rows of `counts` tokens, on
-    all context-parallel processes together.
+    """Returns the number of slots, filler included, into which `pack` packs rows of `counts`
+    tokens, summed over the context-parallel processes.
     """
     unit = 2 * context if context > 1 else 1
     multiple = math.lcm(unit, context * tensor_multiple)
@@ -269,24 +264,21 @@ def custom_forward(
     routes: RouteInputs | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
-    marks, at any columns.
-
-    Stages but the last return the hidden states that the schedule sends on. The last returns, in
-    rows and 0 off the mask: with `value_model` the values [B, S]; with a `logits_processor` its
-    dict of [B, S]; otherwise this process's columns of the logits [B, S, V / TP], divided by
-    `temperature` (one number, or [B]).
-
+    marks, which may be at any columns.
+    All stages but the last return the hidden states that the schedule sends on. The last stage
+    returns, with 0 outside the mask: with `value_model` the values [B, S]; with a
+    `logits_processor` its dict of [B, S]; otherwise this process's columns of the logits [B, S, V /
+    TP], divided by `temperature` (one number, or [B]).
     A processor is called with (logits [N, V / TP], **args), where `logits_processor_args` ([B, S]
-    each) arrive as [N]. One with a method `from_hidden` (see HiddenProcessor) gets hidden states
-    and the output weight instead, and no logits exist. `pack_seqs=False` pads every row to the
-    longest, as unpacked models do. `padding_seqlen` pads the packed tokens to a fixed number.
-
-    Tensors may be on the host. `position_ids`, if given, must count from 0 in every row. `images`:
-    of a model with a tower, whose rows begin at column 0. `routes`: the experts that the tokens are
-    sent to, in a chunk that was prepared for it (`router_replay.install`).
-
-    Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and for a
-    `sequence_parallel` that the model was not built with.
+    each) are packed to [N]. A processor with a method `from_hidden` (see HiddenProcessor) gets
+    hidden states and the LM head's weight instead, and no logits are materialised.
+    `pack_seqs=False` pads every row to the longest. `padding_seqlen` pads the packed tokens to a
+    fixed number. Tensors may be on the host. `position_ids`, if given, must count from 0 in every
+    row. `images`: for a model with a vision or audio encoder; the rows then begin at column 0.
+    `routes`: the experts that the tokens are sent to, in a chunk that `router_replay.install`
+    prepared.
+    Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and if the model
+    was built with another `sequence_parallel`.
     """
     chunk: GPTModel = unwrap(model)
     config = chunk.config
@@ -346,7 +338,9 @@ def custom_forward(
 
 
 def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> slice:
-    """Returns the range of this process's slots that its routers see."""
+    """Returns the range of this process's packed slots whose tokens its routers process: all, or
+    under sequence parallelism this rank's share.
+    """
     size = len(packing.slots_on_host)
     if not chunk.config.sequence_parallel:
         return slice(0, size)
@@ -357,7 +351,9 @@ def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> sl
 
 @contextmanager
 def _routed(packing: Packing, routes: RouteInputs | None, own: slice) -> Iterator[None]:
-    """Sends tokens to the experts of `routes`, or records those that the layers choose."""
+    """Makes the MoE layers, within a `with` block, use the expert choices of `routes`, or record
+    their own choices in `routes` if none are given.
+    """
     if routes is None:
         yield
         return
@@ -368,7 +364,7 @@ def _routed(packing: Packing, routes: RouteInputs | None, own: slice) -> Iterato
 
 
 def unwrap(model: Any) -> Any:
-    """Returns the model inside its data-parallel wrapper."""
+    """Returns the model inside its data-parallel wrappers, if it has any."""
     while hasattr(model, "module"):
         model = model.module
     return model
@@ -383,8 +379,8 @@ def _run(
     *,
     hidden_only: bool,
 ) -> Tensor:
-    """Returns hidden states [N, 1, H], or on a last stage without `hidden_only` the logits [1, N, V
-    / TP].
+    """Returns the chunk's hidden states [N, 1, H], or on the last stage without `hidden_only` the
+    logits [1, N, V / TP].
     """
     rotary = getattr(chunk, "rotary_pos_emb", None)
     rank, ranks = packing.context
@@ -409,8 +405,8 @@ def _run(
 
 
 def _for_output_layer(hidden: Tensor, chunk: GPTModel, tensor_group: Any) -> Tensor:
-    """Returns hidden states [N, H] as inputs of the output layer; the backward pass sums the
-    processes' gradients.
+    """Returns hidden states [N, H] as inputs of the LM head; the backward pass sums their gradients
+    over the tensor-parallel processes.
     """
     if chunk.config.sequence_parallel:
         return gather_from_sequence_parallel_region(

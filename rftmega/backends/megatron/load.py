@@ -1,4 +1,4 @@
-"""Loads Hugging Face weights into this process's shards, reading only the slices that it holds."""
+"""Loads Hugging Face weights into this process's parameters, reading only the slices that it needs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,9 @@ def refuse_strangers(
     experts: int,
     allowed: frozenset[str],
 ) -> None:
-    """Raises CheckpointError for tensors of another model: no rule reads them, and the architecture
-    does not leave them out.
-
-    Tensors in `allowed` may stay unread.
+    """Raises CheckpointError for tensors that seem to belong to another model: no rule reads them,
+    and the architecture is not known to ignore them.
+    Tensors in `allowed` may stay unread. `experts`: number of experts of the model.
     """
     layers = completed(hf_config)["num_hidden_layers"]
     known = {
@@ -55,8 +54,8 @@ HEADS = frozenset({HEAD, f"language_model.{HEAD}"})  # left out by a value model
 
 
 def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
-    """Raises CheckpointError if a tied model's folder has an LM head that differs from its
-    embedding.
+    """Raises CheckpointError if the folder of a model with tied embeddings contains an LM head that
+    differs from the embedding.
     """
     for item in bound:
         if HEAD in files and isinstance(item.rule, Vocabulary) and item.hf_names[0] != HEAD:
@@ -74,10 +73,9 @@ def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
 
 @torch.no_grad()
 def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
-    """Raises CheckpointError, naming the loaded tensors with NaN or infinity; a collective, the
-    same on every process.
-
-    Such numbers are on the disk, or are too large for the training dtype.
+    """Raises CheckpointError, naming the loaded tensors with NaN or infinity; a collective, with
+    the same result on every process.
+    The folder contains such numbers, or numbers that are too large for the training dtype.
     """
     mine = [name for item in bound for name in _non_finite(item)]
     if found := sorted({name for names in gather_objects(mine) for name in names}):
@@ -89,7 +87,7 @@ def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
 
 
 def _non_finite(item: Bound) -> set[str]:
-    """Returns the names of the HF tensors of a parameter that are not finite in it."""
+    """Returns the names of the HF tensors whose part of this parameter contains NaN or infinity."""
     if is_finite(item.parameter):
         return set()
     found = set()
@@ -102,8 +100,7 @@ def _non_finite(item: Bound) -> set[str]:
 @torch.no_grad()
 def load_hf(files: HFFolder, bound: Sequence[Bound]) -> None:
     """Fills every bound parameter from `files`, reading only this process's slices.
-
-    Raises CheckpointError for a missing tensor, a wrong shape or an unreadable file.
+    Raises CheckpointError for a missing tensor, a tensor of another shape or an unreadable file.
     """
     for item in bound:
         if item.rule.optional and not any(name in files for name in item.hf_names):

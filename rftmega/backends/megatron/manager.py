@@ -1,5 +1,5 @@
 """MegatronModelManager: builds and wraps this process's part of a model, with its optimizer and
-schedule.
+learning-rate schedule.
 """
 
 import math
@@ -82,7 +82,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def refuse_hazards(config: TransformerConfig) -> None:
-    """Raises ConfigError for settings with which Megatron-Core 0.16 silently goes wrong."""
+    """Raises ConfigError for settings with which Megatron-Core 0.16 silently computes wrong
+    results.
+    """
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     hazards = {
         "batch_p2p_comm=True with interleaving: both neighbours of two stages are one process, and messages are mixed up; "
@@ -99,11 +101,10 @@ def refuse_hazards(config: TransformerConfig) -> None:
 
 
 class MegatronModelManager:
-    """MegatronModelManager holds this process's chunks of a model with Hugging Face weights, ready
-    for forward passes and optimizer steps.
-
-    `chunks` are the bare models, one per virtual stage; `model` are the same, wrapped by
-    `setup_model_and_optimizer`.
+    """MegatronModelManager holds this process's pipeline chunks of a model that is loaded from a
+    Hugging Face folder, and its optimizer.
+    `chunks` are the unwrapped chunks, one per virtual stage; `model` are the same chunks, wrapped
+    for data parallelism by `setup_model_and_optimizer`.
     """
 
     custom_forward = staticmethod(forward.custom_forward)
@@ -118,9 +119,9 @@ class MegatronModelManager:
     ):
         """Builds `cfg.model` in the layout of `placement` (that of `cfg.parallel`) and loads its
         weights.
-
-        `base`: a model with adapters of the same folder and layout, whose frozen weights are
-        shared: in the same memory, which `base` alone moves. Raises CheckpointError if the folder's
+        `value_model`: a value head replaces the LM head. `base`: the manager of a model with
+        adapters of the same folder and layout, whose frozen weights are shared in the same memory,
+        and moved between device and host by `base` alone. Raises CheckpointError if the folder's
         config or weights can't be used.
         """
         self.cfg = cfg
@@ -174,7 +175,9 @@ class MegatronModelManager:
     def _fill(
         self, files: HFFolder | None, rules: Sequence[Rule], borrowed: Sequence[Tensor]
     ) -> None:
-        """Binds the weights, loads those that are not `borrowed`, and adds adapters."""
+        """Assigns conversion rules to the weights, loads the weights except `borrowed` ones, and
+        adds adapters if they are configured.
+        """
         experts = self.description.experts.number if self.description.experts else 0
         self.bound: list[Bound] = bind(self.chunks, rules, self.topology, experts=experts)
         there = {id(tensor) for tensor in borrowed}
@@ -190,7 +193,7 @@ class MegatronModelManager:
         # of each trained tensor: this process's indices among equal holders
         self.replicas: Sequence[Replicas] = [[piece.replica for piece in found] for found in pieces]
         self.trained: Sequence[Bound] = self.bound
-        self.head: list[Bound] = []  # of a value model with adapters: trained in full beside them
+        self.head: list[Bound] = []  # value head of a model with adapters: trained in full
         self.adapters: Adapters | None = None
         self._packed: list[PackedWeight] = []
         if self._adapted:
@@ -199,8 +202,9 @@ class MegatronModelManager:
             self._adapt()
 
     def lends_to(self, cfg: RunConfig) -> "MegatronModelManager | None":
-        """Returns this model if a value model of `cfg` can share its frozen weights, otherwise
-        None: with adapters, of the same folder, in the same layout and dtype.
+        """Returns this manager if a value model of `cfg` can share its frozen weights, otherwise
+        None.
+        Both models must have adapters and the same folder, layout and dtype.
         """
         own = self.cfg
         alike = (cfg.model.path, cfg.model.dtype, cfg.parallel) == (
@@ -219,22 +223,20 @@ class MegatronModelManager:
         return AudioProcessor(self.cfg.model.path)
 
     def pixels(self, image: PlacedImage) -> Tensor:
-        """Returns the patches [P, C] of an image or video, as inputs of the vision tower.
-
-        Raises DataError if it can't be read any more, or has changed.
+        """Returns the patches [P, C] of an image or video, as inputs of the vision encoder.
+        Raises DataError if its file has changed or can no longer be read.
         """
         return self._processor.pixels(image)
 
     def frames(self, waveform: PlacedWaveform) -> Tensor:
         """Returns the frames [M, T] of a waveform, as inputs of the audio encoder.
-
-        Raises DataError if it can't be read any more, or has changed.
+        Raises DataError if its file has changed or can no longer be read.
         """
         return self._audio_processor.frames(waveform.source, waveform.digest)
 
     def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
-        """Starts reading the images of the next micro-batches, if this process runs the vision
-        tower.
+        """Starts to read the images of the next micro-batches in the background, if this process
+        runs the vision encoder.
         """
         sees = isinstance(self.description.tower, VisionTower)
         if sees and any(chunk.pre_process for chunk in self.chunks):
@@ -242,30 +244,32 @@ class MegatronModelManager:
             self._processor.read_ahead(image for batch in held for image in batch)
 
     def weights(self) -> list[Tensor]:
-        """Returns this process's trained weights, in the order of `trained`, detached."""
+        """Returns this process's trained weights, detached, in the order of `trained`."""
         return [item.parameter.detach() for item in self.trained]
 
     def shards(self) -> list[Shard]:
-        """Returns this process's shards of the model, without copies of tensors held elsewhere;
-        adapters are merged when a shard is read.
+        """Returns this process's shards of the model's exported weights; adapter deltas are merged
+        when a shard is read.
         """
         if self.adapters is None:
             return self.frozen_shards()
         return [self.adapters.merged(item) for item in self.bound if item.rule.exported]
 
     def sum_of_weights(self) -> int:
-        """Returns a layout-independent checksum of the model's own weights; a collective."""
+        """Returns a checksum of the model's weights without adapters that does not depend on the
+        layout; a collective.
+        """
         held = zip(self.bound, self.replicas, strict=True)
         return frozen_weights.sum_of(counted_once(list(held)), self.where)
 
     def frozen_shards(self) -> list[Shard]:
-        """Returns this process's shards of the model, without the adapters' deltas."""
+        """Returns this process's shards of the model's exported weights, without adapter deltas."""
         return [item.shard() for item in self.bound if item.rule.exported]
 
     def _adapt(self) -> None:
-        """Freezes the model and adds adapters, which alone are trained beside a value head.
-
-        Called before anything is wrapped, so that only they get gradients and optimizer states.
+        """Freezes the model and adds adapters; only the adapters and a value head are trained.
+        Called before the chunks are wrapped, so that frozen weights get no gradient buffers and
+        optimizer states.
         """
         lora = self.cfg.model.lora
         held = list(zip(self.bound, self.replicas, strict=True))
@@ -301,8 +305,10 @@ class MegatronModelManager:
     def model_provider_func(
         self, pre_process: bool, post_process: bool, chunk: int | None = None
     ) -> GPTModel:
-        """Builds one pipeline model chunk, randomly initialised; override it to build another
-        model.
+        """Builds one pipeline chunk, randomly initialised; a subclass may override it to build
+        another model.
+        `pre_process`, `post_process`: whether the chunk has the embedding, and the LM head or value
+        head; `chunk`: index of the virtual stage, None without virtual stages.
         """
         built = build_chunk(
             self.description,
@@ -321,10 +327,10 @@ class MegatronModelManager:
     def setup_model_and_optimizer(
         self, model_type: ModelType = ModelType.encoder_or_decoder
     ) -> None:
-        """Wraps the chunks for data parallelism and builds the optimizer and learning-rate
+        """Wraps the chunks for data parallelism and builds the optimizer and the learning-rate
         schedule.
-
-        Raises ValueError for another `model_type`: Megatron counts decoders with the encoders.
+        Raises ValueError for a `model_type` other than encoder_or_decoder, which is Megatron's type
+        of decoders.
         """
         if model_type != ModelType.encoder_or_decoder:
             raise ValueError(
@@ -359,13 +365,15 @@ class MegatronModelManager:
             overlap_param_gather=optimizer.overlap_param_gather and shards,
             check_for_nan_in_grad=False,
         )
-        # Later chunks' communication is off the critical path, so it need not come in small pieces.
+        # Later chunks' communication is off the critical path, so it need not be split into buckets.
         return DistributedDataParallel(
             self.config, data_parallel, chunk, disable_bucketing=number > 0
         )
 
     def _shards_optimizer(self) -> bool:
-        """Returns whether processes that hold the same parameters share the optimizer states."""
+        """Returns whether the optimizer states are sharded over the processes that hold the same
+        parameters.
+        """
         sizes, experts = self.topology, self.description.experts is not None
         world = sizes.tensor * sizes.context * sizes.pipeline * sizes.data
         return self.cfg.optimizer.shards_states(
@@ -382,8 +390,8 @@ class MegatronModelManager:
         )
 
     def _tower_s_rate(self) -> dict[ParamKey, Any] | None:
-        """Returns Megatron's overrides of learning rate and weight decay, with a rate for towers;
-        None: Megatron's own.
+        """Returns Megatron's overrides of learning rate and weight decay, with the learning rate
+        for vision and audio encoders; None to use Megatron's defaults.
         """
         optimizer = self.cfg.optimizer
         if not optimizer.vision_learning_rate:
@@ -416,7 +424,7 @@ class MegatronModelManager:
         )
 
     def train(self, learning: bool) -> None:
-        """Switches between training, which may apply dropout, and scoring."""
+        """Switches the model to training, where dropout may apply, or to scoring."""
         for chunk in self.model:
             chunk.train(learning)
 
@@ -426,12 +434,10 @@ class MegatronModelManager:
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> tuple[bool, float]:
-        """Clips gradients, takes an optimizer step and advances the schedule; returns (was a step
-        taken?, global gradient norm before clipping).
-
-        Non-finite gradients are refused on all processes alike, since the norm is global: weights,
-        optimizer state and schedule stay as they are. (Megatron itself looks for them in fp16
-        only.)
+        """Clips the gradients, takes an optimizer step and advances the schedule; returns (whether
+        the step was taken, global gradient norm before clipping).
+        If the norm is not finite, no process takes the step: weights, optimizer state and schedule
+        stay as they are, and the returned norm is NaN. (Megatron itself checks this in fp16 only.)
         """
         taken, grad_norm = False, math.nan
         with span("optimizer step"), self.topology.active():
@@ -450,10 +456,9 @@ class MegatronModelManager:
         return taken, grad_norm if taken else math.nan
 
     def refuse_lost_gradient(self) -> None:
-        """Raises NothingTrained, on every process, if no gradient reaches a value model's adapters
-        although its head has one (see `ActiveAdapters`).
-
-        A collective of value models with adapters, until a gradient was seen once.
+        """Raises NothingTrained, on every process, if the adapters of a value model get no gradient
+        although its value head gets one (see `ActiveAdapters`).
+        For value models with adapters it is a collective, until a gradient was seen once.
         """
         if self.adapters is None or not self.value_model or self._reached.seen:
             return
@@ -470,9 +475,9 @@ class MegatronModelManager:
                 )
 
     def finish_param_sync(self) -> None:
-        """Gathers parameters whose gather was left to the next forward pass.
-
-        Call it before reading them anywhere else.
+        """Gathers the parameters that the distributed optimizer updated, if that was left to the
+        next forward pass.
+        To be called before the parameters are read elsewhere.
         """
         if self.cfg.optimizer.overlap_param_gather and self._gather_is_due:
             self._gather_is_due = False
@@ -481,7 +486,9 @@ class MegatronModelManager:
             self.residency.changed()
 
     def weights_changed(self) -> None:
-        """Updates the optimizer's main parameters after an outside write to the parameters."""
+        """Updates the optimizer's main parameters after code other than the optimizer changed the
+        parameters.
+        """
         self.residency.changed()
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
@@ -497,12 +504,11 @@ class MegatronModelManager:
     def make_data_iterator_list(
         data_iterator: Iterator[Any], padding: bool = False, vpp_size: int = 1
     ) -> list[Iterator[Any]]:
-        """Returns one iterator per model chunk over the same micro-batches: with interleaving, each
-        chunk runs all of them.
-
-        With `padding`, micro-batches are dicts of tensors, and those of two dimensions are padded
-        with zeros to the longest. (A schedule without interleaving takes one iterator, not the
-        list.)
+        """Returns `vpp_size` iterators over the same micro-batches, one per model chunk: with
+        interleaving, each chunk runs all micro-batches.
+        With `padding`, micro-batches are dicts of tensors, and two-dimensional tensors are padded
+        with zeros to the longest of all micro-batches. (A schedule without interleaving takes one
+        iterator instead of a list.)
         """
         if padding:
             batches = list(data_iterator)
@@ -521,11 +527,11 @@ class MegatronModelManager:
     def run_schedule(
         self, forward_step: Callable[..., Any], micro_batches: Iterable[Any], *, forward_only: bool
     ) -> list[Any]:
-        """Runs the pipeline schedule over `micro_batches`, forward and, unless `forward_only`,
-        backward.
-
-        `forward_step(iterator, chunk)` returns (output, a function of it for the last stage).
-        Returns the results of that function, in order, on the last stage, and [] on the others.
+        """Runs the pipeline schedule over `micro_batches`: forward passes and, unless
+        `forward_only`, backward passes.
+        `forward_step(iterator, chunk)` returns (output, a function that the last stage applies to
+        the output). Returns that function's results, in order, on the last stage, and [] on the
+        other stages.
         """
         batches = list(micro_batches)
         several = len(self.model) > 1
@@ -543,13 +549,13 @@ class MegatronModelManager:
             )
 
     def offload_megatron_copy_params(self, optimizers: Any) -> None:
-        """Moves the fp32 main ("copy") parameters of one or more Megatron optimizers to the
-        host.
+        """Moves the fp32 main parameters (Megatron's "copy" parameters) of one or more Megatron
+        optimizers to the host.
         """
         self.residency.off_tensors(offload.main_parameters(optimizers))
 
     def load_megatron_copy_params(self, optimizers: Any) -> None:
-        """Moves the fp32 main parameters back to the device."""
+        """Moves the fp32 main parameters of one or more Megatron optimizers back to the device."""
         self.residency.on_tensors(offload.main_parameters(optimizers))
 
 

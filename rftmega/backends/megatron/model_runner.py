@@ -1,7 +1,7 @@
 """MegatronRunner runs micro-batches through Megatron's pipeline schedule.
-
 With `calculate_per_token_loss`, Megatron expects a loss function to return (local sum, local
-integer count, anything), and divides gradients once, by the count of all micro-batches and ranks.
+integer count, any object), and divides gradients once, by the sum of the counts of all
+micro-batches and ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,13 +33,14 @@ from rftmega.runtime.parallel.watchdog import mark
 
 
 class MegatronRunner(ModelRunner):
-    """MegatronRunner is the ModelRunner for any 3D-parallel layout."""
+    """MegatronRunner is the ModelRunner of Megatron models, in any parallel layout."""
 
     def __init__(
         self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None
     ):
-        """Creates the runner; `processor` computes `stats` from hidden states, None for a value
-        model.
+        """Creates the runner.
+        `stats`: class of the statistics per token; `processor` computes them from hidden states, or
+        is None for a value model.
         """
         super().__init__(manager, manager.topology, stats)
         self.manager = manager
@@ -55,8 +56,8 @@ class MegatronRunner(ModelRunner):
         return packed_length(counts, tensor_multiple=multiple, context=self.topology.context)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
-        """Returns the collected sums or the statistics of each micro-batch on the last stage, [] on
-        the others.
+        """Returns on the last stage the statistics of each micro-batch or, after training, its
+        metric sums and statistics; [] on the other stages.
         """
         # Narayanan et al. (arXiv:2104.04473, section 2.2): the bubble is (p - 1) / (v m) of the
         # ideal time, here as two sums.
@@ -70,9 +71,9 @@ class MegatronRunner(ModelRunner):
         return found
 
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        """Runs one micro-batch through one chunk, for Megatron's schedule.
-
-        Returns (output, the function that the last stage applies to it).
+        """Runs the next micro-batch of `batches` through one pipeline chunk, for Megatron's
+        schedule.
+        Returns (output, the function that the last stage applies to the output).
         """
         mark()
         batch = next(batches)
@@ -98,8 +99,8 @@ class MegatronRunner(ModelRunner):
         return shown, finish
 
     def _routes(self, batch: MicroBatch) -> RouteInputs | None:
-        """Returns the routes to replay or to record; None if routers choose and nothing is
-        recorded.
+        """Returns the expert choices to replay, or a place to record the routers' choices; None if
+        neither is needed.
         """
         if batch.rows.routes is None and batch.chosen is None:
             return None
@@ -113,8 +114,8 @@ class MegatronRunner(ModelRunner):
         return RouteInputs(given, batch.chosen)
 
     def _images(self, rows: Rows, model: Any) -> ImageTensors | WaveformTensors | None:
-        """Returns the chunk's inputs from the rows' images or waveforms; None for a model without a
-        tower.
+        """Returns the chunk's inputs from the rows' images or waveforms; None for a model without
+        vision or audio encoder.
         """
         tower = self.manager.description.tower
         if tower is None:
@@ -133,8 +134,8 @@ class MegatronRunner(ModelRunner):
         return self.stats(output) if self.processor is None else self.stats(**output)
 
     def _loss(self, batch: MicroBatch, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
-        """Returns Megatron's three results: local loss sum with its graph, integer count, and
-        collected values.
+        """Returns the three results that Megatron expects: the local loss sum (differentiable), an
+        integer count, and the collected values.
         """
         total, count, collected = self.trained(self._stats(batch, output), batch)
         # Context-parallel processes all have the whole rows, and their gradients are summed: one of

@@ -1,5 +1,5 @@
-"""Lists the names and boxes of a model's tensors in a Megatron distributed checkpoint, without
-their contents.
+"""Lists the tensors of a model in a Megatron distributed checkpoint: names and blocks, without
+contents.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,16 @@ from rftmega.checkpoints.reader import Reader
 
 @dataclass(frozen=True)
 class CheckpointBox:
-    """CheckpointBox is a box of a checkpoint tensor, with its position in a Megatron tensor of this
-    process.
-
-    Megatron stacks the layers (and experts) of a name into one tensor; gate and up, fused in the
-    model, are two.
+    """CheckpointBox is a block of a checkpoint tensor, and its position in a Megatron tensor of
+    this process.
+    In a checkpoint, Megatron stacks the tensors of all layers (and experts) with one name into one
+    tensor; gate and up, fused in the model, are two tensors.
     """
 
     key: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    shape: tuple[int, ...]  # of the box, with leading 1s for the stacked axes
+    shape: tuple[int, ...]  # of the block, with leading 1s for the stacked axes
     begin: int  # first element in the Megatron tensor
     stride: tuple[int, ...]  # in the Megatron tensor, without the leading axes
     padded: bool = False  # a vocabulary: its number of rows depends on the layout
@@ -36,8 +35,8 @@ class CheckpointBox:
     replica: tuple[int, int, int] = (0, 0, 0)
 
     def of(self, megatron: Tensor) -> Tensor:
-        """Returns a view of the box in a (contiguous) Megatron tensor, which may be a view of a
-        buffer.
+        """Returns a view of the block in a contiguous Megatron tensor, which may be a view of a
+        larger buffer.
         """
         local = self.shape[len(self.shape) - len(self.stride) :]
         return megatron.as_strided(local, self.stride, megatron.storage_offset() + self.begin).view(
@@ -48,10 +47,9 @@ class CheckpointBox:
 def pieces_of(
     chunks: Sequence[Any], bound: Sequence[Bound]
 ) -> tuple[list[list[CheckpointBox]], list[str]]:
-    """Returns (the boxes of each bound tensor, the names of objects that Megatron expects beside
-    them) for this process's chunks.
-
-    Call it before they are wrapped, while each tensor still has memory of its own.
+    """Returns (the CheckpointBoxes of each bound tensor, the names of further objects that Megatron
+    expects in a checkpoint) for this process's chunks.
+    Call it before the chunks are wrapped, while each tensor has separate memory.
     """
     states = [_state_of(chunk) for chunk in chunks]
     for state in states:
@@ -88,10 +86,10 @@ def pieces_of(
 
 @torch.no_grad()
 def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]) -> None:
-    """Fills the chunks from a distributed checkpoint of any layout; each process reads the pieces
-    that overlap its shards.
-
-    Raises CheckpointError if the checkpoint lacks a tensor, has it in another shape, or is corrupt.
+    """Fills the chunks from a distributed checkpoint, whatever layout wrote it; each process reads
+    the parts of tensors that overlap its shards.
+    Raises CheckpointError if the checkpoint lacks a tensor, contains it in another shape, or is
+    corrupt.
     """
     reader = Reader(folder)
     owners = {item.parameter.untyped_storage().data_ptr(): item for item in bound}
@@ -123,8 +121,8 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
 
 def _state_of(chunk: Any) -> Any:
     """Returns Megatron's sharded state dict of a chunk.
-
-    Megatron asks a last stage for its output layer, which a value model lacks.
+    For the last stage Megatron would access the LM head, which a value model lacks; this is
+    prevented.
     """
     last = chunk.post_process
     chunk.post_process = last and hasattr(chunk, "output_layer")

@@ -1,6 +1,4 @@
-"""MegatronModel is the interface of a Megatron-Core model to strategies, weight sync and
-checkpoints.
-"""
+"""MegatronModel gives strategies, weight sync and checkpoints access to a Megatron-Core model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -35,8 +33,8 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 class MegatronModel:
-    """MegatronModel implements the common part of a policy and a value model: see
-    `strategy.backend.Trainable`.
+    """MegatronModel is the common base of a policy and a value model; it implements
+    `run.placement.backend.Trainable`.
     """
 
     average: AveragedWeights | None = None
@@ -47,7 +45,7 @@ class MegatronModel:
         self.manager, self.topology = manager, topology
 
     def prepare_to_learn(self) -> None:
-        """Builds the model's optimizer and its schedule."""
+        """Builds the optimizer and the learning-rate schedule, and reads the main parameters."""
         self.manager.setup_model_and_optimizer()
         read_main_parameters(self.manager)
 
@@ -70,7 +68,7 @@ class MegatronModel:
 
     @property
     def label(self) -> str:
-        """Labels this process, e.g. "rank 5: tensor 1, stage 1, data 0"."""
+        """Returns a label of this process, e.g. "rank 5: tensor 1, stage 1, data 0"."""
         at = self.topology
         place = f"tensor {at.tensor_rank}, stage {at.pipeline_rank}, data {at.data_rank}"
         return f"rank {dist.get_rank()}: {place}"
@@ -89,12 +87,12 @@ class MegatronModel:
 
     @property
     def step(self) -> Callable[..., Metrics]:
-        """Returns the function that takes one optimizer step: `ModelRunner.step`."""
+        """Returns the method that takes one optimizer step, `ModelRunner.step`."""
         return self.runner.step
 
     def averaged(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which the model holds its averaged weights; None if no average is
-        kept.
+        """Returns a context in which the model computes with its averaged weights; None if no
+        average is kept.
         """
         return None if self.average is None else self.average.swapped_in()
 
@@ -117,9 +115,10 @@ class MegatronModel:
         yield from optimizer_tensors(self.manager)
 
     def described(self) -> dict[str, Any]:
-        """Returns "hf_config", "dtype", "layout" and, for messages, the "path" of the initial
-        weights; with adapters also "adapters" and a checksum of the "base"; with a frozen reference
-        its checksum.
+        """Returns a description of the model for a checkpoint.
+        Its keys are "hf_config", "dtype", "layout" and "path" (the folder of the initial weights,
+        for messages); with adapters also "adapters" and "base", a checksum of the frozen weights;
+        with a frozen reference "reference", its checksum.
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {
@@ -144,10 +143,10 @@ class MegatronModel:
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Restores weights and, if requested, the optimizer's state and the schedule.
-
+        """Restores weights and, with `optimizer` and `schedule`, the optimizer's state and the
+        learning-rate schedule.
         Without `strict`, weights that the checkpoint lacks stay as they are. Raises CheckpointError
-        if it lacks others, or is corrupt.
+        if a required tensor is missing, or if the checkpoint is corrupt.
         """
         manager = self.manager
         stored.fill(

@@ -1,4 +1,4 @@
-"""Lists the tensors of the training state as boxes of Hugging Face tensors, with the same names in
+"""Lists the tensors of the training state as blocks of Hugging Face tensors, with the same names in
 every layout and backend.
 """
 
@@ -26,8 +26,8 @@ MOMENTUM = "momentum_buffer"  # of Muon
 def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
 ) -> Iterator[ShardBox]:
-    """Yields the trained weights and, if one is kept, their average; with adapters, no other weight
-    ever changes.
+    """Yields the trained weights and, if `average` is given, their average.
+    With adapters, only the adapters' tensors are trained.
     """
     for number, item in enumerate(manager.trained):
         weights = manager.residency.host(item.parameter.detach())
@@ -49,10 +49,9 @@ def _held(
 def _parts(
     manager: MegatronModelManager, number: int, *, sharded: bool = False
 ) -> Iterator[tuple[str, tuple[int, ...], ShardPart, bool]]:
-    """Yields (HF name, shape of the HF tensor, this process's part of it, whether this process
-    writes it) for a trained tensor.
-
-    `sharded`: data-parallel processes hold different ranges of it.
+    """Yields (HF name, shape of the HF tensor, block of it in this process's tensor, whether this
+    process writes the block to a checkpoint) for trained tensor `number`.
+    `sharded`: data-parallel processes hold different ranges of the tensor.
     """
     item = manager.trained[number]
     # pipeline-, tensor- and data-parallel processes with the same tensor
@@ -67,10 +66,10 @@ def _parts(
 def optimizer_tensors(
     manager: MegatronModelManager, moments: MomentValues | None = None
 ) -> Iterator[ShardBox]:
-    """Yields main parameters, if they are separate from the weights, and the optimizer's moments,
-    if there are any yet.
-
-    Moments are in float32, however they are stored; `moments` keeps those that are copies.
+    """Yields the main parameters, if they are separate from the weights, and the optimizer's
+    moments, if they exist yet.
+    Moments are yielded in float32, however they are stored; `moments` keeps track of values that
+    are copies.
     """
     moments = moments or MomentValues(manager.residency)
     numbers = {id(item.parameter): number for number, item in enumerate(manager.trained)}
@@ -89,10 +88,10 @@ def optimizer_tensors(
 
 @torch.no_grad()
 def read_main_parameters(manager: MegatronModelManager) -> None:
-    """Reads main parameters from the folder where it is more precise than the weights.
-
-    Megatron derives them from the weights, which are rounded by then: an optimizer step smaller
-    than their spacing would leave all of them where they are.
+    """Reads the float32 main parameters from the model's folder if its dtype is more precise than
+    that of the weights.
+    Megatron derives main parameters from the weights, which are rounded already: optimizer steps
+    smaller than the rounding would be lost.
     """
     path = manager.cfg.model.path
     if is_distributed(path):
@@ -108,19 +107,21 @@ def read_main_parameters(manager: MegatronModelManager) -> None:
 
 
 def _moments(inner: Any) -> tuple[str, ...]:
-    """Returns the names of an optimizer's moments."""
+    """Returns the names of the moments in the state of the optimizer `inner`: Adam's or Muon's."""
     of_muon = hasattr(inner.optimizer, "orthogonalize")
     return (MOMENTUM,) if of_muon else (FIRST, SECOND)
 
 
 def _is_sharded(inner: Any) -> bool:
-    """Returns whether data-parallel processes share the state (Megatron's DistributedOptimizer)."""
+    """Returns whether the optimizer's state is sharded over data-parallel processes (Megatron's
+    DistributedOptimizer).
+    """
     return hasattr(inner, "model_param_gbuf_map")
 
 
 def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yields (parameter, the tensor that the optimizer steps in its place, its start in the
-    flattened parameter).
+    """Yields (model parameter, the tensor that the optimizer updates for it, start of that tensor
+    in the flattened parameter).
     """
     if inner.optimizer is None:  # a process without trainable parameters
         return
@@ -148,8 +149,8 @@ def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 def _range(
     part: ShardPart, parameter: Tensor, tensor: Tensor, begin: int
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields (offset in the HF tensor, elements) of the boxes of `part` within `tensor`, which holds
-    elements `begin` ... of the flattened parameter.
+    """Yields (offset in the HF tensor, elements) of the blocks of `part` that lie within `tensor`,
+    which holds the elements of the flattened parameter from index `begin` on.
     """
     local = shape_of(part.box)
     rows = (local[0], *parameter.shape[1:])  # in memory
@@ -170,14 +171,14 @@ def _range(
 
 
 def _ends_in_padding(part: ShardPart, parameter: Tensor) -> bool:
-    """Returns whether a part is the first columns of all rows of a matrix; the other columns are
-    padding of the vocabulary.
+    """Returns whether a part consists of the first columns of all rows of a matrix, whose other
+    columns are padding of the vocabulary.
     """
     return part.offset == (0, 0) and shape_of(part.box)[0] == len(parameter)
 
 
 def adam_steps(manager: MegatronModelManager) -> int:
-    """Returns the number of optimizer steps that Adam has counted; 0 if it has no states yet."""
+    """Returns the number of optimizer steps in Adam's state; 0 if Adam has no state yet."""
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is not None and inner.optimizer.state and FIRST in _moments(inner):
             state = next(iter(inner.optimizer.state.values()))
@@ -189,7 +190,9 @@ def adam_steps(manager: MegatronModelManager) -> int:
 
 @torch.no_grad()
 def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
-    """Creates the optimizer's states, which are filled afterwards; at 0 steps, removes them."""
+    """Replaces the optimizer's state by zero moments with the given number of steps, to be filled
+    afterwards; at 0 steps, removes the state.
+    """
     for inner in inner_optimizers(manager.optimizer):
         if inner.optimizer is None:
             continue
@@ -202,7 +205,7 @@ def set_adam_steps(manager: MegatronModelManager, steps: int) -> None:
 
 
 def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
-    """Creates the states that an optimizer would have after `steps` steps, with moments of 0."""
+    """Adds to an optimizer the state that it would have after `steps` steps, but with zero moments."""
     narrow = getattr(optimizer, "moment", None)
     counts = FIRST in moments  # Muon counts no steps
     # fused optimizers count for a whole group
@@ -224,8 +227,8 @@ def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:
-    """Returns the number of finished optimizer steps by the schedule: the scheduler is at the
-    next.
+    """Returns the number of optimizer steps taken, by the learning-rate schedule, which is one step
+    ahead.
     """
     return int(manager.scheduler.num_steps) - 1
 

@@ -1,1 +1,3 @@
-"""Megatron's optimizers: construction, low-precision moments, and tensors to offload."""
+"""Megatron's optimizers: builds them, stores moments in low precision, and lists the tensors to
+offload.
+"""

@@ -1,4 +1,4 @@
-"""Builds Megatron's optimizers from a run's options."""
+"""Builds Megatron's optimizers from a run's config."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,9 @@ def build_optimizer(
     shards: bool,
     overrides: dict[ParamKey, Any] | None,
 ) -> Any:
-    """Builds the optimizer of a model's wrapped chunks, chained if there are several.
-
-    `shards`: processes that hold the same parameters share the states.
-
-    `overrides`: exceptions from the learning rate and from weight decay; None: Megatron's own.
+    """Builds the optimizer of a model's wrapped chunks; several Megatron optimizers are chained.
+    `shards`: the states are sharded over the processes that hold the same parameters. `overrides`:
+    learning rates and weight decay of certain parameters; None: Megatron's defaults.
     """
     chosen = MegatronOptimizerConfig(
         optimizer="adam",

@@ -1,4 +1,6 @@
-"""AdamW with 16-bit or 8-bit moments: torchao's, adapted to Megatron's optimizer wrappers."""
+"""AdamW with 16-bit or 8-bit moments: torchao's optimizer, adapted to Megatron's optimizer
+wrappers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +17,10 @@ LEAST_SCALE = 1e-12  # torchao's scale of a block of zeros
 
 
 class LowPrecisionAdam(AdamW8bit):
-    """LowPrecisionAdam is AdamW with 8-bit moments and a scale per block of 256."""
+    """LowPrecisionAdam is AdamW with 8-bit moments, which have one scale per block of 256 elements."""
 
     def __init__(self, groups: list[dict[str, Any]]):
-        """Takes over the parameter groups of another optimizer, which stay the same objects."""
+        """Uses the parameter groups of another optimizer, without copying them."""
         # torch refuses views, which Megatron's distributed optimizer steps
         super().__init__([torch.empty(0)])
         self.param_groups = groups
@@ -29,7 +31,7 @@ class LowPrecisionAdam(AdamW8bit):
         ]  # torchao expects tensors
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step with the learning rates that a schedule wrote into the groups."""
+        """Takes a step with the learning rates that the schedule wrote into the parameter groups."""
         rates = [group["lr"] for group in self.param_groups]
         for tensor, rate in zip(self._rates, rates, strict=True):
             tensor.fill_(rate)
@@ -47,7 +49,9 @@ class LowPrecisionAdam(AdamW8bit):
             group["lr"] = rate
 
     def moment(self, main: Tensor, *, signed: bool) -> Tensor:
-        """Returns a moment of zeros for a main parameter."""
+        """Returns a moment of zeros for a main parameter, in this optimizer's storage format.
+        `signed`: values may be negative, as for Adam's first moment.
+        """
         found: Tensor = self._new_buffer(main, signed)
         return found
 
@@ -64,11 +68,12 @@ ADAMS = {"bfloat16": SixteenBitAdam, "8bit": LowPrecisionAdam}
 
 @torch.no_grad()
 def packed(values: Tensor, like: OptimState8bit) -> tuple[Tensor, Tensor]:
-    """Quantises a float32 moment to 8-bit codes and scales.
-
-    A block that was dequantised from codes becomes the same numbers again, bit for bit: its scale
-    is searched among those that its largest number can have had. torchao would take the largest
-    number itself, and rounds the lowest code's down by that each time.
+    """Returns the 8-bit codes and scales of a float32 moment; `like` is an 8-bit moment of the same
+    format.
+    A block that was dequantised is quantised to the same values again, bit for bit: the scale is
+    chosen among those that could have produced the block's largest value. torchao would use the
+    largest value as the scale; if that value came from the lowest code, the block would be rounded
+    down each time.
     """
     table = like.qmap.to(values.device)
     parts = values.reshape(-1, like.block_size).split(AT_ONCE)
@@ -93,7 +98,9 @@ def _packed_blocks(blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(largest: Tensor, lowest: float) -> list[Tensor]:
-    """Returns the possible scales of blocks with these largest numbers."""
+    """Returns the scales that blocks with the largest values `largest` can have had; `lowest` is
+    the magnitude of the lowest code.
+    """
     found = [torch.full_like(largest, LEAST_SCALE)]
     for code in (1.0, lowest):
         near = largest / code if code else largest

@@ -1,4 +1,4 @@
-"""Adam's moments in any storage format: their memory and their values."""
+"""Gives access to Adam's moments in any storage format: their memory and their float32 values."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from rftmega.runtime.device.residency import Residency
 
 
 def memory_of(moment: Any) -> list[Tensor]:
-    """Returns the plain tensors that a moment consists of: codes and scales, or the moment
-    itself.
+    """Returns the plain tensors that store a moment: codes and scales of an 8-bit moment, otherwise
+    the moment itself.
     """
     if not is_traceable_wrapper_subclass(moment):
         return [moment]
@@ -20,16 +20,19 @@ def memory_of(moment: Any) -> list[Tensor]:
 
 
 class MomentValues:
-    """MomentValues provides the moments to a checkpoint as float32 values, and writes them back."""
+    """MomentValues reads moments as float32 values for a checkpoint, and writes restored values
+    back.
+    """
 
     def __init__(self, residency: Residency):
-        """Takes the residency of the model whose optimizer has the moments."""
+        """Stores the residency of the model that the optimizer belongs to."""
         self._residency = residency
         self._copies: list[tuple[Any, Tensor]] = []
 
     def of(self, moment: Any) -> Tensor:
-        """Returns a moment's values: a view if it is float32, otherwise a copy on the host, since a
-        save holds those of all parameters at once.
+        """Returns a moment's values in float32: a view if it is stored in float32, otherwise a copy
+        on the host.
+        Copies are on the host because a save needs the values of all parameters at once.
         """
         if is_traceable_wrapper_subclass(moment):
             names, context = moment.__tensor_flatten__()
@@ -46,7 +49,7 @@ class MomentValues:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Writes the copies, once filled, back into their moments."""
+        """Writes the copies that `of` returned, filled by now, back into their moments."""
         for moment, copy in self._copies:
             if not is_traceable_wrapper_subclass(moment):
                 self._residency.host(moment).copy_(copy)

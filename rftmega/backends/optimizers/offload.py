@@ -1,4 +1,6 @@
-"""Lists the tensors of a Megatron model and its optimizer by component, for `device.residency`."""
+"""Lists the tensors of a Megatron model and its optimizer by component, for `device.residency` to
+move them.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,9 +14,8 @@ from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, P
 def parts_of(
     model: Iterable[Any], optimizer: Any, borrowed: Sequence[Tensor] = ()
 ) -> dict[str, list[Tensor]]:
-    """Returns the tensors of each component of a wrapped (or bare) model and its optimizer, which
-    may be None.
-
+    """Returns the tensors of a wrapped or unwrapped model and its optimizer, which may be None, by
+    component: parameters, gradients, main parameters, Adam states.
     `borrowed` parameters belong to another model and are left out.
     """
     chunks = list(model)
@@ -33,7 +34,9 @@ def parts_of(
 
 
 def inner_optimizers(optimizers: Any) -> list[Any]:
-    """Returns Megatron's optimizers inside a chain or a list, or the given one alone."""
+    """Returns Megatron's single optimizers as a list: the members of a chained optimizer or of a
+    list, or the given optimizer itself; [] for None.
+    """
     if optimizers is None:
         return []
     if isinstance(optimizers, list | tuple):
@@ -42,8 +45,8 @@ def inner_optimizers(optimizers: Any) -> list[Any]:
 
 
 def main_parameters(optimizers: Any) -> Iterator[Tensor]:
-    """Yields the fp32 copies of half-precision parameters, for any kind of Megatron optimizer; fp32
-    parameters have none.
+    """Yields the fp32 main parameters, the optimizer's copies of half-precision parameters, of any
+    kind of Megatron optimizers; fp32 parameters have no copies.
     """
     for inner in inner_optimizers(optimizers):
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):

@@ -1,1 +1,1 @@
-"""Scoring passes and optimizer steps over micro-batches, the same for every backend."""
+"""Scores and trains over micro-batches; shared by the backends."""

@@ -1,8 +1,8 @@
 """Combines two losses in one gradient accumulation, each averaged over its own count, although
-gradients are divided once.
-
-With A a first loss's sum over n things and B a second's over m: A / n + c B / m = (A + c n / m B) /
-n. So the second is scaled beforehand and adds nothing to the count.
+gradients are divided only once.
+With A the sum of the first loss over n tokens and B that of the second over m tokens: A / n + c B /
+m = (A + (c n / m) B) / n. So the second loss is multiplied by c n / m, and contributes nothing to
+the count.
 """
 
 from dataclasses import replace
@@ -15,11 +15,10 @@ from rftmega.core.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
 def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, stats: Any) -> LossFn:
-    """Returns the auxiliary loss as a function of any part of its rows, to be summed with `first`
-    over `experience` and divided once.
-
-    If the first loss counts nothing (all completions left out), the second is counted instead.
-    `stats`: see `counted`.
+    """Returns the scaled auxiliary loss, which is summed with the loss `first` over `experience`
+    before gradients are divided by the count of `first`.
+    It applies to any part of the auxiliary rows. If `first` counts nothing (all completions are
+    left out), the auxiliary loss counts instead. `stats`: see `counted`.
     """
     count = counted(first, experience, stats)
     own = counted(auxiliary.loss_fn, auxiliary.experience, stats)
@@ -39,8 +38,8 @@ def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, sta
 
 
 def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
-    """Returns the count of `loss_fn` over all of `experience`, computed with `stats` (TokenStats or
-    TokenValues) of zeros.
+    """Returns the total count of `loss_fn` over `experience`; the count is computed from statistics
+    that are all zero, of class `stats` (TokenStats or TokenValues).
     """
     names = stats.__dataclass_fields__
     count = 0

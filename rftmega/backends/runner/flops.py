@@ -1,10 +1,9 @@
-"""Counts model FLOPs: the floating-point operations of a model's mathematics, without recomputation
-and padding.
-
-A multiplication and an addition are two operations. Counted are the matrix products: of every
-weight that a token meets (of experts, the active ones), and of queries with keys and attention with
-values, over the whole square of a row, as model FLOPs are in PaLM (arXiv:2204.02311, appendix B: 2
-N + 4 L H Q T a token forward). The backward pass takes twice as much as the forward.
+"""Counts model FLOPs: the floating-point operations that the model's definition requires, without
+gradient checkpointing and padding.
+A multiplication and an addition are two operations. Only matrix products are counted: of each token
+with every weight that it uses (of experts, the active ones), of queries with keys, and of attention
+with values, over the full square of a row, as in PaLM (arXiv:2204.02311, appendix B: 2 N + 4 L H Q
+T per token in the forward pass). The backward pass takes twice as many as the forward pass.
 """
 
 from collections.abc import Iterable
@@ -18,9 +17,8 @@ OF_FROZEN = 1  # the same if the weights are frozen, and adapters are trained
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
-    """Returns the FLOPs of one forward pass over rows of these lengths.
-
-    `value_head`: one value per token instead of the logits.
+    """Returns the FLOPs of one forward pass; `rows` lists the number of tokens of each row.
+    `value_head`: the model computes one value per token instead of logits.
     """
     rows = list(rows)
     head = model.hidden * (1 if value_head else model.vocabulary)
@@ -28,9 +26,8 @@ def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: b
 
 
 def layer_weights(model: ModelDescription) -> int:
-    """Returns the number of weights in the layers' matrices that a token is multiplied with.
-
-    Excludes norms, biases, embedding and LM head.
+    """Returns the number of weights in the layers' matrices with which a token is multiplied.
+    Excludes norms, biases, embedding and LM head; of experts, only the active ones count.
     """
     if isinstance(model, TransformersModel):
         return model.matrices
@@ -47,7 +44,7 @@ def layer_weights(model: ModelDescription) -> int:
 
 
 def _projections(model: ModelDescription) -> int:
-    """Returns the number of weights of one layer's query, key, value and output projections."""
+    """Returns the number of weights in one layer's query, key, value and output projections."""
     if latent := model.latent:
         query = model.heads * (latent.plain_dim + latent.rope_dim)
         rank = latent.query_rank
@@ -59,10 +56,9 @@ def _projections(model: ModelDescription) -> int:
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
-    """Returns the FLOPs of all layers' attention scores and their products with the values, for one
-    row.
-
-    A sliding window bounds the tokens attended to.
+    """Returns the FLOPs, for one row in all layers, of the attention scores and of their products
+    with the values.
+    A sliding window limits the number of tokens that a token attends to.
     """
     latent = model.latent
     width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
@@ -72,10 +68,10 @@ def _attention(model: ModelDescription, tokens: int) -> int:
 
 
 def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> int:
-    """Returns the FLOPs of one forward pass of the vision tower over images of (time, height,
-    width) patches.
-
-    Attention is windowed except in `full_layers`; windows at the edge count their actual patches.
+    """Returns the FLOPs of one forward pass of the vision encoder over images; `grids` lists (time,
+    height, width) of each image in patches.
+    Attention is windowed except in `full_layers`; windows at the edge count with their actual
+    number of patches.
     """
     block = 4 * tower.width**2 + (3 if tower.gated else 2) * tower.width * tower.ffn
     merged = tower.width * tower.merge**2
@@ -94,7 +90,7 @@ def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> in
 
 
 def _windowed(tower: VisionTower, height: int, width: int) -> int:
-    """Returns the number of patch pairs that attend to each other within the windows of one
+    """Returns the number of (query, key) pairs of patches within the attention windows of one
     image.
     """
     if not tower.window:
@@ -106,8 +102,8 @@ def _windowed(tower: VisionTower, height: int, width: int) -> int:
 
 
 def audio_flops(tower: AudioTower, hidden: int) -> int:
-    """Returns the FLOPs of one forward pass of the audio encoder over one waveform, which fills all
-    positions; `hidden` is the decoder's hidden size.
+    """Returns the FLOPs of one forward pass of the audio encoder over one waveform, which is padded
+    to all positions; `hidden` is the decoder's hidden size.
     """
     width, positions = tower.width, tower.positions
     block = 2 * positions * (4 * width**2 + 2 * width * tower.ffn) + 4 * positions**2 * width

@@ -1,4 +1,4 @@
-"""Checks that a gradient reaches the adapters of a value model, whose head has one of its own."""
+"""Checks that a value model's adapters get a gradient if its value head gets one."""
 
 from collections.abc import Iterable
 
@@ -9,16 +9,16 @@ from rftmega.runtime.parallel.collectives import all_reduce
 
 
 class ActiveAdapters:
-    """ActiveAdapters records whether a gradient has ever reached a value model's adapters."""
+    """ActiveAdapters records whether a value model's adapters have ever had a nonzero gradient."""
 
     def __init__(self) -> None:
         self.seen = False
 
     def refuse_lost(self, adapters: Iterable[Tensor], head: Iterable[Tensor]) -> None:
-        """Raises NothingTrained, on every process, if a value `head` with nonzero weights has a
-        gradient and none reaches the `adapters`.
-
-        The norm of all gradients would hide it. A collective. The gradients are this process's.
+        """Raises NothingTrained, on every process, if the value head has a nonzero gradient and the
+        adapters have none; a collective.
+        `adapters`, `head`: this process's gradients. The norm of all gradients would not reveal the
+        error.
         """
         reached, pulls = _anywhere(adapters), _anywhere(head)
         self.seen = bool(reached)
@@ -31,6 +31,6 @@ class ActiveAdapters:
 
 
 def _anywhere(gradients: Iterable[Tensor]) -> float:
-    """Returns 0 if the gradients of all processes are 0, otherwise 1."""
+    """Returns 0 if the gradients are 0 on all processes, otherwise 1; a collective."""
     found = all_reduce(int(any(bool(each.any()) for each in gradients)), "max")
     return float(found)

@@ -1,4 +1,4 @@
-"""Computes the learning rate of each optimizer step as a pure function of its number."""
+"""Computes the learning rate of each optimizer step as a pure function of the step's number."""
 
 import math
 
@@ -6,11 +6,11 @@ from rftmega.config import OptimizerConfig
 
 
 def learning_rate(chosen: OptimizerConfig, step: int, *, steps: int) -> float:
-    """Returns the learning rate of optimizer step `step`, counted from 1, of `steps` in all.
-
+    """Returns the learning rate of optimizer step `step` (counted from 1) of a run with `steps`
+    optimizer steps.
     It rises linearly over `warmup_steps`. Then it stays constant, or falls to `min_learning_rate`
     linearly or along half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts). The
-    minimum is reached by the step that would follow the last.
+    step after the last one would reach the minimum.
     """
     peak, least = chosen.learning_rate, chosen.min_learning_rate
     warm, end = chosen.warmup_steps, steps + 1

@@ -1,12 +1,12 @@
-"""Assigns rows to micro-batches: a pure function of their lengths."""
+"""Assigns rows to micro-batches, as a pure function of the rows' lengths."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def fewest_micro_batches(pipeline: int) -> int:
-    """Returns the minimum number of micro-batches for `pipeline` stages: with two per stage, at
-    most a third is bubble.
+    """Returns the minimum number of micro-batches for `pipeline` stages: two per stage, so that the
+    pipeline bubble is at most a third of the time; 1 without stages.
     """
     return 2 * pipeline if pipeline > 1 else 1
 
@@ -25,18 +25,16 @@ def plan_micro_batches(
     patch_cap: int | None = None,
     patch_weight: float = 0.0,
 ) -> list[list[list[int]]]:
-    """Assigns rows to micro-batches: [rank][micro-batch] -> row indices.
-
+    """Assigns rows to micro-batches: returns [rank][micro-batch] -> row indices.
     Every rank gets the same number of micro-batches; some may be empty.
-
-    A row of n tokens and p `patches` of images costs n + attention_weight * n^2 + patch_weight * p
-    (the share of attention in a layer's work grows with the row). Ranks get equal cost by
-    Karmarkar-Karp differencing; a rank's micro-batches hold at most `token_cap` tokens,
-    `attention_cap` squared tokens and `patch_cap` patches. Their number is a multiple of
+    A row of n tokens with p image `patches` costs n + attention_weight * n^2 + patch_weight * p
+    (the share of attention in a layer's work grows with the row). Karmarkar-Karp differencing gives
+    the ranks nearly equal cost; a micro-batch holds at most `token_cap` tokens, `attention_cap`
+    squared tokens and `patch_cap` patches. The number of micro-batches is a multiple of
     `multiple_of`, as the interleaved pipeline schedule requires, and at least `at_least` if the
-    rank has enough rows. Each `group_size` consecutive rows stay together, in their order: a loss
-    over pairs needs both. Raises AssertionError for a group over a cap (the config check refuses it
-    before), and for an incomplete last group.
+    rank has enough rows. Each group of `group_size` consecutive rows stays together, in order, for
+    losses over pairs of rows. Raises AssertionError for a group over a cap (the config check
+    refuses it before), and for an incomplete last group.
     """
     assert len(lengths) % group_size == 0, (len(lengths), group_size)
     groups = [
@@ -70,12 +68,11 @@ def plan_micro_batches(
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Partitions items into `parts` lists of item indices with nearly equal sums, each in ascending
-    order.
-
+    """Partitions items into `parts` lists of item indices with nearly equal sums of costs; the
+    indices are in ascending order.
     Largest differencing (Karmarkar and Karp, 1982): the two partial solutions with the largest
-    differences are merged, the heaviest part of one with the lightest of the other, until one is
-    left. Ties go by item index, so that every process finds the same.
+    differences are merged, the heaviest list of one with the lightest of the other, until one
+    solution remains. Ties are broken by item index, so that every process finds the same partition.
     """
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for item, cost in enumerate(costs):
@@ -96,10 +93,9 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 def _first_fit(
     items: Sequence[int], sizes: Sequence[Sequence[int]], caps: Sequence[int | None]
 ) -> list[list[int]]:
-    """Assigns items to micro-batches by first fit: the longest first, each to the first micro-batch
-    with room.
-
-    `sizes` has a list of all items for each of `caps`; a cap of None bounds nothing.
+    """Assigns items to micro-batches by first fit: the longest item first, each to the first
+    micro-batch that stays within the caps.
+    `sizes[i][item]` is bounded by `caps[i]`; a cap of None is no bound.
     """
     batches: list[list[int]] = []
     held: list[list[int]] = []  # sums of each size

@@ -1,8 +1,8 @@
-"""Runs a model over rows: micro-batches, optimizer steps, results in the caller's order.
-
+"""Runs a model over rows: splits them into micro-batches, takes optimizer steps, and returns
+results in the caller's order.
 The contract between a loss and a backend: a micro-batch gives a local sum and a local integer
 count. Gradients of the sums are added up over micro-batches and processes, and divided once, by the
-total count. So a backend moves rows and sums; the objective is the LossFn's business.
+total count. So a backend moves rows and sums; only the LossFn defines the objective.
 """
 
 import math
@@ -48,27 +48,31 @@ COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in
 
 
 class Ranks(Protocol):
-    """Ranks describes which rows this process computes, and which processes report results."""
+    """Ranks describes which rows this process computes, and whether it reports their results."""
 
     @property
     def data(self) -> int:
-        """Returns the number of processes, or process groups, that rows are split over."""
+        """Returns the number of processes, or of process groups that compute the same rows, over
+        which rows are split.
+        """
 
     @property
     def data_rank(self) -> int: ...
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process reports the results of its rows; the others have none, or
-        the same ones.
+        """Returns whether this process reports the results of its rows; other processes that
+        compute these rows have no results, or the same ones.
         """
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
-        """Sums x in place over the processes that report results; every process gets the total."""
+        """Sums x in place over the processes that report results (`speaks`); every process gets the
+        total.
+        """
 
 
 class StepModel(Protocol):
-    """StepModel is the interface of a model with its optimizer to a runner."""
+    """StepModel is a runner's interface to a model and its optimizer."""
 
     cfg: RunConfig
     where: torch.device
@@ -81,21 +85,23 @@ class StepModel(Protocol):
         """Returns the learning rate of the next optimizer step."""
 
     def train(self, learning: bool) -> None:
-        """Switches between training, which may apply dropout, and scoring."""
+        """Switches the model to training, where dropout may apply, or to scoring."""
 
     def zero_grad(self) -> None: ...
 
     def optimizer_step(self) -> tuple[bool, float]:
-        """Returns (was a step taken?, global gradient norm before clipping)."""
+        """Takes an optimizer step; returns (whether the step was taken, global gradient norm before
+        clipping).
+        """
 
     def finish_param_sync(self) -> None:
-        """Completes a parameter gather that the last step left pending."""
+        """Gathers the updated parameters if the last optimizer step left that for later."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """MicroBatch holds rows, with the experience and the loss to train them with; without
-    `experience` they are only scored.
+    """MicroBatch holds rows, and the experience and loss to train with; without `experience` the
+    rows are only scored.
     """
 
     rows: Rows
@@ -107,9 +113,8 @@ class MicroBatch:
 
 
 class ModelRunner:
-    """ModelRunner runs scoring passes and optimizer steps of one model; every process calls them
-    with the whole batch.
-
+    """ModelRunner runs scoring passes and optimizer steps of one model; every process calls its
+    methods with the whole batch.
     A backend's subclass runs the micro-batches (`_run`).
     """
 
@@ -117,8 +122,8 @@ class ModelRunner:
     multiple_of, at_least = 1, 1
 
     def __init__(self, model: StepModel, ranks: Ranks, stats: Any):
-        """Creates the runner; `stats` (TokenStats or TokenValues) is the type of a forward pass's
-        results.
+        """Creates the runner; `stats` is the class of a forward pass's results, TokenStats or
+        TokenValues.
         """
         self.stepped, self.ranks, self.stats = model, ranks, stats
         self.names = [each.name for each in fields(stats) if each.name != "routes"]
@@ -131,16 +136,15 @@ class ModelRunner:
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Runs this process's micro-batches, forward and, unless `forward_only`, backward, and
-        divides the gradients by the count of all processes.
-
-        Returns the collected part of `trained` for each micro-batch to train, `stats` for each to
-        score; [] on a process whose results another one reports.
+        divides the gradients by the total count of all processes.
+        Returns for each micro-batch the third result of `trained` or, when scoring, its `stats`; []
+        on a process whose results another process reports.
         """
         raise NotImplementedError
 
     def _slots(self, counts: Sequence[int]) -> int:
-        """Returns the number of slots, padding included, that rows of `counts` tokens take in a
-        forward pass.
+        """Returns the number of token slots, padding included, that rows with `counts` tokens
+        occupy in a forward pass.
         """
         raise NotImplementedError
 
@@ -148,11 +152,10 @@ class ModelRunner:
     def score(
         self, rows: Rows[Any], *, temperature: float | None = None, record: bool = False
     ) -> Any:
-        """Returns `stats` of every target on the host, in columns like those of `rows`, without
-        gradient.
-
-        `temperature`: None for the rollout's. `record`: also returns the routes that the tokens
-        took.
+        """Returns the statistics (`stats`) of every target token on the host, without gradient, in
+        the format of the columns of `rows`.
+        `temperature`: None for `rollout.temperature`. `record`: the result also contains the expert
+        choices of the tokens.
         """
         self.stepped.finish_param_sync()
         chosen = self.temperature if temperature is None else temperature
@@ -170,9 +173,9 @@ class ModelRunner:
         return stats
 
     def _model_inputs(self, rows: Rows[Any]) -> Rows:
-        """Returns rows as model inputs.
-
-        Only a policy uses routes; being large, they are padded when their micro-batch is computed.
+        """Returns rows in padded form, as model inputs.
+        Only a policy uses `routes`; since they are large, they are padded later, when their
+        micro-batch is computed.
         """
         fed = replace(rows, routes=None).padded()
         return fed if self.gives_values else replace(fed, routes=rows.routes)
@@ -180,8 +183,8 @@ class ModelRunner:
     def _gathered_routes(
         self, rows: Rows[Any], indices: Sequence[Tensor], batches: Sequence[MicroBatch]
     ) -> Any:
-        """Gathers the routes of all rows, one copy per host, from the experts that each process's
-        layers chose.
+        """Returns the expert choices of all rows, one copy per host, gathered from the choices that
+        the processes recorded in their micro-batches.
         """
         experts = self.stepped.description.experts
         assert experts is not None, "a dense model has no routes"
@@ -205,8 +208,8 @@ class ModelRunner:
         return routes.padded(width=rows.tokens.shape[1] - 1, fill=expert_routes.unknown(kind))
 
     def _gathered(self, rows: Rows[Any], indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
-        """Gathers statistics of all rows, one copy per host, from those of this process's
-        micro-batches.
+        """Returns the statistics of all rows, one copy per host, gathered from the processes'
+        micro-batches (`found`; `indices` lists the rows of each).
         """
         own = []
         if self.ranks.speaks:
@@ -227,13 +230,13 @@ class ModelRunner:
         auxiliary: Auxiliary | None = None,
         scored: Told | None = None,
     ) -> Metrics:
-        """Takes one optimizer step on the rows of `experience` and of `auxiliary`; see
-        `interfaces.Policy.step`.
-
-        Each `group_size` consecutive rows reach `loss_fn` together. A step with non-finite
-        gradients is skipped on all processes alike, and so is one whose losses count nothing: its
-        gradient is 0, and weight decay alone would move the weights. Raises NothingTrained if the
-        loss has a gradient and the adapters get none.
+        """Takes one optimizer step on the rows of `experience` and of `auxiliary`, and returns
+        metrics; see `interfaces.Policy.step`.
+        Each group of `group_size` consecutive rows is passed to `loss_fn` together. `scored` is
+        called with the statistics of all rows. A step with non-finite gradients is skipped on all
+        processes, and so is a step whose losses count nothing: its gradient is 0, and weight decay
+        alone would change the weights. Raises NothingTrained if the loss has a gradient but the
+        adapters get none.
         """
         before = {name: recorder.counted(name) for name in COUNTED}
         learning_rate = self.stepped.learning_rate
@@ -284,8 +287,8 @@ class ModelRunner:
         ]
 
     def trained(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-        """Returns a micro-batch's local loss sum with its graph, its integer count, and the
-        collected sums and statistics.
+        """Returns a micro-batch's local loss sum (differentiable), its integer count, and (the sums
+        of its metrics, its detached statistics).
         """
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
         loss = self._loss_of(stats, seen, batch)
@@ -302,9 +305,8 @@ class ModelRunner:
 
     def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
         """Raises NothingTrained, on every process, if the loss has a gradient with respect to a
-        statistic, such as a log-prob, although no parameter has one.
-
-        A loss without such a gradient (a batch whose advantages are all 0) is a normal step.
+        statistic such as a log-prob, although no parameter has a gradient.
+        A loss without such a gradient (all advantages of the batch are 0) is a normal step.
         """
         pulled = torch.zeros(1, dtype=torch.int64, device=self.stepped.where)
         for batch, seen in zip(batches, found, strict=False):  # a stage without the loss has none
@@ -325,8 +327,8 @@ class ModelRunner:
     def _micro_batches(
         self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int
     ) -> list[Tensor]:
-        """Returns this process's rows of each micro-batch, and counts the cost over all processes
-        as `passes` forward passes.
+        """Returns the row indices of each of this process's micro-batches, and records the cost
+        over all processes, as `passes` forward passes.
         """
         lengths, images = batch.lengths, batch.images
         plan = plan_micro_batches(
@@ -351,8 +353,8 @@ class ModelRunner:
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
-        """Counts a pass; `fed` are the tokens of each row, by data-parallel rank and
-        micro-batch.
+        """Records the tokens, slots and FLOPs of a pass; `fed` lists the number of tokens of each
+        row by data-parallel rank and micro-batch.
         """
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
@@ -363,8 +365,8 @@ class ModelRunner:
         )
 
     def _count_images(self, fed: Sequence[RowImages], passes: int) -> None:
-        """Counts the tower's part of a pass; `fed` are the images of each micro-batch, in which an
-        image of several rows is one.
+        """Records the FLOPs of the vision or audio encoder in a pass; `fed` lists the images of
+        each micro-batch, where an image that several rows share counts once.
         """
         tower = self.stepped.description.tower
         assert tower is not None, "a model without a tower has no images"
@@ -382,8 +384,8 @@ class ModelRunner:
         micro_sums: Sequence[dict[str, Tensor]],
         losses: Sequence[tuple[LossFn, Experience[Any]]],
     ) -> Metrics:
-        """Returns the sums of all micro-batches and ranks, divided by the total count; one
-        collective.
+        """Returns each metric's sum over all micro-batches and ranks, divided by its total count,
+        and the count of the loss as "count"; one collective.
         """
         # Stages that never see the loss get the names of its metrics from an empty batch.
         names = list(
@@ -412,8 +414,8 @@ class ModelRunner:
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
-    """Returns name -> [2]: the sum and the count of the loss and of every metric, which add up over
-    micro-batches and ranks.
+    """Returns metric name -> [2], the sum and the count of the loss and of every metric; both are
+    added up over micro-batches and ranks.
     """
     whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)
     return {

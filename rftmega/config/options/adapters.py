@@ -80,11 +80,11 @@ class LoRA:
 
     @property
     def scaling(self) -> float:
-        """Returns the factor by which an adapter's product is scaled."""
+        """Returns the factor by which the product of an adapter's two matrices is scaled."""
         return scaling_of(self.rank, self.alpha, rslora=self.rslora)
 
     def told(self, targets: Iterable[str]) -> dict[str, Any]:
-        """Returns the description of adapters on `targets` for a checkpoint."""
+        """Returns the description of adapters on `targets` that a checkpoint stores."""
         said: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "targets": sorted(targets)}
         if self.rslora:  # absent in earlier checkpoints
             said["rslora"] = True
@@ -94,7 +94,7 @@ class LoRA:
 
 
 def experts_targeted(targets: Sequence[str]) -> bool:
-    """Returns whether `targets` name layers that experts have; an empty list names all layers."""
+    """Returns whether `targets` contains layers that experts have; an empty list means all layers."""
     return not targets or not set(targets) <= {*OF_ATTENTION, *OF_VOCABULARY}
 
 

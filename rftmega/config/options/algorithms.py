@@ -61,7 +61,7 @@ class Returns(Advantage):
 
 @dataclass(frozen=True)
 class GAE(Advantage):
-    """PPO: generalised advantage estimation (GAE); a critic is trained beside the policy."""
+    """PPO: generalised advantage estimation (GAE), with a trained critic."""
 
     needs_critic: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True

@@ -1,5 +1,5 @@
-"""Numeric bounds as annotations of fields; `violations` checks them, and the JSON schema shows
-them.
+"""Numeric bounds as annotations of fields; `config.validation` checks the bounds, and the JSON
+schema shows them.
 """
 
 from typing import Annotated

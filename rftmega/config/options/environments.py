@@ -79,10 +79,11 @@ _given: dict[str, Any] = {}
 
 
 def give_environment(environment: Any) -> str:
-    """Registers an environment in this process, replacing an earlier one, and returns its name.
+    """Registers an environment in this process, replacing an earlier one, and returns its class's
+    name.
 
-    `environment` has a method `async def run(self, task, model)`, or is a class of such objects,
-    which is called with the run's tokenizer. Raises ConfigError for anything else.
+    `environment` has a method `async def run(self, task, model)`, or is a class whose objects have
+    this method; the class is called with the run's tokenizer. Raises ConfigError for anything else.
     """
     _given.clear()
     if not inspect.iscoroutinefunction(getattr(environment, "run", None)):
@@ -95,7 +96,7 @@ def give_environment(environment: Any) -> str:
 
 
 def environment_given(name: str) -> Any:
-    """Returns the registered environment. Raises ConfigError if none of this name is registered."""
+    """Returns the environment registered under this name. Raises ConfigError if there is none."""
     if name not in _given:
         raise ConfigError(
             f"environment: {name or 'an environment'} was given to rftmega.train in Python. Give it again, as environment=..."

@@ -1,4 +1,4 @@
-"""Components of an algorithm: a dataclass of options each, and the function that implements it.
+"""Components of an algorithm: each is a dataclass of options and the function that implements it.
 
 A user-defined component is a dataclass and a function in a file that `plugins` names
 (docs/algorithms.md).
@@ -15,8 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Advantage:
     """Base class of the options of advantage estimators.
 
-    Their functions take (batch: Scored, options) and return one number per completion ([R]) or per
-    token (Ragged).
+    An implementation takes (batch: Scored, options) and returns one number per completion ([R]) or
+    per token (Ragged).
     """
 
     needs_critic: ClassVar[bool] = False
@@ -28,7 +28,8 @@ class Advantage:
 class PolicyLoss:
     """Base class of the options of policy losses.
 
-    Their functions take (log_ratio, advantage, mask, options) and return [B, T].
+    An implementation takes (log_ratio, advantage, mask, options) and returns the loss of each
+    token, [B, T].
     """
 
 
@@ -36,7 +37,7 @@ class PolicyLoss:
 class ImportanceSampling:
     """Base class of the options of importance-sampling corrections.
 
-    Their functions take (log_ratio [B, T], options) and return weights [B, T].
+    An implementation takes (log_ratio [B, T], options) and returns weights [B, T].
     """
 
 
@@ -44,8 +45,8 @@ class ImportanceSampling:
 class RewardPart:
     """Base class of the options of user-defined reward components.
 
-    Their functions are called like those of reward.functions, f(prompts, completions, **columns),
-    with `options` as an additional keyword.
+    An implementation is called like a function in reward.functions, f(prompts, completions,
+    **columns), with `options` as an additional keyword.
     """
 
     weight: Annotated[float, "any number"] = 0.0
@@ -56,12 +57,12 @@ class RewardPart:
 class EnvironmentPart:
     """Base class of the options of environments.
 
-    They are implemented by a class instead of a function: it is called with (options, tokenizer),
-    and has a method `async def run(self, task, model)` that returns trajectories
-    (`interfaces.Environment`).
+    An implementation is a class instead of a function: the class is called with (options,
+    tokenizer), and its objects have a method `async def run(self, task, model)` that returns
+    trajectories (`interfaces.Environment`).
     """
 
-    may_reward: ClassVar[bool] = True  # may return rewards of its own
+    may_reward: ClassVar[bool] = True  # whether the environment itself may return rewards
 
 
 KINDS: tuple[type, ...] = (
@@ -75,10 +76,11 @@ IMPLEMENTATIONS: dict[type, Callable[..., Any]] = {}
 
 
 def implements(options: type) -> Callable[[Function], Function]:
-    """Registers the decorated function as the implementation of the component with these options.
+    """Returns a decorator that registers a function as the implementation of the component with the
+    options dataclass `options`.
 
-    Raises TypeError for a class that is no component, ValueError if it has an implementation
-    already.
+    Raises TypeError for a class that is not a component, and ValueError if the component already
+    has an implementation.
     """
     if kind_of(options) is None:
         names = ", ".join(kind.__name__ for kind in KINDS)
@@ -98,11 +100,11 @@ def implements(options: type) -> Callable[[Function], Function]:
 
 
 def kind_of(options: type) -> type | None:
-    """Returns the base class among KINDS of a class of options; None for any other class."""
+    """Returns the base class among KINDS of an options dataclass; None for any other class."""
     return next((kind for kind in KINDS if issubclass(options, kind) and options is not kind), None)
 
 
 def type_of(options: type) -> str:
-    """Returns the name by which YAML selects a component."""
+    """Returns the name by which a config selects a component; "" if the class has none."""
     name: str = getattr(options, "type", "")
     return name

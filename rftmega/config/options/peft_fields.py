@@ -1,5 +1,5 @@
-"""Checks adapter_config.json for PEFT features that compute anything but plain LoRA: a product of
-two matrices beside each weight, scaled by `lora_alpha` and `r`.
+"""Checks adapter_config.json for PEFT features other than plain LoRA, which adds to each weight a
+product of two matrices, scaled by `lora_alpha` and `r`.
 
 The fields are those of LoraConfig in peft 0.21.2.
 """
@@ -42,7 +42,9 @@ EMPTY: tuple[Any, ...] = (
 
 
 def foreign_fields(said: Mapping[str, Any]) -> list[str]:
-    """Returns the unsupported fields of an adapter_config.json, each with its value and the reason."""
+    """Returns one message per unsupported field of an adapter_config.json, with the field's value
+    and the reason.
+    """
     found = []
     for name, value in said.items():
         if name == INITS:

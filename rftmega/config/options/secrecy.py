@@ -1,4 +1,6 @@
-"""Markers of options that hold secrets, and strings that know the variable they came from."""
+"""Markers of options that hold secrets, and strings that know the reference (${...}) they came
+from.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -6,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden marks an option that is not stored, published or quoted: with `all` nothing of it is,
-    with `values` only the keys of a mapping are, with `arguments` only a command's program and the
-    names of its --long options.
+    """Hidden marks an option whose secrets are not stored, published or quoted. `part` "all" hides
+    the whole value, "values" hides the values of a mapping but not its keys, "arguments" hides the
+    arguments of a command but not its program and the names of its --long options.
     """
 
     part: Literal["all", "values", "arguments"]
@@ -21,8 +23,8 @@ SecretCommand = Annotated[list[str], Hidden("arguments")]
 
 
 class Interpolated(str):
-    """Interpolated is the text of an option that a config file writes with ${...}: it is used like
-    any other text, and stored as written.
+    """Interpolated is the resolved text of an option that a config file gives as a reference
+    (${...}); `written` is the reference, which is stored instead of the text.
     """
 
     written: str

@@ -1,1 +1,1 @@
-"""Loads user code: Python files by path, functions by reference."""
+"""Loads user code: Python files by path, and functions by reference (FILE.py:FUNCTION)."""

@@ -1,7 +1,7 @@
 """User-defined functions: rewards, from `reward.functions` or passed to `rftmega.train`, and tools.
 
-A reference is FILE.py:FUNCTION, MODULE:FUNCTION, or for rewards python:FUNCTION for one passed to
-`rftmega.train`.
+A reference is FILE.py:FUNCTION or MODULE:FUNCTION; for a reward passed to `rftmega.train` it is
+python:FUNCTION.
 """
 
 import importlib
@@ -20,9 +20,10 @@ _given: dict[str, RewardFunction] = {}
 
 
 def give(functions: Sequence[RewardFunction]) -> list[str]:
-    """Registers functions in this process, replacing earlier ones, and returns their references.
+    """Registers reward functions in this process, replacing earlier ones, and returns their
+    references.
 
-    Raises ConfigError for an object that is not callable, and for two functions with one name.
+    Raises ConfigError for an object that is not callable, and for two functions of the same name.
     """
     _given.clear()
     for function in functions:
@@ -36,15 +37,15 @@ def give(functions: Sequence[RewardFunction]) -> list[str]:
 
 
 def name_of(reference: str) -> str:
-    """Returns the name under which a function's scores are reported and weighted."""
+    """Returns the function's name in a reference, under which its scores are reported and weighted."""
     return reference.rpartition(":")[2]
 
 
 def function_of(reference: str, option: str = REWARDS) -> RewardFunction:
     """Returns the function or class that a reference names.
 
-    `option`: its option, for errors. Raises ConfigError if it does not exist, or its file or module
-    cannot be loaded.
+    `option`: name of the option that has the reference, for errors. Raises ConfigError if the
+    function does not exist, or its file or module cannot be loaded.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
@@ -74,9 +75,9 @@ def _imported(name: str, option: str) -> Any:
 
 
 def _own_name(function: RewardFunction) -> str:
-    """Returns a function's name, without the angle brackets of a lambda's.
+    """Returns a function's name, without angle brackets ("lambda" for a lambda).
 
-    For another callable, the name of its class or of the wrapped function.
+    For another callable, returns the name of its class or of the wrapped function.
     """
     inner = getattr(function, "func", function)  # of functools.partial
     name: str = getattr(inner, "__name__", type(inner).__name__)

@@ -10,9 +10,11 @@ from rftmega.core.errors import ConfigError
 
 
 def module_of(path: str, option: str) -> ModuleType:
-    """Returns the module of a Python file, which is loaded once as long as it does not change.
+    """Returns the module of a Python file. The file is loaded once, and again when its modification
+    time changes.
 
-    `option`: its option, for errors. Raises ConfigError if the file is missing or broken.
+    `option`: name of the option that names the file, for errors. Raises ConfigError if the file is
+    missing or broken.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -22,7 +24,9 @@ def module_of(path: str, option: str) -> ModuleType:
 
 @cache
 def _module(path: str, changed: int, option: str) -> ModuleType:
-    """Loads the file. `changed`: its modification time, so that a changed file is loaded again."""
+    """Loads the file. `changed`: the file's modification time, part of the cache key, so that a
+    changed file is loaded again.
+    """
     name = f"rftmega_plugin_{Path(path).stem}_{abs(hash((path, changed)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

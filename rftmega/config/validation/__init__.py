@@ -1,6 +1,8 @@
-"""Checks a config for all problems before a run; of a model it reads only config.json.
+"""Checks a config for all problems before a run; of a model's folder the checks read only JSON
+files and file names.
 
-Each section's rules are in a file of their own. Importing this is cheap: no torch.
+Each section's rules are in a separate file. Importing this package is fast: it does not import
+torch.
 """
 
 from rftmega.config.schema import RunConfig
@@ -30,9 +32,9 @@ from rftmega.config.validation.without_rollouts import unread_without_rollouts
 
 def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list[str]:
     """Returns all reasons why `config` cannot run on `world_size` processes, each with a suggested
-    change; empty if there are none.
+    change; an empty list if there are none.
 
-    `data=False`: without checks of data and weights.
+    `data=False` skips the checks of data and of weight files.
     """
     if has_nul(config):  # other checks would access the file system
         return [without_credentials(reason) for reason in paths(config)]

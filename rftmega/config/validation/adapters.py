@@ -25,8 +25,8 @@ TOWERS = ("vision_config", "audio_config")
 
 
 def adapters(config: RunConfig) -> list[str]:
-    """Returns the problems of model.lora; which layers a model has is checked later, with its
-    conversion table.
+    """Returns the problems of model.lora. Whether the model has the layers in `targets` is checked
+    later, with its conversion table.
     """
     lora = config.model.lora
     if not lora.rank:
@@ -69,7 +69,9 @@ def _base_on_host(config: RunConfig) -> list[str]:
 
 
 def _fields(config: RunConfig) -> dict[str, object]:
-    """Returns config.json; {} if it cannot be read, which other checks report."""
+    """Returns the content of the model's config.json; {} if it cannot be read, which other checks
+    report.
+    """
     try:
         return read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):
@@ -122,7 +124,9 @@ def _targets(config: RunConfig) -> list[str]:
 
 
 def _evaluated(config: RunConfig) -> list[str]:
-    """Returns the problems of adapters that are evaluated beside the policy's."""
+    """Returns the problems of model.lora.evaluated, adapters that are evaluated in addition to the
+    policy's.
+    """
     lora = config.model.lora
     if not lora.evaluated:
         return []
@@ -153,7 +157,9 @@ def _named(name: str, config: RunConfig) -> list[str]:
 
 
 def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
-    """Returns why a folder of frozen adapters cannot be used; an empty name means no adapters."""
+    """Returns the reasons why `folder` cannot be used as frozen adapters; an empty name means no
+    adapters and has none. `said` begins the messages.
+    """
     if not folder:
         return []
     try:

@@ -17,7 +17,7 @@ SWITCHED = (  # an option, and the one that must be above 0 for it to be read
 
 
 def algorithm_options(config: RunConfig) -> list[str]:
-    """Returns the options without effect, and those that contradict each other."""
+    """Returns the problems of algorithm options that have no effect or contradict each other."""
     algorithm = config.algorithm
     advantage, loss, kl = algorithm.advantage, algorithm.policy_loss, algorithm.kl
     found = []
@@ -57,7 +57,7 @@ def algorithm_options(config: RunConfig) -> list[str]:
 
 
 def _types(trait: str, *, has: bool = True) -> list[str]:
-    """Returns the types of advantage estimators that have a trait (or lack it)."""
+    """Returns the types of advantage estimators whose class attribute `trait` is `has`."""
     return [
         name
         for name, part in unions()["algorithm.advantage"].items()
@@ -66,8 +66,8 @@ def _types(trait: str, *, has: bool = True) -> list[str]:
 
 
 def groups_of_one(config: RunConfig) -> list[str]:
-    """Returns a problem if groups are too small: a completion alone in its group has the advantage
-    0, and only weight decay would act.
+    """Returns a problem if the advantage compares the completions of a group and groups have a
+    single completion: its advantage would be 0, and only weight decay would change weights.
     """
     advantage, given = (
         config.algorithm.advantage,

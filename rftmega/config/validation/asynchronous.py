@@ -42,7 +42,9 @@ def asynchronous(config: RunConfig) -> list[str]:
 
 
 def _colocated(config: RunConfig) -> list[str]:
-    """Returns the conflicts with colocated engines, which have no device while the trainer trains."""
+    """Returns the conflicts with colocated engines, which cannot use the device while the trainer
+    trains.
+    """
     rollout, found = config.rollout, []
     if rollout.ahead:
         found.append(

@@ -1,4 +1,4 @@
-"""Checks of options that the chosen backend does not support."""
+"""Checks of options that depend on the training backend."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ MEGATRONS = ("distributed", "overlap_grad_reduce", "overlap_param_gather")
 
 
 def backend(config: RunConfig, world_size: int) -> list[str]:
-    """Returns the options that belong to another backend."""
+    """Returns the problems of options that the chosen backend does not support."""
     of_critic = config.algorithm.advantage.needs_critic
     sections = ["", "critic."] if of_critic else [""]
     found = []
@@ -35,7 +35,7 @@ def _megatron(config: RunConfig, section: str) -> list[str]:
 
 
 def _fp8(config: RunConfig, section: str) -> list[str]:
-    """Returns the conflicts with Transformer Engine's FP8 matmuls."""
+    """Returns the conflicts of model.fp8 (Transformer Engine's FP8 matmuls) with other options."""
     if config.model.fp8 == "none":
         return []
     found, said = [], f"model.fp8={config.model.fp8}"
@@ -92,7 +92,9 @@ def _models(config: RunConfig) -> list[str]:
 def _given(
     config: RunConfig, section: str, kind: type, names: tuple[str, ...] | list[str]
 ) -> list[tuple[str, object]]:
-    """Returns the options of a section that differ from their defaults."""
+    """Returns name and value of the options `names` in a section (dataclass `kind`) that differ
+    from their defaults.
+    """
     chosen, plain = value_of(config, section), kind()
     pairs = [(name, getattr(chosen, name)) for name in names]
     return [(name, value) for name, value in pairs if value != getattr(plain, name)]

@@ -9,7 +9,9 @@ OF_RESUMES = ("every", "resume")
 
 
 def checkpoints(config: RunConfig) -> list[str]:
-    """Returns options without effect because nothing is saved, and a missing folder to resume from."""
+    """Returns the problems of checkpoint options: options without effect because nothing is saved,
+    and a missing folder to resume from.
+    """
     chosen, found = config.checkpoint, []
     if not chosen.every:
         found += [

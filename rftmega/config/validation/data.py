@@ -54,8 +54,8 @@ def training_data(config: RunConfig) -> list[str]:
 
 
 def _beside_rewards(config: RunConfig) -> list[str]:
-    """Returns the problems of supervised data beside rewards: a missing weight, or too few examples
-    for the optimizer steps.
+    """Returns the problems of supervised data trained in addition to rewards (data.ptx): a missing
+    weight, or too few examples for the optimizer steps.
     """
     algorithm, found = config.algorithm, []
     if bool(algorithm.ptx_coef) != bool(config.data.ptx):
@@ -74,7 +74,9 @@ def _beside_rewards(config: RunConfig) -> list[str]:
 
 
 def files(config: RunConfig) -> list[str]:
-    """Returns the files and folders that do not exist."""
+    """Returns a problem for each file or folder of model and data that does not exist or is
+    incomplete.
+    """
     found = []
     folder = Path(config.model.path)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Checks of an environment's requirements: tools, an agent, another library's Python."""
+"""Checks of an environment's requirements: tools, an agent, or the Python of the verifiers library."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from rftmega.core.errors import ConfigError
 
 
 def environment(config: RunConfig) -> list[str]:
-    """Returns the problems of the environment, without contacting tool servers."""
+    """Returns the problems of the environment's options, without contacting tool servers."""
     chosen = config.environment
     if isinstance(chosen, Tools):
         return _tools(chosen)
@@ -73,7 +73,7 @@ def _verifiers(chosen: Verifiers) -> list[str]:
 
 
 def _missing(reference: str, option: str) -> str:
-    """Returns why a function does not exist; "" if it does."""
+    """Returns the reason why the function of a reference cannot be used; "" if it can."""
     try:
         function_of(reference, option)
     except ConfigError as error:

@@ -6,7 +6,9 @@ TAKEN = (1, 2, 86)  # a fault, a configuration error, the watchdog: see docs/fau
 
 
 def faults(config: RunConfig) -> list[str]:
-    """Returns options without effect, and an exit code that is already in use."""
+    """Returns the problems of fault tolerance options: options without effect, an exit code that is
+    already in use, and deadlines longer than the watchdog's.
+    """
     chosen, found = config.faults, []
     repeats = chosen.rollout_repeats
     if repeats != FaultsConfig.rollout_repeats and not config.environment.may_reward:

@@ -16,8 +16,8 @@ from rftmega.config.tree import value_of
 
 
 def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
-    """Returns sizes that do not divide `world_size`, and options that need several pipeline stages
-    or tensor-parallel processes.
+    """Returns the problems of a parallel layout: sizes that do not divide `world_size`, and options
+    that need several pipeline stages or tensor-parallel processes.
     """
     found = []
     experts = (
@@ -52,13 +52,15 @@ def layout(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 
 def _product(factors: Iterable[int]) -> str:
-    """Returns "2 x 3 = 6", or "6" for a single factor."""
+    """Returns the factors and their product as text: "2 x 3 = 6"; "6" for a single factor."""
     factors = list(factors)
     return " x ".join(map(str, factors)) + (f" = {math.prod(factors)}" if len(factors) > 1 else "")
 
 
 def overlap(optimizer: OptimizerConfig) -> list[str]:
-    """Returns the missing prerequisites of overlapped parameter gathering."""
+    """Returns a problem if optimizer.overlap_param_gather is set without the options that it
+    requires.
+    """
     missing = [
         name for name in ("distributed", "overlap_grad_reduce") if not getattr(optimizer, name)
     ]
@@ -73,7 +75,8 @@ def overlap(optimizer: OptimizerConfig) -> list[str]:
 def critic(config: RunConfig, world_size: int) -> list[str]:
     """Returns the problems of the critic's layout and optimizer.
 
-    Without a critic, the critic's options, which have no effect.
+    Without a critic, returns a problem for each critic option that is set, because it has no
+    effect.
     """
     critic = config.critic
     if config.algorithm.advantage.needs_critic:
@@ -106,7 +109,9 @@ def critic(config: RunConfig, world_size: int) -> list[str]:
 
 
 def engine(config: RunConfig, world_size: int) -> list[str]:
-    """Returns the conflicts with the kind and number of engines."""
+    """Returns the problems of the rollout engine: options that it does not support, and a number of
+    engines that does not fit `world_size`.
+    """
     found = []
     if "" in config.rollout.stop:
         found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")

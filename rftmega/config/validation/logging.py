@@ -1,4 +1,4 @@
-"""Checks of metric loggers and of the recorded steps."""
+"""Checks of metric loggers and of the range of steps to record."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,7 +12,9 @@ LONGEST_PROJECT = 128
 
 
 def logging_options(config: RunConfig) -> list[str]:
-    """Returns invalid ranges of steps and ports, missing packages, and options without effect."""
+    """Returns the problems of logging options: invalid ranges of steps and ports, missing packages,
+    and options without effect.
+    """
     logging, found = config.logging, []
     if logging.timeline:
         first, last = logging.timeline if len(logging.timeline) == 2 else (0, 0)

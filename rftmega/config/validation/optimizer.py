@@ -1,4 +1,6 @@
-"""Checks of optimizers against packages, backend and numeric limits."""
+"""Checks of optimizers: required packages, support by the backend, and precision of the optimizer
+states.
+"""
 
 from importlib.util import find_spec
 
@@ -9,7 +11,7 @@ LEAST_CHANGE = 2.0**-9  # half of bfloat16's spacing: a smaller relative change 
 
 
 def optimizer(config: RunConfig) -> list[str]:
-    """Returns the problems of the optimizers of policy and critic."""
+    """Returns the problems of the optimizer options of policy and critic."""
     found = _options("optimizer", config.optimizer, config)
     if config.algorithm.advantage.needs_critic:
         of_critic = config.critic.optimizer

@@ -1,4 +1,4 @@
-"""Checks of options that are paths: an empty one would be the working directory or the root."""
+"""Checks of options that are paths: an empty path would mean the working directory or the root."""
 
 from rftmega.config.schema import RunConfig
 from rftmega.config.tree import value_of
@@ -25,7 +25,9 @@ PATHS = {  # option -> whether an empty path means none
 
 
 def given_paths(config: RunConfig) -> list[tuple[str, str, bool]]:
-    """Returns (option, path, whether an empty path means none) of every path."""
+    """Returns (option, path, whether an empty path means that no path is given) for every option
+    that is a path.
+    """
     given = [(name, value_of(config, name), may_be_empty) for name, may_be_empty in PATHS.items()]
     given += [("data.sources: a source", source, False) for source in config.data.sources]
     given += [(f"data.evals.{name}", source, False) for name, source in config.data.evals.items()]
@@ -37,12 +39,12 @@ def given_paths(config: RunConfig) -> list[tuple[str, str, bool]]:
 
 
 def has_nul(config: RunConfig) -> bool:
-    """Returns whether a path contains a NUL, with which the file system cannot be queried."""
+    """Returns whether a path contains a NUL character, which file system calls reject."""
     return any("\0" in value for _, value, _ in given_paths(config))
 
 
 def paths(config: RunConfig) -> list[str]:
-    """Returns the problems of invalid paths."""
+    """Returns a problem for each path that is empty or contains a NUL character."""
     found = []
     for name, value, may_be_empty in given_paths(config):
         if not value.strip() and not (may_be_empty and not value):

@@ -1,4 +1,4 @@
-"""Checks of engines that compute in FP8."""
+"""Checks of engines that compute with FP8 or int8 weights."""
 
 from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.options.algorithms import NoImportance
@@ -6,7 +6,7 @@ from rftmega.config.schema import RunConfig
 
 
 def quantization(config: RunConfig) -> list[str]:
-    """Returns the conflicts with rollout.quantization."""
+    """Returns the conflicts of rollout.quantization with other options."""
     rollout = config.rollout
     if rollout.quantization == "none":
         return []

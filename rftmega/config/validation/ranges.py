@@ -1,4 +1,6 @@
-"""Checks of choices and bounds in the fields' annotations, by pydantic, with messages of our own."""
+"""Checks of the choices and bounds in the fields' annotations, by pydantic, with this project's
+error messages.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +31,9 @@ BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
 
 
 def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yields dotted name and value of every number of a config, including those in lists and dicts."""
+    """Yields dotted name and value of every number in a config, including numbers in lists and
+    dictionaries.
+    """
     named: Iterable[tuple[Any, Any]]
     if is_dataclass(given):
         named = [(field.name, getattr(given, field.name)) for field in fields(given)]
@@ -46,9 +50,9 @@ def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def not_finite(config: RunConfig) -> list[str]:
-    """Returns messages for numbers that are infinite or NaN.
+    """Returns a problem for each number that is infinite or NaN.
 
-    The weights of data.sources are checked with their files (data.py).
+    The weights of data.sources are checked by `training_data` (data.py) instead.
     """
     found = [(name, value) for name, value in numbers(config) if not math.isfinite(value)]
     return [
@@ -59,8 +63,8 @@ def not_finite(config: RunConfig) -> list[str]:
 
 
 def too_large(config: RunConfig) -> list[str]:
-    """Returns messages for integers that do not fit the counts, sizes or seeds of torch, NumPy and
-    vLLM.
+    """Returns a problem for each integer that is too large for counts, sizes or seeds of torch,
+    NumPy and vLLM.
     """
     return [
         f"{name}={value} must be below 2^31."
@@ -70,7 +74,9 @@ def too_large(config: RunConfig) -> list[str]:
 
 
 def choices_and_ranges(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Returns (unknown choices, numbers outside their range), including the critic's own."""
+    """Returns two lists of problems: values that are not among an option's choices, and numbers
+    outside their range, including the critic's own options.
+    """
     unknown, outside = [], not_finite(config) + too_large(config)
     for error in _refused(config):
         name = _option(error["loc"], config)
@@ -111,8 +117,8 @@ def _plugins(config: RunConfig) -> tuple[type, ...]:
 
 
 def _option(place: Sequence[int | str], config: RunConfig) -> str:
-    """Returns the dotted name of a pydantic error's location, which contains a union's type after
-    the union's own name.
+    """Returns the dotted option name of a pydantic error's location. The location contains a
+    union's type after the union's name, which the option name does not.
     """
     known, found = unions(_plugins(config)), ""
     for step in place:
@@ -122,8 +128,8 @@ def _option(place: Sequence[int | str], config: RunConfig) -> str:
 
 
 def _is_the_policys(config: RunConfig, name: str, value: Any) -> bool:
-    """Returns whether an option is the critic's and equal to the policy's, for which it is already
-    reported.
+    """Returns whether an option is the critic's and has the same value as the policy's option, for
+    which the problem is already reported.
     """
     own = name.removeprefix("critic.")
     return own != name and own.startswith(AS_THE_POLICY) and value == value_of(config, own)

@@ -32,8 +32,8 @@ NAMES_OF_METRICS = ("reward", "majority", "model", "accuracy")
 
 
 def reward_parts(config: RunConfig) -> list[str]:
-    """Returns the problems of weights, missing requirements of components, and options without
-    effect.
+    """Returns the problems of reward options: invalid weights, missing requirements of components,
+    and options without effect.
     """
     reward, parts = config.reward, config.reward.parts()
     own = {f"reward.custom.{name}.weight": part.weight for name, part in reward.custom.items()}
@@ -125,8 +125,8 @@ def reward_parts(config: RunConfig) -> list[str]:
 
 
 def _functions(reward: RewardConfig) -> list[str]:
-    """Returns functions that do not exist, names that are taken, and weights that match no
-    function.
+    """Returns the problems of reward.functions: functions that do not exist, names that are taken,
+    and weights that match no function.
     """
     found, names = [], reward.function_names()
     for reference in reward.functions:
@@ -153,7 +153,9 @@ def _functions(reward: RewardConfig) -> list[str]:
 
 
 def _judge(reward: RewardConfig) -> list[str]:
-    """Returns the problems of the judge's address and scale; templates are read with the reward."""
+    """Returns the problems of the judge's address and scale; its template is checked when the
+    reward is created.
+    """
     found, scale = [], reward.judge_scale
     if reward.judge_url and not _is_address(reward.judge_url):
         found.append("reward.judge_url is no address. Write http://host:port/v1, or https://...")
@@ -183,8 +185,8 @@ def _reads_labels(config: RunConfig) -> bool:
 
 
 def _beside_labels(config: RunConfig) -> list[str]:
-    """Returns the problems of rewards without labels, and of options that need whole groups of
-    rewards.
+    """Returns the problems of rewards that use no labels, and of options that compare the rewards
+    of a group.
     """
     reward, found = config.reward, []
     sampled = config.algorithm.dynamic_sampling

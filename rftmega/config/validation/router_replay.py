@@ -5,7 +5,7 @@ from rftmega.config.schema import RunConfig
 
 
 def router_replay(config: RunConfig) -> list[str]:
-    """Returns the conflicts with rollout.router_replay."""
+    """Returns the conflicts of rollout.router_replay with other options."""
     chosen = config.rollout.router_replay
     if chosen == "none":
         return []

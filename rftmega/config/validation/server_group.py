@@ -14,7 +14,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def server_group(config: RunConfig) -> list[str]:
-    """Returns the conflicts with the requested servers."""
+    """Returns the problems of engine servers and their weight transport."""
     rollout, found = config.rollout, []
     separate = config.strategy == "separate"
     for option in (*ELSEWHERE, "transport"):
@@ -66,7 +66,7 @@ def server_group(config: RunConfig) -> list[str]:
 
 
 def _sglang(config: RunConfig) -> list[str]:
-    """Returns the options that SGLang servers do not support."""
+    """Returns the problems of options that SGLang servers do not support."""
     rollout, found = config.rollout, []
     if engine_of(rollout).started_here:
         return []
@@ -91,7 +91,7 @@ def _sglang(config: RunConfig) -> list[str]:
 
 
 def _unread(config: RunConfig) -> list[str]:
-    """Returns options that belong to another transport."""
+    """Returns the problems of options that only other transports read."""
     found = []
     read_by = {"listen": ("network",), "weights_folder": ("disk", "checkpoint")}
     for option, transports in read_by.items():

@@ -8,7 +8,9 @@ from rftmega.core.json_files import NotJSON, parse_json
 
 
 def trained_order(config: RunConfig) -> list[str]:
-    """Returns why the record of rollout.order cannot be used by this run."""
+    """Returns the reason why this run cannot use the record in rollout.order, as a list of at most
+    one.
+    """
     given = config.rollout.order
     if not given:
         return []
@@ -48,7 +50,9 @@ def trained_order(config: RunConfig) -> list[str]:
 
 
 def _is_step(said: Any) -> bool:
-    """Returns whether a line describes the groups of a step, as `trainer.trained_order` reads them."""
+    """Returns whether a parsed line describes the groups of a step, as `trainer.trained_order`
+    expects.
+    """
     if not isinstance(said, dict) or not isinstance(said.get("step"), int):
         return False
     taken, versions, dropped = (said.get(name) for name in ("taken", "versions", "dropped"))

@@ -8,7 +8,9 @@ from rftmega.config.schema import OptimizerConfig, RunConfig, TrainerConfig
 
 
 def step_rows(config: RunConfig) -> list[str]:
-    """Returns the conflicts of a step's rows with micro-batches, optimizer steps and schedules."""
+    """Returns the problems of a step's number of rows with micro-batches, optimizer steps and
+    learning rate schedules.
+    """
     found = []
     task = config.algorithm.task
     answers = (
@@ -34,7 +36,7 @@ def step_rows(config: RunConfig) -> list[str]:
         )
     longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
-    # a score has a position of its own
+    # a score takes one more position at the end of the row
     longest += int(task == "reward_model" or bool(config.reward.model))
     attention_cap = config.trainer.max_attention_per_micro_batch
     if attention_cap and attention_cap < together * longest**2:
@@ -83,7 +85,9 @@ def _schedule(
 
 
 def held_out_prompts(config: RunConfig) -> list[str]:
-    """Returns evaluation options without evaluation prompts, and invalid names of evaluation sets."""
+    """Returns the problems of evaluation data: evaluation options without evaluation prompts, and
+    invalid names of evaluation sets.
+    """
     trainer, found = config.trainer, []
     if not config.data.held_out:
         options = [option.name for option in fields(trainer) if option.name.startswith("eval_")]
@@ -123,7 +127,9 @@ def exports(config: RunConfig) -> list[str]:
 
 
 def _replaced(config: RunConfig) -> list[str]:
-    """Returns models that the run reads from the folder to which it writes its own."""
+    """Returns a problem for each model that the run reads from the folder to which it would export
+    its own model.
+    """
     read = {
         "model.path": config.model.path,
         "model.lora.path": config.model.lora.path,
@@ -140,7 +146,9 @@ def _replaced(config: RunConfig) -> list[str]:
 
 
 def evaluation(config: RunConfig) -> list[str]:
-    """Returns the problems of evaluation sampling, and of the component that judges correctness."""
+    """Returns the problems of evaluation sampling, and of the reward component that measures
+    accuracy.
+    """
     trainer, found = config.trainer, []
     if not config.data.held_out:
         return []

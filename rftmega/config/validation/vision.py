@@ -1,4 +1,6 @@
-"""Checks of options for images, videos and waveforms against the model's modalities."""
+"""Checks of options for images, videos and waveforms: whether the model supports them and they fit
+each other.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +36,8 @@ TOWERS: Options = {
 
 
 def vision(config: RunConfig) -> list[str]:
-    """Returns the conflicts with the model's modalities; nothing if its config.json cannot be read,
-    which other checks report.
+    """Returns the problems of options for images, videos and waveforms; an empty list if the
+    model's config.json cannot be read, which other checks report.
     """
     try:
         fields = read_json_object(Path(config.model.path) / "config.json")
@@ -58,7 +60,9 @@ def vision(config: RunConfig) -> list[str]:
 
 
 def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
-    """Returns the options that are set although the model lacks what they need."""
+    """Returns a problem for each of `options` that is set although the model lacks the modality
+    that the option needs.
+    """
     found = []
     for section, (defaults, names) in options.items():
         chosen: Any = config
@@ -74,8 +78,8 @@ def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
 
 
 def _with_audio_processor(config: RunConfig, positions: int) -> list[str]:
-    """Returns the conflicts with an audio-language model; `positions`: those of a waveform in the
-    audio encoder.
+    """Returns the conflicts with an audio-language model; `positions`: number of positions of a
+    waveform in the audio encoder.
     """
     found = _without(config, VIDEOS, "a model that sees")
     found += _of_tower(config)
@@ -118,7 +122,7 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
 
 
 def _of_tower(config: RunConfig) -> list[str]:
-    """Returns the conflicts with any vision tower or audio encoder."""
+    """Returns the conflicts that apply to vision and audio encoders alike."""
     found = []
     if config.model.dropout:
         found.append(

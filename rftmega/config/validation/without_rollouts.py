@@ -1,6 +1,4 @@
-"""Checks of tasks without rollouts (algorithm.task=sft and reward_model) for options without
-effect.
-"""
+"""Checks for options that tasks without rollouts (algorithm.task=sft and reward_model) do not read."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -31,7 +29,9 @@ READ_OF_GIVEN = {  # options of algorithm and rollout that a task without rollou
 
 
 def unread_without_rollouts(config: RunConfig) -> list[str]:
-    """Returns the options that a task without rollouts does not read."""
+    """Returns a problem for each option that is set although a task without rollouts does not read
+    it.
+    """
     task = config.algorithm.task
     read = READ_OF_GIVEN[task]
     before, now = leaves(RunConfig()), leaves(config)
@@ -59,7 +59,7 @@ def unread_without_rollouts(config: RunConfig) -> list[str]:
 
 
 def leaves(config: RunConfig) -> dict[str, Any]:
-    """Returns dotted name -> value of all options; tables stay whole."""
+    """Returns dotted name -> value of all options; dictionaries are not split into their entries."""
     found: dict[str, Any] = {}
 
     def collect(part: Any, prefix: str) -> None:

@@ -1,1 +1,3 @@
-"""Multi-turn conversations: tokenizes messages, and keeps completions exactly as sampled."""
+"""Multi-turn conversations: conversion between messages and token ids that never tokenizes a
+sampled completion again.
+"""

@@ -1,4 +1,4 @@
-"""Parsers of function calls and reasoning in completions, for the formats of model families."""
+"""Parsers of function calls and reasoning in completions, for the formats of the supported models."""
 
 import json
 import logging
@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """SampledCompletion is a completion with its context, without the token that ended it."""
+    """SampledCompletion holds the token ids of a completion, without the stop token that ended it,
+    and of its context.
+    """
 
     context: Sequence[int]
     token_ids: Sequence[int]
@@ -42,7 +44,9 @@ class SampledCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call is a function call as written by the model; arguments None: they could not be parsed."""
+    """Call is a function call as the model wrote it; `arguments` is None if they could not be
+    parsed.
+    """
 
     name: str
     arguments: dict[str, Any] | None
@@ -65,7 +69,9 @@ Parser = Callable[[ChatTokenizer, SampledCompletion], Parsed]
 
 
 def call_of(fields: Any, text: str) -> Call:
-    """Returns the call described by the JSON value `fields`."""
+    """Returns the call in the parsed JSON value `fields`; `text`: the call as the model wrote it.
+    The call has no name and no arguments if `fields` has no valid name.
+    """
     name = fields.get("name") if isinstance(fields, dict) else None
     if not isinstance(name, str) or not _writable([name]):
         return Call("", None, text)
@@ -74,10 +80,10 @@ def call_of(fields: Any, text: str) -> Call:
 
 
 def object_of(value: Any) -> dict[str, Any] | None:
-    """Returns a JSON object, which may be encoded as a string; None for anything else.
+    """Returns a value as a dictionary if it is a JSON object or the text of one; None otherwise.
 
-    Non-finite numbers, invalid Unicode, numbers of more digits than Python reads and very deep
-    nesting are rejected: no tool or chat template could take them.
+    Also returns None for non-finite numbers, invalid Unicode, numbers of more digits than Python
+    reads and very deep nesting, which no tool or chat template could process.
     """
     if isinstance(value, str):
         value = _json(value)
@@ -101,8 +107,8 @@ def _writable(value: Any) -> bool:
 
 
 def too_deep(text: str) -> bool:
-    """Returns whether a text has more nested brackets than a JSON parser should see: at the
-    recursion limit even the destructors that Python runs there fail.
+    """Returns whether a text has more than UNREADABLE nested brackets. At Python's recursion limit
+    a JSON parser fails, and even the destructors that Python runs there.
     """
     depth = 0
     for bracket in BRACKET.finditer(text):
@@ -113,7 +119,7 @@ def too_deep(text: str) -> bool:
 
 
 def _json(text: str) -> Any:
-    """Returns the parsed JSON value; None for invalid JSON."""
+    """Returns the parsed JSON value of a text; None for invalid JSON."""
     if too_deep(text):
         return None
     try:
@@ -123,7 +129,9 @@ def _json(text: str) -> Any:
 
 
 def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tuple[str, str]:
-    """Returns the reasoning at the beginning of a completion, and the text after it."""
+    """Returns (reasoning, rest): the reasoning at the beginning of a completion's text, and the
+    text after the reasoning. `context`: the tokens before the completion.
+    """
     begun = text_of(tokenizer, context[-NEAR:]).rstrip().endswith(THINK)
     if not begun and not text.lstrip().startswith(THINK):
         return "", text
@@ -132,7 +140,9 @@ def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tup
 
 
 def hermes(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Parses `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen."""
+    """Parses the calls of Hermes and Qwen: `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`.
+    """
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
     found = list(HERMES.finditer(behind))
@@ -149,7 +159,7 @@ def hermes(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def mistral(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and
+    """Parses the calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or
     `[TOOL_CALLS]name[ARGS]{...}`.
     """
     text = text_of(tokenizer, completion.token_ids)
@@ -167,8 +177,8 @@ def mistral(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def llama(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Parses a completion that consists of `{"name": ..., "parameters": {...}}` alone, of Llama
-    3.
+    """Parses the calls of Llama 3: a completion that consists of `{"name": ..., "parameters":
+    {...}}` alone.
     """
     text = text_of(tokenizer, completion.token_ids)
     written = text.strip().removeprefix("<|python_tag|>")
@@ -183,7 +193,8 @@ def llama(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 def deepseek(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     """Parses the calls of DeepSeek: the name, a line feed, and the arguments in a code fence.
 
-    The library's own pattern takes time cubic in the length of a run of spaces.
+    Replaces the parser of the renderers library, whose pattern takes time cubic in the length of a
+    run of spaces.
     """
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
@@ -197,7 +208,7 @@ def deepseek(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def _deepseek_call(written: str) -> Call:
-    """Parses the call `function<｜tool▁sep｜>NAME`, a line feed and the arguments."""
+    """Parses a call of DeepSeek: `function<｜tool▁sep｜>NAME`, a line feed and the arguments."""
     body, ended, _ = written.partition(CALL_END)
     _, separated, named = body.partition(SEPARATOR)
     name, _, rest = named.strip().partition("\n")
@@ -209,7 +220,9 @@ def _deepseek_call(written: str) -> Call:
 
 
 def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Parses the channels of gpt-oss."""
+    """Parses the completions of gpt-oss, which consist of channels for reasoning, calls and
+    content.
+    """
     from renderers.parsing import parse_gpt_oss
 
     ids = {f"{name[2:-2]}_id": token_id(tokenizer, name) for name in (*HARMONY, "<|constrain|>")}
@@ -226,7 +239,9 @@ def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def _unread_channels(text: str) -> Parsed:
-    """Returns a gpt-oss completion with its reasoning, followed by an unparsed call."""
+    """Returns a gpt-oss completion that could not be parsed: its reasoning, and all text after the
+    reasoning as a call without name and arguments.
+    """
     thoughts = list(ANALYSIS.finditer(text))
     behind = thoughts[-1].end() if thoughts else 0
     reasoning = "".join(each[1] for each in thoughts).strip()
@@ -234,7 +249,7 @@ def _unread_channels(text: str) -> Parsed:
 
 
 def by_library(name: str) -> Parser:
-    """Returns a token-based parser of the renderers library."""
+    """Returns the parser `name` of the renderers library, which works on token ids."""
 
     def parser(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
         from renderers.base import ParsedResponse
@@ -256,7 +271,9 @@ def by_library(name: str) -> Parser:
 
 
 def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Returns a completion that a parser failed on: its reasoning, followed by an unparsed call."""
+    """Returns a completion that a parser failed on: its reasoning, and all text after the reasoning
+    as a call without name and arguments.
+    """
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
     spoken = text[: len(text) - len(behind)]
@@ -264,7 +281,7 @@ def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any) -> Parsed:
-    """Converts the library's ParsedResponse of a completion."""
+    """Converts `response`, a ParsedResponse of the renderers library, to Parsed."""
     calls = [_read(each) for each in response.tool_calls]
     reasoning = (response.reasoning_content or "").strip("\n")
     text = text_of(tokenizer, token_ids)
@@ -277,7 +294,9 @@ def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any)
 
 
 def _read(call: Any) -> Call:
-    """Converts a call of the library; one that it could not parse has no arguments."""
+    """Converts a call of the renderers library; `arguments` is None if the library could not parse
+    them.
+    """
     from renderers.base import ToolCallParseStatus
 
     readable = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
@@ -309,7 +328,8 @@ SIGNS = {
 
 
 def parser_for(name: str, template: str) -> Parser:
-    """Returns the parser `name`; "auto": that of the format in the chat template.
+    """Returns the parser `name`. "auto" selects the parser of the call format that occurs in the
+    chat template `template` (its source), by default `hermes`.
 
     Raises ConfigError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""Conversation holds one multi-turn rollout: its sampled tokens, and all turns as messages."""
+"""Conversation holds one multi-turn rollout: its sampled token ids, and all its turns as messages."""
 
 import json
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from rftmega.data.chat.replies import Messages, Reply, Specs
 
 @dataclass(slots=True)
 class GrowingTrajectory:
-    """GrowingTrajectory holds contexts and completions in order, with the positions of their
-    turns.
+    """GrowingTrajectory is a trajectory under construction: contexts and completions in order, with
+    the token ranges of its turns.
     """
 
     parts: list[Sequence[int] | Completion]
@@ -22,11 +22,13 @@ class GrowingTrajectory:
     turns: list[Turn] = field(default_factory=list)
 
     def ids(self) -> tuple[int, ...]:
-        """Returns all tokens, completions included."""
+        """Returns the token ids of all contexts and completions."""
         return tuple(token for part in self.parts for token in tokens_of(part))
 
     def add(self, part: Sequence[int] | Completion, turns: Sequence[Turn]) -> None:
-        """Appends tokens; positions of `turns` are relative to the first of them."""
+        """Appends a context or completion. Positions of `turns` are relative to the first token of
+        `part`.
+        """
         self.turns += [
             each._replace(start=each.start + self.length, stop=each.stop + self.length)
             for each in turns
@@ -35,7 +37,9 @@ class GrowingTrajectory:
         self.length += len(tokens_of(part))
 
     def trajectory(self) -> Trajectory | None:
-        """Returns the trajectory up to the last completion; None if there is none."""
+        """Returns the trajectory up to the end of the last completion; None if there is no
+        completion yet.
+        """
         parts, length = list(self.parts), self.length
         while parts and not isinstance(parts[-1], Completion):
             length -= len(tokens_of(parts.pop()))
@@ -47,7 +51,7 @@ class Conversation:
     """Conversation holds the messages and the trajectories of one rollout.
 
     Between turns only new text is tokenized. If the chat template rewrites earlier text, the
-    current trajectory ends, and another begins with the whole conversation as its context.
+    current trajectory ends, and a new one begins whose context is the whole conversation.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class Conversation:
         messages: Messages,
         images: bool = False,
     ):
-        """Begins with `task_ids`, the chat template's rendering of `messages` and `tools`;
-        unintended control tokens in the messages must be hidden.
+        """Begins with `task_ids`, the chat template's rendering of `messages` and `tools`. The
+        caller must have replaced unintended control-token names in the messages by stand-ins.
+        `images`: whether the task has images.
         """
         self.renderer, self.tools = renderer, list(tools)
         self.messages = list(messages)
@@ -81,10 +86,10 @@ class Conversation:
         *,
         checked: bool = False,
     ) -> "Conversation":
-        """Begins with a task, whose record contains its messages.
+        """Begins a conversation with a task, whose record contains its messages.
 
-        Raises DataError for a task whose tokens differ from the chat template's rendering;
-        `checked` skips the comparison.
+        Raises DataError if the task's token ids differ from the chat template's rendering of its
+        messages; `checked` skips this comparison.
         """
         messages, images = renderer.tokenizer.recorded(messages_of(task)), bool(task.images)
         found = cls(task.token_ids, renderer, tools, messages=messages, images=images)
@@ -98,11 +103,13 @@ class Conversation:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Returns the context of the next completion."""
+        """Returns the token ids of the context of the next completion."""
         return self._context
 
     def answered(self, completion: Completion) -> Reply:
-        """Adds the completion of `context`. Returns it parsed."""
+        """Adds the completion that the model sampled after `context`. Returns the parsed
+        completion.
+        """
         segment, size = self._segments[-1], len(completion.token_ids)
         segment.add(completion, [Turn("assistant", 0, size)])
         ids = tuple(completion.token_ids)
@@ -116,7 +123,9 @@ class Conversation:
         return reply
 
     def _add_completion(self, message: dict[str, Any]) -> None:
-        """Adds a completion; it continues the task's last message if that is the assistant's."""
+        """Adds the message of a completion. If the task ends with an assistant message, the first
+        completion is joined to that message.
+        """
         begun = self.messages[-1] if self.turns == 1 and self.messages else {}
         if begun.get("role") != "assistant":
             self.messages.append(message)
@@ -127,11 +136,12 @@ class Conversation:
         self.messages[-1] = {**message, "content": said + message["content"]}
 
     def reply(self, messages: Messages) -> None:
-        """Adds `messages` (of tools, of the user) after the last completion. Names of control
-        tokens in them are tokenized as plain text.
+        """Adds `messages`, of tools or the user, after the last completion. Control-token names in
+        the messages are tokenized as plain text.
 
-        Raises DataError, and changes nothing, if the conversation must be rendered again and can't
-        be: the template refuses it, or it has images.
+        Raises DataError, and changes nothing, if the template rewrites earlier text and the
+        conversation can't be rendered again, because it has images or the template refuses the
+        messages.
         """
         if self._asked is None:
             raise ValueError("a reply comes behind an answer")
@@ -161,12 +171,14 @@ class Conversation:
         raise ValueError("there is no answer to reward")
 
     def trajectories(self) -> list[Trajectory]:
-        """Returns the trajectories in order, each up to its last completion."""
+        """Returns the trajectories in order, each up to its last completion. Omits trajectories
+        without a completion.
+        """
         found = [segment.trajectory() for segment in self._segments]
         return [each for each in found if each is not None]
 
     def _begin_anew(self, messages: Messages) -> None:
-        """Begins another trajectory, whose context is the whole conversation with `messages`."""
+        """Begins a new trajectory, whose context is the whole conversation followed by `messages`."""
         if self._images:
             raise DataError(
                 "the chat template rewrites what stands before, and a conversation with images can't be rendered anew: take "
@@ -179,12 +191,12 @@ class Conversation:
 
 
 def tokens_of(part: Sequence[int] | Completion) -> Sequence[int]:
-    """Returns the tokens of a context or of a completion."""
+    """Returns the token ids of `part`, a context or a completion."""
     return part.token_ids if isinstance(part, Completion) else part
 
 
 def messages_of(task: Prompt) -> Messages:
-    """Returns the messages of a task. Raises DataError if its record lacks them."""
+    """Returns the messages of a task. Raises DataError if the task has no record with its prompt."""
     record: dict[str, Any] = json.loads(task.record) if task.record else {}
     prompt = record.get("prompt")
     if isinstance(prompt, str):

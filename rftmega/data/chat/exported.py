@@ -1,4 +1,6 @@
-"""MessageExporter converts trajectories back into messages in the format of OpenAI's chat API."""
+"""MessageExporter converts the trajectories in a file back into messages in the format of OpenAI's
+chat API.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation as read so far; messages have the fields that the template reads."""
+    """A conversation as far as it was read. Messages have the fields that the chat template reads."""
 
     messages: Messages
     context: tuple[int, ...]  # all tokens before the last completion
@@ -35,22 +37,24 @@ class _Talk:
 class MessageExporter:
     """MessageExporter converts rows of a trajectory file back into messages, in the file's order.
 
-    The policy's messages are parsed from its tokens. All others are the text of their tokens,
-    interpreted so that the chat template reproduces the tokens, if possible.
+    The policy's messages are parsed from its completions. All other messages are recovered from the
+    text of their tokens such that, if possible, the chat template renders them to the same tokens.
     """
 
     def __init__(
         self, tokenizer: ChatTokenizer, renderer: ConversationRenderer | None, tools: Specs = ()
     ):
-        """`renderer`: None for a tokenizer without a chat template."""
+        """`renderer`: None for a tokenizer without a chat template. `tools`: function specs of the
+        run.
+        """
         self.tokenizer, self.renderer, self.tools = tokenizer, renderer, list(tools)
         self._last: tuple[Any, _Talk] | None = None  # a rollout, and its conversation so far
 
     def exported(self, row: Row) -> dict[str, Any]:
-        """Returns the JSON object of a row.
+        """Returns the JSON object of a row: its messages, and the fields listed here.
 
         "weights" has a number for each message: 1 for the policy's messages in this trajectory, 0
-        for all others. "turn_rewards" is added if the environment rewarded turns. "exact" is
+        for all others. "turn_rewards" is present if the environment rewarded turns. "exact" is
         whether the chat template renders the messages to the trajectory's tokens.
         """
         talk = self._read(row)
@@ -65,7 +69,9 @@ class MessageExporter:
         return found | {"exact": self._is_exact(row, talk.messages)}
 
     def _read(self, row: Row) -> _Talk:
-        """Returns the conversation of a row, earlier trajectories of its rollout included."""
+        """Returns the conversation of a row, including the earlier trajectories of the same
+        rollout.
+        """
         rollout = (row["step"], row["group"], row.get("rollout"))
         goes_on = row.get("trajectory") and self._last and self._last[0] == rollout
         talk = self._begun(row, self._last[1] if goes_on and self._last else None)
@@ -85,8 +91,8 @@ class MessageExporter:
     def _begun(self, row: Row, before: _Talk | None) -> _Talk:
         """Returns the conversation up to the row's first completion.
 
-        `before`: the conversation of the rollout's previous trajectory, whose context was
-        rewritten.
+        `before`: the conversation of the rollout's previous trajectory, whose text the chat
+        template has rewritten; None for the first trajectory.
         """
         prompt: str = row["prompt"]
         ids, called = self.tokenizer.encode_reply(prompt), before.called if before else 0
@@ -98,7 +104,10 @@ class MessageExporter:
         return _Talk(self._without_template(row), ids, called=called)
 
     def _without_template(self, row: Row) -> Messages:
-        """Returns the messages of a prompt that the chat template can't reproduce."""
+        """Returns the messages of a prompt that the chat template can't reproduce: the recorded
+        messages if they are a single message with the prompt's text, or the row has images;
+        otherwise one user message with the prompt's text.
+        """
         text = row["prompt"].removeprefix(self.tokenizer.inner.bos_token or "")
         known = row.get("messages", [])
         plain = len(known) == 1 and known[0].get("content") == text
@@ -107,7 +116,7 @@ class MessageExporter:
         return [USER | {"content": text}]
 
     def _completion(self, talk: _Talk, ids: Sequence[int], reward: float) -> None:
-        """Adds a completion."""
+        """Adds a completion with the token ids `ids` and its turn reward to the conversation."""
         talk.rewards[len(talk.messages)] = reward
         talk.completion = tuple(ids)
         if self.renderer is None:
@@ -120,7 +129,9 @@ class MessageExporter:
         talk.messages.append(self.renderer.message(reply))
 
     def _reply(self, talk: _Talk, row: Row, turns: Sequence[Turn], place: range) -> None:
-        """Adds the messages after the last completion; `place`: the range of their tokens."""
+        """Adds the messages that follow the last completion to the conversation. `turns`: their
+        recorded turns, may be empty; `place`: the range of their tokens in the row.
+        """
         between = tuple(row["tokens"]["id"][place.start : place.stop])
         if turns:
             talk.messages += self._told(talk, row, turns, between)
@@ -132,8 +143,8 @@ class MessageExporter:
     def _told(
         self, talk: _Talk, row: Row, turns: Sequence[Turn], between: tuple[int, ...]
     ) -> Messages:
-        """Returns the messages of turns, chosen so that the template renders `between` if
-        possible.
+        """Returns the messages of recorded turns. Their contents are chosen such that the chat
+        template renders the messages to the tokens `between`, if possible.
         """
         ids = row["tokens"]["id"]
         heads = _heads(turns, talk.calls)
@@ -146,8 +157,8 @@ class MessageExporter:
         return _filled(heads, written)
 
     def _untold(self, talk: _Talk, row: Row, place: range) -> Messages:
-        """Returns the messages of tokens that are no turn: parsed from the template's text, or else
-        all of it as a user message.
+        """Returns the messages in the token range `place`, which has no recorded turns: parsed with
+        the chat template, or else one user message with all the text.
         """
         ids = row["tokens"]["id"]
         text = row["prompt"] + text_of(self.tokenizer, ids[: place.stop])
@@ -157,7 +168,9 @@ class MessageExporter:
         return [USER | {"content": text_of(self.tokenizer, ids[place.start : place.stop])}]
 
     def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
-        """Returns the tokens after the last completion if `messages` reply to it."""
+        """Returns the token ids that follow the last completion if `messages` reply to it; None if
+        the template rewrites earlier text.
+        """
         assert self.renderer is not None
         hidden: Messages = self.tokenizer.control.hidden(messages, words=True)  # as in the run
         bridge = self.renderer.bridge(
@@ -190,7 +203,9 @@ class MessageExporter:
 
 
 def turns_of(row: Row) -> list[Turn]:
-    """Returns the turns of a row; if none were recorded, each run of sampled tokens is a turn."""
+    """Returns the turns of a row. If the row has no recorded turns, returns each sequence of
+    adjacent sampled tokens as an assistant turn.
+    """
     ids = row["tokens"]["id"]
     if row.get("turns"):
         turns = [
@@ -208,7 +223,9 @@ def turns_of(row: Row) -> list[Turn]:
 
 
 def in_openais_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with reasoning under "reasoning_content" and arguments as a JSON string."""
+    """Returns a message in OpenAI's format: reasoning under "reasoning_content", and arguments of
+    calls as JSON text.
+    """
     found = {name: value for name, value in message.items() if name not in REASONING_KEYS}
     thinking = [message[key] for key in REASONING_KEYS if message.get(key)]
     if thinking:
@@ -226,8 +243,8 @@ def _in_openais_fields(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages]]:
-    """Returns candidates for the beginning of a row, likeliest first: messages that are known, and
-    messages with unknown content.
+    """Returns candidates (known, unknown) for the messages at the beginning of a row, likeliest
+    first: messages that are known, followed by messages without their contents.
     """
     ways: list[tuple[Messages, Messages]] = []
     if before:
@@ -238,7 +255,9 @@ def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages
 
 
 def _replies(talk: _Talk) -> list[Messages]:
-    """Returns candidates for the replies to the last completion, without their content."""
+    """Returns candidates for the messages that reply to the last completion, without their
+    contents.
+    """
     replies = [_replying(call) for call in talk.calls]
     return [said for said in (replies, [*replies, USER], [USER]) if said]
 
@@ -248,7 +267,9 @@ def _replying(call: ToolCall) -> dict[str, Any]:
 
 
 def _heads(turns: Sequence[Turn], calls: Sequence[ToolCall]) -> Messages:
-    """Returns the messages of turns without their contents; tools reply to calls in order."""
+    """Returns the messages of turns without their contents. Tool messages reply to the calls in
+    order.
+    """
     left = list(calls)
     heads: Messages = []
     for turn in turns:

@@ -1,5 +1,5 @@
-"""Selects a renderer of the renderers library for a model folder, and verifies it against the
-folder's chat template.
+"""Selects a renderer of the renderers library for a model folder, and compares it with the folder's
+chat template.
 """
 
 import copy
@@ -105,8 +105,8 @@ TURNS: tuple[tuple[Messages, dict[str, Any], Messages, Specs], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class LibraryRenderer:
-    """LibraryRenderer parses completions and continues after them with one renderer of the
-    library.
+    """LibraryRenderer parses completions and renders the messages after them with one renderer of
+    the renderers library.
     """
 
     name: str
@@ -119,8 +119,8 @@ class LibraryRenderer:
         end: Sequence[int],
         tools: Specs,
     ) -> Parsed | None:
-        """Parses a completion; `end`: the token that ended it, or none. Returns None if the library
-        fails.
+        """Returns the parsed completion; None if the library fails. `end`: the token that ended the
+        completion, or empty if it was truncated.
         """
         if parser := READ_HERE.get(self.name):
             return parser(tokenizer, completion)
@@ -144,7 +144,9 @@ class LibraryRenderer:
         messages: Messages,
         tools: Specs,
     ) -> Bridge | None:
-        """Returns the tokens after a completion; None if the format rewrites earlier text."""
+        """Returns the token ids after a completion if `messages` reply to it; None if the format
+        rewrites earlier text. `previous_ids`: context of the completion.
+        """
         known = [*previous_ids, *completion_ids]
         specs = [dict(each) for each in tools] or None
         try:
@@ -166,7 +168,9 @@ class LibraryRenderer:
 
 
 def _span(number: int, indices: Sequence[int], content: Sequence[bool]) -> tuple[int, int]:
-    """Returns the range of content tokens of message `number`; an empty one if it has none."""
+    """Returns the range of the content tokens of message `number`, empty if it has none. `indices`:
+    message index of each token; `content`: whether each token belongs to a message's content.
+    """
     own = [place for place, index in enumerate(indices) if index == number]
     said = [place for place in own if content[place]]
     if not said:
@@ -175,11 +179,12 @@ def _span(number: int, indices: Sequence[int], content: Sequence[bool]) -> tuple
 
 
 def library_renderer(tokenizer: ChatTokenizer, name: str) -> LibraryRenderer | None:
-    """Returns the library's renderer `name`; "auto": one that reproduces the folder's template, or
-    None.
+    """Returns the renderer `name` of the library. "auto" returns one that renders conversations
+    like the folder's chat template, or None if there is none.
 
-    A named one must agree with the template on the beginning and continuation of conversations.
-    Raises ConfigError if it does not, or does not fit the tokenizer.
+    A renderer given by name must agree with the template on the beginning and the continuation of
+    conversations. Raises ConfigError if the renderer disagrees with the template or does not fit
+    the tokenizer.
     """
     if name != "auto":
         found = _built(tokenizer, name)
@@ -203,13 +208,17 @@ def library_renderer(tokenizer: ChatTokenizer, name: str) -> LibraryRenderer | N
 
 
 def _model_type(tokenizer: ChatTokenizer) -> str:
-    """Returns model_type of the folder's config.json; "" if there is none."""
+    """Returns model_type in the config.json of the tokenizer's folder; "" if the file or the field
+    is missing.
+    """
     path = Path(tokenizer.inner.name_or_path) / "config.json"
     return str(read_json_object(path).get("model_type", "")) if path.is_file() else ""
 
 
 def _built(tokenizer: ChatTokenizer, name: str) -> Any:
-    """Returns a renderer of the library, or an error message."""
+    """Returns the renderer `name` of the library, or an error message if it can't be built for the
+    tokenizer.
+    """
     from renderers import create_renderer
     from renderers.configs import config_from_name
 
@@ -224,10 +233,10 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
 
 
 def _remembering(inner: Any, control: Control) -> Any:
-    """Returns a tokenizer that caches the tokens of short texts: a renderer encodes the text of its
-    format several times a turn, and transformers takes 0.1 ms for each. It also tests twice a turn
-    whether the tokenizer returns offsets, by calling its `__call__` with a letter. Hidden control
-    tokens in a text are encoded as letters.
+    """Returns a copy of the tokenizer that caches the tokens of short texts: a renderer encodes the
+    text of its format several times per turn, and transformers takes 0.1 ms for each. Also caches
+    the call with a letter by which a renderer tests twice per turn whether the tokenizer returns
+    offsets. Control-token names hidden by stand-ins are encoded as letters.
     """
     kept = lru_cache(REMEMBERED)(lambda text: tuple(control.encode(text)))
     letter = lru_cache(1)(lambda text, **options: inner(text, **options))
@@ -265,10 +274,11 @@ def _remembering(inner: Any, control: Control) -> Any:
 
 
 def _difference(tokenizer: ChatTokenizer, renderer: Any, *, rewritten: bool) -> str:
-    """Describes the first conversation that a renderer and the template render differently; "":
-    none.
+    """Returns a description of the first test conversation that the renderer and the template
+    render differently; "" if there is none.
 
-    `rewritten`: also compares whole conversations, which are rendered again after a rewrite.
+    `rewritten`: also compares the rendering of whole conversations, which is needed after the
+    template has rewritten earlier text.
     """
     for messages, tools in HEADS:
         if not _alike(tokenizer, renderer, messages, tools):
@@ -288,7 +298,9 @@ def _named(messages: Messages, tools: Specs) -> str:
 
 
 def _written(tokenizer: ChatTokenizer, messages: Messages, tools: Specs) -> list[int] | None:
-    """Returns the tokens of the template; None if it refuses the messages."""
+    """Returns the token ids of messages rendered by the template; None if the template refuses the
+    messages.
+    """
     try:
         text = tokenizer.template.text(messages, open_=True, tools=tools)
         return list(tokenizer.encode_reply(text))
@@ -297,7 +309,9 @@ def _written(tokenizer: ChatTokenizer, messages: Messages, tools: Specs) -> list
 
 
 def _alike(tokenizer: ChatTokenizer, renderer: Any, messages: Messages, tools: Specs) -> bool:
-    """Returns whether both render the same tokens, or both refuse."""
+    """Returns whether the renderer and the template render messages to the same tokens, or both
+    refuse the messages.
+    """
     system = tokenizer.chat.system
     given = messages
     if system and messages[0]["role"] != "system":
@@ -317,8 +331,9 @@ def _goes_on(
     conversation: tuple[Messages, Messages, Messages],
     tools: Specs,
 ) -> bool:
-    """Returns whether a bridge after the completion equals the template's rendering, or there is
-    none.
+    """Returns whether the renderer's tokens after a completion equal the template's. Also True if
+    the renderer returns none, or the template rewrites earlier text. `conversation`: the messages
+    before the completion, all messages, and the messages after the completion.
     """
     before, whole, messages = conversation
     first, second = (_written(tokenizer, each, tools) for each in (before, whole))

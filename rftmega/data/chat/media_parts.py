@@ -1,6 +1,4 @@
-"""Moves images, videos and waveforms from parts of chat messages to the record's columns, as in all
-other records.
-"""
+"""Moves images, videos and waveforms from the parts of chat messages to the columns of the record."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,10 +23,12 @@ INSIDE = ("url", "path", "bytes", "base64", "data")  # keys of the content
 
 
 def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, Record]:
-    """Returns a prompt whose media parts are placeholders, and the record with their content in the
-    columns of data.images_key, videos_key and audio_key.
+    """Returns (prompt, record): the prompt with its media parts replaced by placeholders, and the
+    record with the contents of these parts in the columns data.images_key, videos_key and
+    audio_key.
 
-    Raises DataError for a record that has such a column as well, and for an invalid part.
+    Raises DataError for an invalid part, and for a record that has media both in such a column and
+    in its messages.
     """
     found: dict[str, list[Any]] = {}
     if not isinstance(prompt, list):
@@ -52,7 +52,9 @@ def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, R
 
 
 def refuse_places(prompt: Any) -> None:
-    """Raises DataError for messages with non-text parts."""
+    """Raises DataError if messages have image, video or audio parts, which supervised data can't
+    have.
+    """
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -64,7 +66,9 @@ def refuse_places(prompt: Any) -> None:
 
 
 def with_media_moved(records: Iterable[Record], config: DataConfig) -> Iterator[Record]:
-    """Yields records converted by `media_moved`; records that it refuses stay unchanged."""
+    """Yields records converted by `media_moved`. Yields a record unchanged if `media_moved` raises
+    DataError.
+    """
     for record in records:
         prompt = parsed(value_at(record, config.prompt_key))
         try:
@@ -74,7 +78,9 @@ def with_media_moved(records: Iterable[Record], config: DataConfig) -> Iterator[
 
 
 def _place(part: Any, found: dict[str, list[Any]]) -> Any:
-    """Returns the placeholder of a part; adds the part's content to `found`, by option."""
+    """Returns the placeholder of a media part, and appends the part's content to `found` under the
+    option that names the column; returns other parts unchanged.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in KINDS:
         return part
@@ -88,8 +94,8 @@ def _place(part: Any, found: dict[str, list[Any]]) -> Any:
 
 
 def _held(part: dict[str, Any], kind: str, noun: str) -> Any:
-    """Returns the content of a part: a path, URL, bytes, or text that begins with data:; None for a
-    placeholder without content.
+    """Returns the content of a media part: a path, URL, bytes, or a text that begins with data:;
+    None if the part has no content. `kind`: the part's type; `noun`: "image", "video" or "audio".
     """
     names = (kind, noun, f"{noun}_url")
     under = [part[name] for name in names if part.get(name) is not None]

@@ -1,4 +1,4 @@
-"""Readers of chat messages in the published formats; any other format is refused.
+"""Readers of chat messages in the published formats. Raise DataError for any other format.
 
 The other modules use OpenAI's format, with the arguments of calls as dictionaries: {"role": ...,
 "content": text or a list of parts, "reasoning_content": ..., "tool_calls": [...]}.
@@ -31,17 +31,18 @@ SHAREGPT = {
 
 
 def no_roles() -> Collection[str]:
-    """Returns no further roles, for an unknown chat template."""
+    """Returns an empty collection: no roles besides ROLES, as for an unknown chat template."""
     return ()
 
 
 def chat_messages(
     value: Any, key: str, roles: Callable[[], Collection[str]] = no_roles
 ) -> Messages:
-    """Returns messages in OpenAI's format; converts ShareGPT's.
+    """Returns the messages of a list in OpenAI's format; converts messages in ShareGPT's format.
 
-    `roles` returns those that the chat template names beside ROLES. Raises DataError, naming the
-    message of `key`, for an unknown role or empty content.
+    `roles` returns the roles that are permitted besides ROLES because the chat template names them.
+    Raises DataError for an unknown role or empty content; the error names the message and the
+    record's key `key`.
     """
     messages = []
     for number, given in enumerate(value):
@@ -54,7 +55,9 @@ def chat_messages(
 
 
 def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) -> dict[str, Any]:
-    """Returns one message. Raises DataError, worded to follow the message's name."""
+    """Returns a message in OpenAI's format. Raises DataError for an invalid message; the caller
+    puts the message's name before the error text.
+    """
     if not isinstance(given, Mapping):
         raise DataError(f'is {shown(given)}, not an object with "role" and "content".')
     # a table has each field of any message in all of them, as null
@@ -78,15 +81,15 @@ def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) ->
 
 
 def message_lists(value: Any) -> bool:
-    """Returns whether a value is a list whose first item has a message's keys."""
+    """Returns whether a value is a list whose first item has the keys of a chat message."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, Mapping) and bool({"role", "from"} & first.keys())
 
 
 def parsed(value: Any) -> Any:
-    """Parses a text that is a JSON list of messages; returns any other value unchanged.
+    """Returns the list of messages whose JSON text is `value`; returns any other value unchanged.
 
-    CSV files, and some Parquet files, store messages that way.
+    CSV files, and some Parquet files, store messages as JSON text.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -98,8 +101,8 @@ def parsed(value: Any) -> Any:
 
 
 def tool_specs(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    """Returns the function specs of a record, given as a list or as its JSON text, in OpenAI's
-    format. Raises DataError for another value.
+    """Returns the function specs of a record in OpenAI's format. `value`: a list or its JSON text;
+    `key`: the record's key of the value. Raises DataError for any other value.
     """
     try:
         found = parse_json(value) if isinstance(value, str) and value else value or []
@@ -134,7 +137,9 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_json(value: Any) -> Any:
-    """Returns the calls that ShareGPT stores as JSON text: one, or a list."""
+    """Returns the list of calls in a ShareGPT message, whose value is the JSON text of one call or
+    of a list.
+    """
     try:
         found = parse_json(value) if isinstance(value, str) else value
     except NotJSON as error:
@@ -143,7 +148,9 @@ def _in_json(value: Any) -> Any:
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Returns tool calls, each with a name and a dictionary of arguments."""
+    """Returns the tool calls of a message, each with a name and a dictionary of arguments. Raises
+    DataError for invalid calls.
+    """
     if not isinstance(calls, list):
         raise DataError(f'has "tool_calls" {shown(calls)}, not a list.')
     return [_call(call, number) for number, call in enumerate(calls)]
@@ -163,9 +170,9 @@ def _call(given: Any, number: int) -> dict[str, Any]:
 
 
 def arguments(given: Any) -> dict[str, Any]:
-    """Returns the arguments of a call as a dictionary; OpenAI's API has them as JSON text.
+    """Returns the arguments of a call as a dictionary. OpenAI's API has them as JSON text.
 
-    Raises DataError for anything but an object.
+    Raises DataError for arguments that are not a JSON object.
     """
     if given is None or given == "":
         return {}
@@ -179,7 +186,9 @@ def arguments(given: Any) -> dict[str, Any]:
 
 
 def _content(message: Mapping[str, Any], given: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Returns the content of a message: text, or parts of which at least one is not empty."""
+    """Returns the content of a message: text, or a list of parts. Raises DataError if the content
+    is empty, unless the message is a tool's or an assistant message with calls or reasoning.
+    """
     acts = message["role"] == "assistant" and bool(
         message.get("tool_calls") or any(message.get(key) for key in REASONING_KEYS)
     )
@@ -202,7 +211,9 @@ def _content(message: Mapping[str, Any], given: Mapping[str, Any]) -> str | list
 
 
 def _part(given: Any) -> dict[str, Any]:
-    """Returns a part of a message's content."""
+    """Returns a part of a message's content without null fields. Raises DataError for an invalid
+    part.
+    """
     if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
         raise DataError(f'has the part {shown(given)}, not an object with a "type".')
     part = {name: value for name, value in given.items() if value is not None}

@@ -10,12 +10,14 @@ from rftmega.data.chat.replies import Messages
 # private-use characters, which occur in no text
 BEGIN, END = "\ue000", "\ue001"
 Template = Callable[[Messages], str]
-"""Renders messages, up to where the model continues. Raises DataError."""
+"""Renders messages to text, up to the position at which the model continues. Raises DataError for
+messages that the chat template refuses.
+"""
 
 
 def read_back(template: Template, known: Messages, unknown: Messages, text: str) -> Messages | None:
-    """Returns `known` and the `unknown` messages, with the contents for which the template renders
-    `text`; None if there are none.
+    """Returns the `known` messages and the `unknown` ones with contents for which the chat template
+    renders `text`; None if no such contents were found.
 
     `unknown`: messages without their contents.
     """
@@ -36,8 +38,8 @@ def read_back(template: Template, known: Messages, unknown: Messages, text: str)
 
 
 def spellings(written: str) -> list[str]:
-    """Returns candidates for a content that a template rendered as `written`: the same, or its JSON
-    decoding.
+    """Returns the contents that a template may have rendered as `written`: the same text, the
+    stripped text, or a text whose JSON encoding is `written`.
     """
     found = [written, written.strip()]
     for text in (written, f'"{written}"'):
@@ -51,8 +53,8 @@ def spellings(written: str) -> list[str]:
 
 
 def alike(written: Sequence[str]) -> Iterator[list[str]]:
-    """Yields interpretations of several rendered texts: all of them unchanged, or all decoded
-    alike.
+    """Yields candidates for the contents of several rendered texts. Each candidate applies the same
+    interpretation (see `spellings`) to all texts.
     """
     most = max((len(spellings(each)) for each in written), default=0)
     for number in range(most):
@@ -60,7 +62,9 @@ def alike(written: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _matched(pattern: str, text: str, count: int) -> list[str] | None:
-    """Returns the parts of `text` at the marks of `pattern`."""
+    """Returns the sections of `text` at the positions of the marks in `pattern`; None if the rest
+    of `text` differs from `pattern`, or `pattern` does not have `count` marks.
+    """
     parts = re.split(f"{BEGIN}[0-9]+{END}", pattern)
     if len(parts) != count + 1:  # the template shows a message twice, or not at all
         return None

@@ -1,4 +1,4 @@
-"""ConversationRenderer parses completions, and tokenizes the messages that follow them."""
+"""ConversationRenderer parses completions and tokenizes the messages that follow them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class ConversationRenderer:
     """ConversationRenderer converts between messages and tokens in the chat format of one model
     folder.
 
-    Sampled tokens are never tokenized again. It uses a renderer of the renderers library first, if
-    one reproduces the folder's chat template; otherwise the template itself.
+    It never tokenizes sampled tokens again. It uses a renderer of the renderers library if one
+    reproduces the folder's chat template, and otherwise the template itself.
     """
 
     tokenizer: ChatTokenizer
@@ -45,10 +45,11 @@ class ConversationRenderer:
     def of(
         cls, tokenizer: ChatTokenizer, name: str = "auto", *, tool_parser: str = "auto"
     ) -> "ConversationRenderer":
-        """Builds the renderer of a tokenizer's folder.
+        """Returns the renderer for a tokenizer's folder.
 
         `name`: "auto", "template", or a renderer of the library. `tool_parser`: the format of calls
-        if no renderer of the library is used. Raises ConfigError for names that do not fit.
+        if no renderer of the library is used. Raises ConfigError for a name that is unknown or does
+        not fit the model.
         """
         library = None if name == "template" else library_renderer(tokenizer, name)
         parser = parser_for(tool_parser, tokenizer.template.source())
@@ -56,18 +57,22 @@ class ConversationRenderer:
 
     @property
     def name(self) -> str:
-        """Returns the library's name of the format; "template" if no renderer of it is used."""
+        """Returns the name of the library's renderer; "template" if no renderer of the library is
+        used.
+        """
         return self.library.name if self.library else "template"
 
     @property
     def ends(self) -> set[int]:
-        """Returns all tokens that end a completion in this format."""
+        """Returns the ids of all tokens that end a completion in this format."""
         own = self.library.inner.get_stop_token_ids() if self.library else ()
         return {*self.by_template.ends, *own}
 
     @property
     def stop_ids(self) -> list[int]:
-        """Returns tokens that end a completion besides the tokenizer's stop ids, in order."""
+        """Returns the sorted ids of the tokens that end a completion and are not among the
+        tokenizer's stop ids.
+        """
         return sorted(self.ends - set(self.tokenizer.stop_ids))
 
     def parse(
@@ -78,9 +83,10 @@ class ConversationRenderer:
         *,
         first: int = 0,
     ) -> Reply:
-        """Parses a completion. Calls without an id of their own are numbered from `first`.
+        """Returns a parsed completion. Calls without an id are numbered from `first`.
 
-        Never raises, whatever the model wrote: a call that can't be parsed has no arguments.
+        Never raises an error, whatever the model wrote: a call that can't be parsed has `arguments`
+        None.
         """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         size = len(completion_ids) - ended
@@ -98,7 +104,9 @@ class ConversationRenderer:
         )
 
     def _parsed(self, completion: SampledCompletion, end: Sequence[int], tools: Specs) -> Parsed:
-        """Parses a completion; if the library fails, the result has an unparsed call."""
+        """Returns a parsed completion. If the library fails to parse it, the result has at least
+        one call whose `arguments` is None.
+        """
         if not self.library:
             return self.parser(self.tokenizer, completion)
         if (parsed := self.library.parse(self.tokenizer, completion, end, tools)) is not None:
@@ -108,11 +116,14 @@ class ConversationRenderer:
         return unread(self.tokenizer, completion) if readable else parsed
 
     def message(self, reply: Reply) -> dict[str, Any]:
-        """Returns a reply as a message, in the fields that the folder's chat template reads."""
+        """Returns a parsed completion as a message with the fields that the folder's chat template
+        reads.
+        """
         return self.by_template.message(reply)
 
     def render(self, messages: Messages, tools: Specs = ()) -> tuple[int, ...]:
-        """Returns the tokens of a whole conversation, up to where the model continues.
+        """Returns the token ids of a whole conversation, up to the position at which the model
+        continues.
 
         Raises DataError for messages that the chat template refuses.
         """
@@ -128,12 +139,13 @@ class ConversationRenderer:
         *,
         history: Messages | None = None,
     ) -> Bridge | None:
-        """Returns the tokens after a completion when `messages` reply to it; None if the template
+        """Returns the token ids after a completion if `messages` reply to it; None if the template
         rewrites earlier text, so that the whole conversation must be rendered again.
 
-        `history`: the earlier messages, ending with the completion, as returned by `message`;
-        without it only a renderer of the library can bridge. A truncated completion gets the end
-        that the template would have written, as context.
+        `previous_ids`: context of the completion. `history`: all messages up to and including the
+        completion's, as returned by `message`; None: only a renderer of the library is used. If the
+        completion was truncated, the returned tokens begin with the end that the template would
+        have written.
         """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         found = None
@@ -145,5 +157,5 @@ class ConversationRenderer:
 
 
 def _numbered(call: Call, number: int) -> ToolCall:
-    """Returns a call with an id."""
+    """Returns a call with its own id, or else an id made of `number`."""
     return ToolCall(call.name, call.arguments, call.text, call.id or f"call{number:05d}")

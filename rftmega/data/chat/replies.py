@@ -1,4 +1,4 @@
-"""Types for parsed completions and for the bridges to the next messages."""
+"""Types for parsed completions and for the tokens that follow them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply is a parsed completion."""
+    """Reply is a completion split into content, reasoning and calls."""
 
     content: str  # for the user: no reasoning, no calls
     reasoning: str
@@ -40,7 +40,9 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """Bridge continues a conversation after a completion without tokenizing earlier text again."""
+    """Bridge holds the tokens that continue a conversation after a completion, so that earlier text
+    is not tokenized again.
+    """
 
     token_ids: tuple[int, ...]  # after the completion, up to where the model continues
     turns: tuple[Turn, ...]  # of the messages; positions are relative to the first of `token_ids`
@@ -65,7 +67,7 @@ class Control(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """ChatTokenizer is the part of data.Tokenizer that a conversation needs."""
+    """ChatTokenizer is the interface of data.Tokenizer that a conversation uses."""
 
     stop_ids: list[int]
 
@@ -85,7 +87,7 @@ class ChatTokenizer(Protocol):
 
 
 def text_of(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
-    """Returns the text of tokens, special ones by their names."""
+    """Returns the text of token ids; special tokens appear by name."""
     inner, ids = tokenizer.inner, list(token_ids)
     if inner.is_fast:  # transformers' own checks per token take longer than decoding
         text: str = inner.backend_tokenizer.decode(ids, skip_special_tokens=False)
@@ -95,14 +97,16 @@ def text_of(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
 
 
 def token_id(tokenizer: ChatTokenizer, text: str) -> int | None:
-    """Returns the id of a token by its whole text; None if it is not a token."""
+    """Returns the id of the token whose text is `text`; None if there is no such token."""
     found = tokenizer.inner.convert_tokens_to_ids(text)
     unknown = found is None or found == tokenizer.inner.unk_token_id
     return None if unknown else int(found)
 
 
 def calls_of(reply: Reply) -> list[dict[str, Any]]:
-    """Returns the calls of a reply in message format, with arguments as dictionaries."""
+    """Returns the calls of a parsed completion in the format of chat messages, with arguments as
+    dictionaries.
+    """
     return [
         {
             "type": "function",

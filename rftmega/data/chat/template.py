@@ -1,6 +1,4 @@
-"""Rendering of chat messages to text, by the chat template of a tokenizer and the options of a
-run.
-"""
+"""Rendering of chat messages to text, with a tokenizer's chat template and the options of a run."""
 
 import difflib
 import re
@@ -34,7 +32,9 @@ REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Chat holds the rendering options of messages, beyond the tokenizer's own chat template."""
+    """Chat holds the options by which messages are rendered, besides the tokenizer's own chat
+    template.
+    """
 
     system: str = ""  # system message for conversations without one
     template: str | None = None  # instead of the tokenizer's
@@ -43,9 +43,10 @@ class Chat:
 
     @classmethod
     def of(cls, config: DataConfig, tools: Sequence[Mapping[str, Any]] = ()) -> "Chat":
-        """Reads the options data.system_prompt, chat_template_file and chat_template_kwargs.
+        """Returns the options data.system_prompt, chat_template_file and chat_template_kwargs.
+        `tools`: function specs of the run.
 
-        Raises DataError where the file can't be read.
+        Raises DataError if the file can't be read.
         """
         template = None
         if file := config.chat_template_file:
@@ -59,7 +60,9 @@ class Chat:
 
 
 class ChatTemplate:
-    """ChatTemplate renders messages with the template of transformers' tokenizer `inner`."""
+    """ChatTemplate renders messages with the chat template of `inner`, a tokenizer of transformers,
+    or of data.chat_template_file.
+    """
 
     def __init__(self, inner: Any, chat: Chat):
         self._inner, self._chat = inner, chat
@@ -68,8 +71,9 @@ class ChatTemplate:
         self.unrendered = Unrendered(lambda messages, open_: self.text(messages, open_=open_))
 
     def refuse_unread(self, folder: Path) -> None:
-        """Raises DataError for arguments or tools that the chat template does not read, and for a
-        template of data.chat_template_file that renders no messages.
+        """Raises DataError for options or tools that the chat template does not read, and for a
+        template of data.chat_template_file that renders no messages. `folder`: the tokenizer's, for
+        error messages.
         """
         if self._chat.template is not None:
             self.forms.adapted([])
@@ -89,8 +93,8 @@ class ChatTemplate:
             )
 
     def with_system(self, messages: Messages) -> Messages:
-        """Returns messages with the run's system message before them, unless they begin with
-        one.
+        """Returns messages preceded by the run's system message, unless they already begin with a
+        system message.
         """
         system = self._chat.system
         first = messages[0] if messages else None
@@ -105,16 +109,17 @@ class ChatTemplate:
         open_: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Returns the text of messages; `open_`: up to the beginning of the assistant's turn, or to
-        the end of the last message if that is the assistant's.
+        """Returns the text of messages. `open_`: ends at the beginning of the assistant's next
+        turn, or, if the last message is the assistant's, at the end of its text.
 
-        `tools` None: those of the run. Raises DataError for messages that the template refuses.
+        `tools`: function specs; None: the run's. Raises DataError for messages that the template
+        refuses.
         """
         chosen = self._chat.tools if tools is None else tools
         return self._text(self.forms.adapted(messages), chosen, open_=open_)
 
     def _text(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, open_: bool) -> str:
-        """Renders messages that are already in the template's format."""
+        """Returns the text of messages that are already in the template's format; see `text`."""
         chat = self._chat
         specs = [self.control.hidden(dict(each), words=True) for each in tools]
         goes_on = open_ and ends_in_text(messages)
@@ -135,7 +140,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Returns whether the template renders the specs of functions."""
+        """Returns whether the template renders function specs."""
         spec = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": spec}]
         try:
@@ -157,8 +162,8 @@ class ChatTemplate:
             return ""
 
     def roles(self) -> frozenset[str]:
-        """Returns the strings that the template compares with, which include the names of its
-        roles; none if it can't be parsed.
+        """Returns all strings that the template compares with, which include the names of its
+        roles. Empty if the template can't be parsed.
         """
         return self._words
 
@@ -172,14 +177,16 @@ class ChatTemplate:
         return frozenset(word for word in words if isinstance(word, str) and word)
 
     def _parsed(self) -> nodes.Template:
-        """Returns the template's syntax tree. Raises ValueError or TemplateError if there is
-        none.
+        """Returns the template's syntax tree. Raises ValueError if there is no template,
+        TemplateError if its syntax is invalid.
         """
         source = GENERATION.sub("", self.source())
         return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
 
     def _names(self, folder: Path) -> set[str]:
-        """Returns the variables that the template reads. Raises DataError if it can't be parsed."""
+        """Returns the names of the variables that the template reads. Raises DataError if the
+        template can't be parsed. `folder`: the tokenizer's, for error messages.
+        """
         try:
             return meta.find_undeclared_variables(self._parsed())
         except (ValueError, TemplateError) as error:
@@ -187,7 +194,9 @@ class ChatTemplate:
 
 
 def ends_in_text(messages: Messages) -> bool:
-    """Returns whether the last message is text of the assistant, which a completion continues."""
+    """Returns whether the last message is the assistant's and is text without calls, so that a
+    completion continues it.
+    """
     last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     return (
         last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
@@ -195,9 +204,9 @@ def ends_in_text(messages: Messages) -> bool:
 
 
 def answered(messages: Messages, completion: str | dict[str, Any]) -> Messages:
-    """Returns messages with the assistant's response, text or a message, appended.
+    """Returns messages with the assistant's response (text or a message) appended.
 
-    If they end in text of the assistant, the response is joined to it.
+    If the messages end in text of the assistant, the response is joined to that text.
     """
     message = (
         {"role": "assistant", "content": completion} if isinstance(completion, str) else completion

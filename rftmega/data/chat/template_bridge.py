@@ -1,5 +1,5 @@
-"""Continuation of conversations by any chat template: renders text, and tokenizes only the new
-part.
+"""Continuation of conversations with any chat template: renders the whole text, and tokenizes only
+its new end.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from rftmega.data.chat.replies import (
 
 MARK = "\ue000\ue001"  # private-use characters, which occur in no text
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# tokens that end a turn in some model family, besides those that its folder lists
+# tokens that end a turn in some model family, in addition to the stop tokens in its folder
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>", "<|observation|>")
 USER = {"role": "user", "content": "?"}
 
@@ -28,8 +28,8 @@ USER = {"role": "user", "content": "?"}
 class TemplateBridge:
     """TemplateBridge continues conversations as a folder's chat template would render them.
 
-    The earlier text must be a prefix of the whole conversation's text. Otherwise (the template
-    drops reasoning, or counts messages), there is no bridge.
+    This requires that the text rendered so far is a prefix of the text of the longer conversation.
+    A template that drops reasoning or counts messages does not satisfy this.
     """
 
     def __init__(self, tokenizer: ChatTokenizer):
@@ -40,8 +40,8 @@ class TemplateBridge:
         self.ends = {*tokenizer.stop_ids, *self._further_ends()}
 
     def message(self, reply: Reply) -> dict[str, Any]:
-        """Returns a reply as a message in the fields that the template renders; parts without a
-        field stay in the content.
+        """Returns a parsed completion as a message with the fields that the template renders.
+        Reasoning and calls for which the template has no field stay in the content.
         """
         message: dict[str, Any] = {"role": "assistant", "content": reply.text}
         readable = all(call.arguments is not None for call in reply.calls)
@@ -61,10 +61,10 @@ class TemplateBridge:
     def bridge(
         self, completion_ids: Sequence[int], messages: Messages, tools: Specs, history: Messages
     ) -> Bridge | None:
-        """Returns the tokens after a completion; None if the template rewrites earlier text.
+        """Returns the token ids after a completion if `messages` reply to it; None if the template
+        rewrites earlier text.
 
-        `history`: all messages before `messages`, ending with the completion, as returned by
-        `message`.
+        `history`: all messages up to and including the completion's, as returned by `message`.
         """
         try:
             before = self._text(history[:-1], tools, open_=True)
@@ -91,10 +91,12 @@ class TemplateBridge:
     def _behind(
         self, before: str, whole: str, completion_ids: Sequence[int], message: Any, first: int
     ) -> tuple[str, int] | None:
-        """Returns the text before the new tokens, and the start of their text in `whole`.
+        """Returns (anchor, start): the text that directly precedes the new tokens, and the start of
+        the new text in `whole`, the text of the longer conversation. Returns None if `whole` does
+        not contain the whole completion.
 
-        `first`: start of the first new message's content. Returns None if there is no such
-        position.
+        `before`: text of the conversation before the completion. `message`: the completion as a
+        message. `first`: start of the first new message's content.
         """
         completion = text_of(self._tokenizer, completion_ids)
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
@@ -113,8 +115,8 @@ class TemplateBridge:
     def _places(
         self, whole: str, history: Messages, messages: Messages, tools: Specs
     ) -> list[tuple[int, int]]:
-        """Returns the range of each new message's content in `whole`: the text that changes with
-        it.
+        """Returns the character range of each new message's content in `whole`, found by replacing
+        the content and comparing the texts.
         """
         places = []
         for number, message in enumerate(messages):
@@ -129,8 +131,8 @@ class TemplateBridge:
     def _spans(
         self, anchor: str, text: str, places: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Returns the token ranges of the character ranges `places` of `text`, which follows
-        `anchor`.
+        """Returns the token ranges of the character ranges `places` of `text`. `ids`: the token ids
+        of `text`; `anchor`: the text before it.
         """
         inner = self._tokenizer.inner
         if inner.is_fast:
@@ -143,7 +145,9 @@ class TemplateBridge:
         return [(first, min(last, len(ids))) for first, last in counted]
 
     def _completion_text(self, **fields: Any) -> str:
-        """Renders a conversation that ends in an assistant message; returns "" if it is refused."""
+        """Returns the text of a conversation that ends in an assistant message with these fields;
+        "" if the template refuses the conversation.
+        """
         completion = {"role": "assistant", "content": "", **fields}
         try:
             return self._text([USER, completion], (), open_=False)
@@ -151,7 +155,9 @@ class TemplateBridge:
             return ""
 
     def _shown_reasoning(self) -> str:
-        """Returns the message field of reasoning that the template renders; "": none."""
+        """Returns the name of the message field whose reasoning the template renders; "" if there
+        is none.
+        """
         calls = [_call({"name": "f", "arguments": {}})]
         for key in REASONING_KEYS:
             texts = (
@@ -163,9 +169,7 @@ class TemplateBridge:
         return ""
 
     def _further_ends(self) -> set[int]:
-        """Returns tokens that the template writes after turns and calls, besides the tokenizer's
-        stop ids.
-        """
+        """Returns the ids of the tokens in ENDS that the template writes after turns or calls."""
         call = {"name": "f", "arguments": {"a": MARK}}
         texts = [
             self._completion_text(content=MARK),
@@ -182,7 +186,7 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _behind_thinking(reply: Reply) -> str:
-    """Returns a completion's text after its reasoning, with calls as written."""
+    """Returns a completion's text after its reasoning, with calls as the model wrote them."""
     _, closed, behind = reply.text.partition("</think>")
     if closed:
         return behind.lstrip("\n")
@@ -190,7 +194,9 @@ def _behind_thinking(reply: Reply) -> str:
 
 
 def _kept(message: Any, text: str) -> bool:
-    """Returns whether `text`, the template's rendering of a completion, contains all its parts."""
+    """Returns whether `text`, the template's rendering of the completion `message`, contains its
+    content, its reasoning and the names of its calls.
+    """
     names = [each["function"]["name"] for each in message.get("tool_calls", ())]
     thinking = [message.get(key) or "" for key in REASONING_KEYS]
     said = [part.strip() for part in (message["content"], *thinking, *names)]
@@ -210,7 +216,9 @@ def _common(one: str, other: str) -> int:
 
 
 def _tokens(offsets: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Returns the range of tokens that overlap the characters [start, stop)."""
+    """Returns the range of the tokens that overlap the characters [start, stop). `offsets`:
+    character range of each token.
+    """
     first = sum(1 for _, end in offsets if end <= start)
     if stop <= start:
         return first, first

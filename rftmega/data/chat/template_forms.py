@@ -1,5 +1,5 @@
-"""Detection of the message format that a chat template reads, and conversion of messages into
-it.
+"""Detection of the message format that a chat template reads, and conversion of messages into this
+format.
 """
 
 import json
@@ -19,8 +19,8 @@ USER = {"role": "user", "content": "?"}
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """TemplateForms detects the properties of a chat template by test renderings; `render` returns
-    the text of messages.
+    """TemplateForms detects the properties of a chat template by rendering test messages with
+    `render`.
 
     It does not read the template's source, so it works for any template.
     """
@@ -30,8 +30,8 @@ class TemplateForms:
     def adapted(self, messages: Messages) -> Messages:
         """Returns messages in the format that the template reads.
 
-        Raises DataError for a template that renders no user content, and for non-text parts if it
-        renders only text.
+        Raises DataError if the template does not render the content of user messages, or if
+        messages have non-text parts and the template renders only text.
         """
         if not self.text and not self.parts and not self.unknown:
             raise DataError(
@@ -42,18 +42,20 @@ class TemplateForms:
 
     @cached_property
     def unknown(self) -> bool:
-        """Returns whether the template refuses a minimal conversation."""
+        """Returns whether the template refuses a conversation of one user message, so that its
+        properties can't be detected.
+        """
         return self._rendered([{"role": "user", "content": MARK}]) is None
 
     @cached_property
     def text(self) -> bool:
-        """Returns whether the template renders content that is text."""
+        """Returns whether the template renders content that is a string."""
         return MARK in (self._rendered([{"role": "user", "content": MARK}]) or "")
 
     @cached_property
     def parts(self) -> bool:
-        """Returns whether the template renders content that is a list of parts, and not as its
-        repr.
+        """Returns whether the template renders content that is a list of parts, other than as the
+        list's repr.
         """
         part = {"type": "text", "text": MARK}
         found = self._rendered([{"role": "user", "content": [part]}]) or ""
@@ -61,7 +63,7 @@ class TemplateForms:
 
     @cached_property
     def arguments_as_text(self) -> bool:
-        """Returns whether the template accepts the arguments of a call as JSON text only."""
+        """Returns whether the template renders the arguments of a call only if they are JSON text."""
         as_dict, as_text = (
             self._answered(tool_calls=[_call({"name": "f", "arguments": given})])
             for given in ({MARK: OTHER}, json.dumps({MARK: OTHER}))
@@ -71,7 +73,9 @@ class TemplateForms:
 
     @cached_property
     def reasoning_key(self) -> str:
-        """Returns the message field of reasoning that the template renders; "": none."""
+        """Returns the name of the message field whose reasoning the template renders; "" if there
+        is none.
+        """
         calls = [_call({"name": "f", "arguments": {}})]
         for key in REASONING_KEYS:
             alone = self._answered(content="x", **{key: MARK})
@@ -114,7 +118,7 @@ class TemplateForms:
         return self._rendered([USER, completion]) or ""
 
     def _rendered(self, messages: Messages) -> str | None:
-        """Returns the text of messages, None if the template refuses them."""
+        """Returns the text of messages; None if the template refuses the messages."""
         try:
             return self.render(messages)
         except DataError:

@@ -1,4 +1,4 @@
-"""Detection of message parts that a chat template does not render, reported once per file."""
+"""Detection of message parts that a chat template does not render. Each is reported once per file."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -16,17 +16,21 @@ CLOSED = "</think>"
 
 @dataclass
 class Unrendered:
-    """Unrendered returns the parts of messages that are missing in the chat template's text.
+    """Unrendered finds the parts of messages that are missing in the text rendered by the chat
+    template.
 
-    Replaces each text by a unique mark and searches for the marks, so that trimming and JSON make
-    no difference. Conversations with the same fields are rendered once.
+    It replaces each text in the messages by a unique mark and searches for the marks in the
+    rendered text, so that trimming and JSON encoding make no difference. The result is cached for
+    conversations with the same fields.
     """
 
     render: Callable[[Messages, bool], str]  # of messages, and whether a completion follows
     _known: dict[Any, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def of(self, messages: Messages, *, open_: bool) -> tuple[tuple[int, str], ...]:
-        """Returns the message index and the name of each part that is not rendered."""
+        """Returns (message index, part name) of each message part that is not rendered. `open_`:
+        whether a completion follows the messages.
+        """
         numbers = count()
         marks: dict[str, tuple[int, str]] = {}
 
@@ -53,13 +57,15 @@ class Unrendered:
 
 @dataclass
 class Report:
-    """Report counts the records of a file that have unrendered parts."""
+    """Report counts the records of a file that have message parts which the chat template does not
+    render.
+    """
 
     pending: set[str] = field(default_factory=set)  # of the current record
     places: dict[str, list[str]] = field(default_factory=dict)  # part -> the records with it
 
     def add(self, messages: Messages, missing: tuple[tuple[int, str], ...]) -> None:
-        """Records the unrendered parts of a record's messages."""
+        """Adds the unrendered parts `missing` of a record's messages to the pending parts."""
         last = len(messages) - 1
         for place, name in missing:
             role = messages[place]["role"]
@@ -67,13 +73,13 @@ class Report:
             self.pending.add(f"{name} of {which} ({role})")
 
     def settle(self, place: str) -> None:
-        """Counts the pending parts for the record at `place`."""
+        """Stores the pending parts for the record at the location `place`."""
         for name in sorted(self.pending):
             self.places.setdefault(name, []).append(place)
         self.pending.clear()
 
     def log(self, source: object) -> None:
-        """Warns of each part that was not rendered in some record."""
+        """Logs a warning for each message part that was not rendered in some record."""
         for name, places in self.places.items():
             log.warning(
                 "%s: the chat template does not render %s in %d record(s), the first at %s: the model doesn't see it",
@@ -85,7 +91,9 @@ class Report:
 
 
 def _marked(message: dict[str, Any], place: int, mark: Callable[[int, str], str]) -> dict[str, Any]:
-    """Returns a message with each of its texts replaced by a mark."""
+    """Returns a message with each of its texts replaced by a mark. `place`: the message's index;
+    `mark` returns a unique mark for (message index, part name).
+    """
     found = dict(message)
     for name, value in message.items():
         if name in NAMES or not value:
@@ -126,13 +134,17 @@ def _marked_call(call: dict[str, Any], place: int, mark: Callable[[int, str], st
 
 
 def _without_names(message: dict[str, Any]) -> Any:
-    """Returns a message without the ids of its calls, which differ between records."""
+    """Returns a message's role, fields and calls without names and ids, which differ between
+    records.
+    """
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     kept = {name: value for name, value in message.items() if name not in (*NAMES, "tool_calls")}
     return message["role"], kept, calls
 
 
 def says_something(message: dict[str, Any], missing: set[str]) -> bool:
-    """Returns whether some part of a message is rendered, given the `missing` ones."""
+    """Returns whether the template renders some part of a message. `missing`: names of its
+    unrendered fields.
+    """
     said = {name for name in ("content", "tool_calls", *REASONING_KEYS) if message.get(name)}
     return bool(said - missing)

@@ -26,14 +26,14 @@ class ControlTokens:
     """ControlTokens distinguishes the control tokens of a tokenizer from text that contains their
     names.
 
-    A name in foreign text is replaced by a stand-in before it is rendered. When the rendered text
-    is tokenized, a stand-in becomes the letters of the name. Text without a name is not changed: it
-    costs one search.
+    A control token's name in text of a dataset or an environment is replaced by a stand-in before
+    the text is rendered. When the rendered text is tokenized, the stand-in is encoded as the
+    letters of the name. Text without such a name is not changed, and costs one search.
     """
 
     def __init__(self, inner: Any, source: Callable[[], str]):
-        """`inner`: transformers' tokenizer. `source` returns its chat template, "" if there is
-        none.
+        """`inner`: tokenizer of transformers. `source` returns the tokenizer's chat template, or ""
+        if it has none.
         """
         self._inner, self._source = inner, source
         added: dict[int, Any] = inner.added_tokens_decoder
@@ -45,16 +45,16 @@ class ControlTokens:
         self._special = _any_of(self._names)
 
     def found(self, value: Any, *, words: bool = False) -> list[str]:
-        """Returns the names of control tokens in a text, or in all texts of messages, with
-        repetitions. `words`: includes tokens that the template writes, such as <tool_call>, which a
-        tokenizer need not mark as special.
+        """Returns the names of control tokens in a text, or in all texts of messages, once per
+        occurrence. `words`: also finds tokens that the chat template writes, such as <tool_call>,
+        which a tokenizer need not mark as special.
         """
         pattern = self._all if words else self._special
         return [name for text in _texts(value) for name in pattern.findall(text)]
 
     def hidden(self, value: Any, *, words: bool = False, but: Collection[str] = ()) -> Any:
-        """Returns a value with stand-ins for all names that `found` returns, except those in
-        `but`.
+        """Returns `value` (a text or messages) with a stand-in for each name that `found` returns.
+        Names in `but` stay unchanged.
         """
         pattern = self._all if words else self._special
 
@@ -69,13 +69,17 @@ class ControlTokens:
         return _mapped(value, hide)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the token ids of a text, with stand-ins as the letters of the names."""
+        """Returns the token ids of a text; a stand-in is encoded as the letters of its control
+        token's name.
+        """
         if BEGIN not in text:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
         return self._apart(text, add_special_tokens)[0]
 
     def encode_places(self, text: str) -> Encoded:
-        """Returns the token ids and their positions in `text`; requires a fast tokenizer."""
+        """Returns the token ids of `text` and the character range of each token. Requires a fast
+        tokenizer.
+        """
         if BEGIN in text:
             return self._apart(text, False)
         found = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -93,8 +97,8 @@ class ControlTokens:
 
     @cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """Returns a copy of the tokenizer that knows control tokens only by other names, and their
-        ids.
+        """Returns a copy of the tokenizer in which control tokens have other names (see `_own`),
+        and a dictionary from the ids of the renamed tokens to the original ids.
         """
         copy: Any = Tokenizer.from_str(self._inner.backend_tokenizer.to_str())
         names = [name for name in self._added if self._all.fullmatch(name)]
@@ -108,7 +112,7 @@ class ControlTokens:
         return OWN_BEGIN + _digits(self._added[name]) + OWN_END
 
     def _renamed(self, name: str) -> AddedToken:
-        """Returns a renamed token that strips spaces like the original."""
+        """Returns a token with the name from `_own` that strips spaces like the original token."""
         flags = self._flags[name]
         return AddedToken(
             self._own(name),
@@ -120,7 +124,9 @@ class ControlTokens:
         )
 
     def _apart(self, text: str, add_special_tokens: bool) -> Encoded:
-        """Returns the tokens of a text with stand-ins."""
+        """Returns the token ids of a text with stand-ins and their character ranges. A slow
+        tokenizer returns no ranges.
+        """
         if not self._inner.is_fast:  # slow tokenizers take no options: a space splits the name
             told = STAND_IN.sub(lambda found: _parted(self._name(found[1])), text)
             return list(self._inner.encode(told, add_special_tokens=add_special_tokens)), []
@@ -134,7 +140,9 @@ class ControlTokens:
         return [ids.get(each, each) for each in found.ids], spans
 
     def _pieces(self, text: str) -> Iterable[tuple[str, int, int]]:
-        """Yields the input of the copy in pieces, with their positions in `text`."""
+        """Yields (input, start, stop): the input of `_copy` for each section of `text`, with the
+        section's character range.
+        """
         at = 0
         for found in self._parts.finditer(text):
             yield from _letters(text, at, found.start())
@@ -143,7 +151,9 @@ class ControlTokens:
         yield from _letters(text, at, len(text))
 
     def _piece(self, found: re.Match[str]) -> str:
-        """Returns the letters of a stand-in, or the copy's own name of a token."""
+        """Returns the input of `_copy` for a match of `_parts`: the letters of a stand-in, or the
+        changed name of a control token that the template wrote.
+        """
         if found[1]:
             return self._name(found[1])
         return self._own(found[0]) if found[0] in self._added else UNKNOWN
@@ -154,7 +164,7 @@ class ControlTokens:
 
 
 def unescaped(text: str) -> str:
-    """Restores the stand-ins that a template wrote as JSON in ASCII."""
+    """Restores stand-ins that a template wrote as ASCII escapes in JSON."""
     if r"\ufdee" not in text:
         return text
     return ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
@@ -190,7 +200,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Applies `change` to all texts of a value."""
+    """Returns `value` with `change` applied to all its texts, including the keys of dictionaries."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,1 +1,3 @@
-"""Images, videos and waveforms: safe reading of files, model inputs, and positions among tokens."""
+"""Images, videos and waveforms: safe reading of files, model inputs, and positions of features
+among tokens.
+"""

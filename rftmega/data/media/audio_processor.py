@@ -1,4 +1,4 @@
-"""AudioProcessor converts waveforms into the inputs of an audio tower."""
+"""AudioProcessor converts waveforms into the inputs of an audio encoder."""
 
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ SHORTEST = 3  # frames that yield a feature
 
 
 class AudioProcessor:
-    """AudioProcessor computes spectral frames of 25 ms from waveforms, as the model's folder
-    specifies, padded to the audio tower's window.
+    """AudioProcessor computes spectral frames of 25 ms from waveforms, with the settings in the
+    model's folder, and pads them to the audio encoder's window.
     """
 
     def __init__(self, folder: str | Path):
@@ -41,13 +41,14 @@ class AudioProcessor:
 
     @property
     def positions(self) -> int:
-        """Returns the number of positions of the tower's layers, two frames each."""
+        """Returns the sequence length of the audio encoder's layers: one position per two frames."""
         return self.window // 2
 
     def samples_of(self, content: bytes, name: str) -> int:
         """Returns the number of samples of the waveform in a file's bytes.
 
-        Raises DataError for one that the model can't take.
+        Raises DataError for a waveform that the model can't process. `name` identifies the file in
+        error messages.
         """
         samples = samples_of(content, name, rate=self.rate, most=self.most)
         if self.frames_of(samples) < SHORTEST:
@@ -62,29 +63,32 @@ class AudioProcessor:
         return -(-samples // int(self._inner.hop_length))
 
     def tokens_of(self, frames: int) -> int:
-        """Returns the number of features (tokens) of a waveform with `frames` frames: roughly a
-        fourth.
+        """Returns the number of features (tokens) that the audio encoder returns for `frames`
+        frames: about a fourth of them.
         """
         return ((frames - 1) // 2 - 1) // 2 + 1
 
     def placed(self, source: str | bytes, digest: str, samples: int, start: int) -> PlacedWaveform:
-        """Returns a waveform of `samples` samples whose features begin at token `start`."""
+        """Returns the PlacedWaveform of a waveform with `samples` samples whose features begin at
+        token `start` of a row.
+        """
         frames = self.frames_of(samples)
         return PlacedWaveform(source, digest, frames, self.positions, start, self.tokens_of(frames))
 
     def waveform(self, source: str | bytes, digest: str = "") -> np.ndarray:
-        """Returns the samples of a waveform's file, or of its bytes.
+        """Returns the samples of a waveform, given as a file's path or bytes. `digest`: as in
+        `content_of`.
 
         Raises DataError if the file can't be read or has changed.
         """
         return self._read(source, digest)
 
     def frames(self, source: str | bytes | Tensor, digest: str = "") -> Tensor:
-        """Returns the frames [M, window] of a waveform's file, or of its bytes, in float32; returns
-        a tensor unchanged.
+        """Returns the frames [M, window] of a waveform, given as a file's path or bytes, in
+        float32; M is the number of mel bins. Returns a tensor unchanged.
 
-        The latest ones are cached by `digest`, and not read again. Raises DataError as `waveform`
-        does.
+        Caches the frames of recent files by `digest` and does not read these files again. Raises
+        DataError if the file can't be read or has changed.
         """
         if isinstance(source, Tensor):
             return source
@@ -97,7 +101,9 @@ class AudioProcessor:
         return self._kept[digest]
 
     def frames_in(self, waveform: np.ndarray) -> Tensor:
-        """Returns the frames [M, window] of a waveform [samples], in float32."""
+        """Returns the frames [M, window] of a waveform [samples], in float32; M is the number of
+        mel bins.
+        """
         made = self._inner(
             waveform, sampling_rate=self.rate, padding="max_length", return_tensors="pt"
         )
@@ -106,10 +112,10 @@ class AudioProcessor:
 
 
 def audio_processor_of(folder: str | Path) -> AudioProcessor | None:
-    """Returns the processor of an audio-language model; None for another model, and without a
-    model.
+    """Returns the processor of an audio-language model's folder; None if the folder has no
+    config.json or the config no audio encoder.
 
-    Raises CheckpointError if its folder has no audio settings.
+    Raises CheckpointError if the folder of an audio-language model has no audio settings.
     """
     file = Path(folder) / "config.json"
     hears = file.is_file() and read_json_object(file).get("audio_config")
@@ -117,7 +123,9 @@ def audio_processor_of(folder: str | Path) -> AudioProcessor | None:
 
 
 def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
-    """Returns transformers' feature extractor, checked against the audio tower."""
+    """Returns the feature extractor of transformers. Raises CheckpointError if its settings are
+    missing or do not match the audio encoder's config.
+    """
     from transformers import WhisperFeatureExtractor
 
     file = folder / FILE

@@ -1,4 +1,4 @@
-"""A cache of the latest tensors computed from files."""
+"""TensorCache keeps recently used tensors that were computed from files."""
 
 from collections import OrderedDict
 
@@ -8,8 +8,8 @@ MOST = 256 * 2**20  # bytes of cached tensors
 
 
 class TensorCache:
-    """TensorCache holds tensors by their files' digests, up to MOST bytes; it evicts the least recently
-    used.
+    """TensorCache holds tensors by the digests of their files, up to MOST bytes in total; it evicts
+    the least recently used tensor.
     """
 
     def __init__(self) -> None:

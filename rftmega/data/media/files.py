@@ -1,4 +1,4 @@
-"""Safe reading of images from untrusted files."""
+"""Reading of images from untrusted files, with limits on their size."""
 
 import hashlib
 import io
@@ -27,10 +27,11 @@ PILImage = Any  # PIL.Image.Image, imported on use
 
 
 def content_of(source: str | bytes, digest: str = "", noun: str = "image") -> bytes:
-    """Returns the bytes of a file.
+    """Returns the bytes of a file, given as a path or as bytes.
 
-    `digest`: of the file's earlier content; "" to skip the check. `noun`: its kind, for error
-    messages. Raises DataError if the file is missing, empty, too large or changed.
+    `digest`: SHA-256 that the content must have; "" to skip the check. `noun`: type of the file
+    ("image", "waveform"), for error messages. Raises DataError if the file is missing, empty, too
+    large or changed.
     """
     content = source if isinstance(source, bytes) else _file(source, noun)
     name = _name(source, noun)
@@ -51,7 +52,7 @@ def digest_of(content: bytes) -> str:
 
 
 def size_of(content: bytes, name: str | None = None) -> tuple[int, int]:
-    """Returns width and height of the upright image in a file's bytes, without decoding it.
+    """Returns (width, height) of the upright image in a file's bytes, without decoding the image.
 
     Raises DataError as `read_image` does, except for damage after the file's header.
     """
@@ -65,18 +66,21 @@ def size_of(content: bytes, name: str | None = None) -> tuple[int, int]:
 
 
 def read_image(source: str | bytes, digest: str = "") -> PILImage:
-    """Returns the image of a file, or of a file's bytes, upright and in RGB.
+    """Returns the image of a file, given as a path or as bytes, upright and in RGB.
 
-    Converts 16-bit shades to 8 bits, and transparency to white. `digest` is as in `content_of`.
+    Converts 16-bit values to 8 bits and makes transparent pixels white. `digest`: as in
+    `content_of`.
 
-    Raises DataError for a file that is truncated, has changed, is no image or an animated one, or
-    is larger than MOST_PIXELS, which is checked before decoding.
+    Raises DataError for a file that is truncated, has changed, is not an image or is an animated
+    image, or has more than MOST_PIXELS pixels (checked before decoding).
     """
     return image_of(content_of(source, digest), _name(source))
 
 
 def image_of(content: bytes, name: str | None = None) -> PILImage:
-    """Returns the image in a file's bytes as `read_image` does; `name`: for error messages."""
+    """Returns the image in a file's bytes, converted as in `read_image`. `name` identifies the file
+    in error messages.
+    """
     name = name or _name(content)
     image = _opened(content, name)
     try:
@@ -89,9 +93,9 @@ def image_of(content: bytes, name: str | None = None) -> PILImage:
 
 
 def png_of(image: PILImage) -> bytes:
-    """Returns the bytes of a PNG file of a PIL image, upright and in RGB.
+    """Returns a PIL image as the bytes of a PNG file, upright and in RGB.
 
-    Raises DataError for one that is animated or can't be read.
+    Raises DataError for an image that is animated or can't be read.
     """
     name = "an image of PIL's"
     _refuse_frames(image, name)
@@ -107,7 +111,9 @@ def png_of(image: PILImage) -> bytes:
 
 @cache
 def _pillow() -> Any:
-    """Returns PIL.Image, with warnings off for images that are refused here."""
+    """Returns the module PIL.Image, with its warning about large images disabled, since this module
+    rejects them.
+    """
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -176,7 +182,7 @@ def _refuse_frames(image: PILImage, name: str) -> None:
 
 
 def _is_sideways(image: PILImage, content: bytes) -> bool:
-    """Returns whether making an opened image upright will swap width and height."""
+    """Returns whether rotating an opened image upright swaps its width and height."""
     if image.format == "TIFF" and ORIENTATION in image.tag_v2:
         return False  # PIL has swapped them
     exif_of = _pillow().Image.getexif
@@ -186,8 +192,8 @@ def _is_sideways(image: PILImage, content: bytes) -> bool:
 
 
 def _notes_follow(content: bytes) -> bool:
-    """Returns whether a PNG has metadata after its pixels: chunks are a length (4 bytes), a type
-    (4), the data, and a checksum (4).
+    """Returns whether a PNG file has metadata after its pixel data. A PNG chunk is a length (4
+    bytes), a type (4), the data, and a checksum (4).
     """
     place, pixels = PNG_HEAD, False
     while place < len(content):

@@ -1,4 +1,4 @@
-"""ImageProcessor converts images and videos into the inputs of a vision tower."""
+"""ImageProcessor converts images and videos into the inputs of a vision encoder."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +31,10 @@ ALIKE = {
 
 
 class ImageProcessor:
-    """ImageProcessor scales images and videos and cuts them into patches, as the model's folder
-    specifies.
+    """ImageProcessor scales images and videos and cuts them into patches, with the settings in the
+    model's folder.
 
-    It uses torchvision, as vLLM does: another back-end gives other values.
+    It uses torchvision, as vLLM does: other back-ends return other values.
     """
 
     def __init__(self, folder: str | Path):
@@ -59,9 +59,9 @@ class ImageProcessor:
         self._reading: dict[str, Future[Tensor]] = {}  # by digest
 
     def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
-        """Returns the number of patches along time (1), height and width of an image.
+        """Returns the number of patches of an image along time (always 1), height and width.
 
-        Raises DataError for one that is too narrow.
+        Raises DataError for an image that is too narrow to be scaled.
         """
         size = self._inner.size
         patch = self._inner.patch_size
@@ -80,9 +80,10 @@ class ImageProcessor:
         return 1, high // patch, wide // patch
 
     def video_grid_of(self, video: Video, frames: int) -> tuple[int, int, int]:
-        """Returns the number of patches along time, height and width of a video's chosen frames.
+        """Returns the number of patches along time, height and width of a video of which `frames`
+        frames are used.
 
-        Raises DataError for one that is too narrow.
+        Raises DataError for a video that is too narrow to be scaled.
         """
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
@@ -109,8 +110,9 @@ class ImageProcessor:
     def placed_video(
         self, grid: tuple[int, int, int], video: Video, chosen: Sequence[int], encode: Encode
     ) -> tuple[list[int], Frames]:
-        """Returns the tokens of a video, and its frames; `encode` tokenizes the timestamp that
-        Qwen3-VL expects as text before each run.
+        """Returns the token ids that represent a video in a prompt, and the video's Frames.
+        `encode` tokenizes the timestamps, which Qwen3-VL expects as text before each run of
+        placeholders.
         """
         length = self.tokens_of(grid)
         deep: int = self._videos.temporal_patch_size
@@ -135,8 +137,8 @@ class ImageProcessor:
         return ids, Frames(tuple(chosen), video.total, video.rate, 1.0, tuple(starts), each)
 
     def step_of(self, shown: int, total: int, rate: float) -> float:
-        """Returns the number of positions between two temporal patches of a video of `total`
-        frames, `rate` per second, of which `shown` are used.
+        """Returns the difference of the time positions of two successive temporal patches. `total`:
+        frames of the video; `rate`: its frames per second; `shown`: number of frames that are used.
         """
         if self._config["model_type"] != "qwen2_5_vl":
             return 1.0
@@ -147,9 +149,9 @@ class ImageProcessor:
 
     @cached_property
     def _videos(self) -> Any:
-        """Returns the video processor.
+        """Returns the video processor of transformers for the model's folder.
 
-        Raises CheckpointError if it scales videos differently from `video_grid_of`.
+        Raises CheckpointError if the processor scales videos differently from `video_grid_of`.
         """
         from transformers import AutoVideoProcessor
 
@@ -163,16 +165,18 @@ class ImageProcessor:
         return found
 
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
-        """Returns the number of features of an image or video with this grid of patches."""
+        """Returns the number of features (tokens) of an image or video with the patches `grid`
+        (time, height, width).
+        """
         time, height, width = grid
         return time * height * width // self.merge**2
 
     def pixels(self, image: PlacedImage) -> Tensor:
-        """Returns the patches [t * h * w, C] of an image or video, in float32; a source that is a
-        tensor is returned unchanged.
+        """Returns the patches [t * h * w, C] of an image or video, in float32; C is the number of
+        values per patch. Returns a source that is a tensor unchanged.
 
-        The latest ones are cached and not read again. Raises DataError if the file can't be read or
-        has changed.
+        Caches the patches of recent files and does not read these files again. Raises DataError if
+        the file can't be read or has changed.
         """
         source, digest = image.source, image.digest
         if isinstance(source, Tensor):
@@ -191,8 +195,8 @@ class ImageProcessor:
         return found
 
     def read_ahead(self, images: Iterable[PlacedImage]) -> None:
-        """Starts to read images and videos in threads, a few at a time, in the order in which
-        `pixels` will request them; drops earlier reads that are not among them.
+        """Starts to read images and videos in threads, a few at a time, in the given order, in
+        which `pixels` will request them. Drops earlier reads of files that are not in `images`.
         """
         self._coming = deque(images)
         wanted = {image.digest for image in self._coming}
@@ -218,23 +222,27 @@ class ImageProcessor:
         return self.video_patches_of(read_video(str(source), image.frames, image.digest))
 
     def patches_of(self, image: Any) -> Tensor:
-        """Returns the patches [h * w, C] of a PIL image, in float32."""
+        """Returns the patches [h * w, C] of a PIL image, in float32; C is the number of values per
+        patch.
+        """
         made = self._inner(images=[image], return_tensors="pt")
         patches: Tensor = made["pixel_values"].to(torch.float32)
         return patches
 
     def video_patches_of(self, frames: np.ndarray) -> Tensor:
-        """Returns the patches [t * h * w, C] of frames [T, height, width, 3], in float32."""
+        """Returns the patches [t * h * w, C] of the frames [T, height, width, 3], in float32; C is
+        the number of values per patch.
+        """
         made = self._videos(videos=[frames], do_sample_frames=False, return_tensors="pt")
         patches: Tensor = made["pixel_values_videos"].to(torch.float32)
         return patches
 
 
 def processor_of(folder: str | Path) -> ImageProcessor | None:
-    """Returns the processor of a vision-language model; None for another model, and without a
-    model.
+    """Returns the processor of a vision-language model's folder; None if the folder has no
+    config.json or the config no vision encoder.
 
-    Raises CheckpointError if its folder has no image settings.
+    Raises CheckpointError if the folder of a vision-language model has no image settings.
     """
     file = Path(folder) / "config.json"
     sees = file.is_file() and read_json_object(file).get("vision_config")
@@ -242,7 +250,9 @@ def processor_of(folder: str | Path) -> ImageProcessor | None:
 
 
 def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
-    """Returns transformers' image processor, checked against the vision tower."""
+    """Returns the image processor of transformers. Raises CheckpointError if its settings are
+    missing or do not match the vision encoder's config.
+    """
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
@@ -275,7 +285,9 @@ def _loaded(folder: Path, tower: dict[str, Any]) -> Any:
 
 
 def token_of(folder: Path, config: dict[str, Any], name: str) -> int:
-    """Returns a token id of config.json; raises CheckpointError if it is missing."""
+    """Returns the token id that config.json has under `name`. Raises CheckpointError if there is no
+    such id.
+    """
     token = config.get(name)
     if not isinstance(token, int) or isinstance(token, bool):
         raise CheckpointError(f"{folder}/config.json: {name}={token!r} is no token's id.")

@@ -13,10 +13,12 @@ Load = Callable[[PlacedImage], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ImageTensors:
-    """ImageTensors holds positions and features of the tokens [B, S] of a micro-batch, on the host."""
+    """ImageTensors holds the image inputs of a micro-batch on the host: for each token [B, S] its
+    positions and the index of its image feature, and the patches of the images.
+    """
 
     positions: Tensor  # [B, S, 3] int64: time, height, width
-    # [B, S] int64: the row of the tower's output that replaces the token's embedding, from 1; 0:
+    # [B, S] int64: the row of the encoder's output that replaces the token's embedding, from 1; 0:
     # none
     features: Tensor
     pixels: Tensor | None = None  # [P, C] patches of the distinct images; None if there are none
@@ -24,7 +26,9 @@ class ImageTensors:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns the additional inputs of the first model chunk; empty if there is no image."""
+        """Returns the keyword arguments that the first model chunk takes for images; empty if there
+        is no image.
+        """
         if self.pixels is None or self.grids is None:
             return {}
         return {"pixels": self.pixels, "grids": self.grids}
@@ -33,11 +37,11 @@ class ImageTensors:
 def image_tensors(
     images: RowImages | None, rows: int, columns: int, *, merge: int, load: Load | None
 ) -> ImageTensors:
-    """Returns the image inputs of `rows` rows of `columns` tokens; loads an image shared by several
-    rows once.
+    """Returns the image inputs of a micro-batch of `rows` rows of `columns` tokens; loads an image
+    that several rows share only once.
 
-    `merge`: patches along each side that become one feature. `load` returns an image's patches;
-    None if this process needs none.
+    `merge`: patches along each side of the square that becomes one feature. `load` returns an
+    image's patches; None if this process does not run the vision encoder.
     """
     positions = torch.arange(columns).repeat(rows, 1)[..., None].repeat(1, 1, 3)
     features = torch.zeros(rows, columns, dtype=torch.int64)
@@ -64,12 +68,13 @@ def image_tensors(
 
 
 def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int) -> Tensor:
-    """Returns [columns, 3] positions of a row (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Returns the position ids [columns, 3] of a row (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    The three positions of a text token are equal and increase by one. An image's features begin at
-    the next text position; height and width count its rows and columns, and a video's time
-    increases by its step. Text after it continues from the largest of them, as in vLLM:
-    transformers 5.19 ignores time there, so that text after a long video would overlap it.
+    The three positions (time, height, width) of a text token are equal and increase by one per
+    token. An image's features begin at the next text position; height and width count its rows and
+    columns of features, and a video's time increases by its step. Text after an image continues
+    from the largest of the image's positions, as in vLLM: transformers 5.19 ignores the time, so
+    that text after a long video would overlap the video.
     """
     parts: list[Tensor] = []
     at = end = 0
@@ -86,7 +91,7 @@ def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int
 
 
 def _block(image: PlacedImage, merge: int) -> Tensor:
-    """Returns [features, 3] positions of one run, from 0."""
+    """Returns the positions [features, 3] of one run of an image's features, starting from 0."""
     time, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
     times = torch.arange(time // len(image.runs), dtype=torch.float64)
     if image.frames is not None:

@@ -1,4 +1,4 @@
-"""Thumbnails of images for display."""
+"""Thumbnails of images, for the display of trajectories."""
 
 import base64
 import io
@@ -15,8 +15,8 @@ QUALITY = 80  # of JPEG
 
 
 def thumbnail_of(image: PlacedImage) -> str | None:
-    """Returns a small JPEG in base64; None if the image can't be read any more, or is given as
-    patches.
+    """Returns a small JPEG of an image in base64; None if the image is given as patches or its file
+    can't be read any more.
     """
     if isinstance(image.source, Tensor):
         return None

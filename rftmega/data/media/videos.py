@@ -1,4 +1,4 @@
-"""Safe reading of videos from folders of images and from untrusted files."""
+"""Reading of videos from folders of images and from untrusted files, with limits on their size."""
 
 import hashlib
 import re
@@ -28,7 +28,7 @@ CHUNK = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Video holds the properties of a video, known without decoding it."""
+    """Video holds the properties of a video that are known without decoding it."""
 
     total: int  # frames
     rate: float  # frames a second
@@ -37,9 +37,11 @@ class Video:
 
 
 def probed(path: str | Path, folder_rate: float) -> Video:
-    """Returns the properties of a video; a folder of images has `folder_rate` frames per second.
+    """Returns the properties of a video. `folder_rate`: frames per second of a video that is a
+    folder of images.
 
-    Raises DataError if it can't be read, is no video, is too long, too large or too short.
+    Raises DataError if the path can't be read, is not a video, or is a video that is too long, too
+    large or too short.
     """
     path = Path(path)
     found = _folder(path, folder_rate) if path.is_dir() else _file(path)
@@ -60,8 +62,8 @@ def probed(path: str | Path, folder_rate: float) -> Video:
 
 
 def chosen_frames(video: Video, rate: float, most: int) -> tuple[int, ...]:
-    """Returns the indices of the frames to use: `rate` per second, at most `most`, evenly spaced
-    from the first to the last.
+    """Returns the indices of the frames to use: `rate` frames per second, but at most `most`
+    frames, evenly spaced from the first frame to the last.
     """
     wanted = round(video.total / video.rate * rate)
     number = min(max(wanted, FEWEST), most, video.total)
@@ -70,10 +72,10 @@ def chosen_frames(video: Video, rate: float, most: int) -> tuple[int, ...]:
 
 
 def read_video(path: str, frames: Frames, digest: str) -> np.ndarray:
-    """Returns the frames as `read_frames` does, if the video still has the digest of
-    `digest_of_video`.
+    """Returns the frames as `read_frames` does, after checking that `digest_of_video` still returns
+    `digest`.
 
-    Raises DataError if it has changed, and as `read_frames` does.
+    Raises DataError if the video has changed or its frames can't be read.
     """
     if digest_of_video(path, frames.total, frames.rate, frames.chosen) != digest:
         raise DataError(
@@ -85,7 +87,7 @@ def read_video(path: str, frames: Frames, digest: str) -> np.ndarray:
 def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
     """Returns the chosen frames of a video, [frames, height, width, 3] in RGB.
 
-    Raises DataError if one can't be read, or they differ in size.
+    Raises DataError if a frame can't be read, or the frames differ in size.
     """
     path = Path(path)
     if path.is_dir():
@@ -101,7 +103,7 @@ def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
 
 
 def check_size(path: str | Path, video: Video, chosen: Sequence[int]) -> None:
-    """Raises DataError if the chosen frames together are too large."""
+    """Raises DataError if the chosen frames together have more than MOST_SHOWN pixels."""
     pixels = len(chosen) * video.width * video.height
     if pixels > MOST_SHOWN:
         raise DataError(
@@ -111,10 +113,11 @@ def check_size(path: str | Path, video: Video, chosen: Sequence[int]) -> None:
 
 
 def digest_of_video(path: str | Path, total: int, rate: float, chosen: Sequence[int]) -> str:
-    """Returns a SHA-256, in hexadecimal, of the chosen frames' content and times: of `total`
-    frames, `rate` per second.
+    """Returns the SHA-256, in hexadecimal, of the content and times of the chosen frames. `total`:
+    number of frames of the video; `rate`: its frames per second. Returns "" for a folder that does
+    not have `total` files.
 
-    Raises DataError if it can't be read.
+    Raises DataError if the video can't be read.
     """
     path = Path(path)
     found = hashlib.sha256(repr((total, rate, tuple(chosen))).encode())
@@ -143,7 +146,7 @@ def _folder(path: Path, rate: float) -> Video:
 
 
 def _files(path: Path) -> list[Path]:
-    """Returns a folder's files in natural order of their names."""
+    """Returns a folder's files sorted by name, with numbers in names compared as numbers."""
 
     def key(file: Path) -> list[tuple[int, str]]:
         return [
@@ -186,7 +189,9 @@ def _file(path: Path) -> Video:
 
 
 def _decoded(path: Path, chosen: Sequence[int]) -> list[np.ndarray]:
-    """Returns the chosen frames; decodes all before the last, since seeking may be inexact."""
+    """Returns the chosen frames of a video file. Decodes all frames up to the last chosen one,
+    since seeking may be inexact.
+    """
     import cv2
 
     opened = _opened(path)

@@ -14,9 +14,11 @@ Load = Callable[[PlacedWaveform], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WaveformTensors:
-    """WaveformTensors holds features of the tokens [B, S] of a micro-batch, on the host."""
+    """WaveformTensors holds the waveform inputs of a micro-batch on the host: for each token [B, S]
+    the index of its audio feature, and the frames of the waveforms.
+    """
 
-    # [B, S] int64: the row of the tower's output that replaces the token's embedding, from 1; 0:
+    # [B, S] int64: the row of the encoder's output that replaces the token's embedding, from 1; 0:
     # none
     features: Tensor
     frames: Tensor | None = None  # [I, M, 2 x positions] of the distinct waveforms; None: none
@@ -24,7 +26,9 @@ class WaveformTensors:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns the additional inputs of the first model chunk; empty if there is no waveform."""
+        """Returns the keyword arguments that the first model chunk takes for waveforms; empty if
+        there is no waveform.
+        """
         if self.frames is None or self.lengths is None:
             return {}
         return {"frames": self.frames, "lengths": self.lengths}
@@ -33,10 +37,10 @@ class WaveformTensors:
 def waveform_tensors(
     waveforms: RowImages | None, rows: int, columns: int, *, load: Load | None
 ) -> WaveformTensors:
-    """Returns the waveform inputs of `rows` rows of `columns` tokens; loads a waveform shared by
-    several rows once.
+    """Returns the waveform inputs of a micro-batch of `rows` rows of `columns` tokens; loads a
+    waveform that several rows share only once.
 
-    `load` returns a waveform's frames; None if this process needs none.
+    `load` returns a waveform's frames; None if this process does not run the audio encoder.
     """
     features = torch.zeros(rows, columns, dtype=torch.int64)
     if waveforms is None:

@@ -1,4 +1,4 @@
-"""Safe reading of waveforms from untrusted files."""
+"""Reading of waveforms from untrusted files, with limits on their length."""
 
 import io
 from typing import Any, Literal
@@ -15,9 +15,11 @@ CONVERT = "Convert it: ffmpeg -i IN -ac 1 -ar {rate} OUT.wav."
 
 
 def samples_of(content: bytes, name: str, *, rate: int, most: int) -> int:
-    """Returns the number of samples of the waveform in a file's bytes, without decoding it.
+    """Returns the number of samples of the waveform in a file's bytes, without decoding the
+    waveform.
 
-    Raises DataError as `waveform_of` does, except for damage after the file's header.
+    The arguments are those of `waveform_of`. Raises DataError as `waveform_of` does, except for
+    damage after the file's header.
     """
     with _opened(content, name) as file:
         _check_head(file, name, rate=rate, most=most)
@@ -25,9 +27,9 @@ def samples_of(content: bytes, name: str, *, rate: int, most: int) -> int:
 
 
 def read_waveform(source: str | bytes, digest: str = "", *, rate: int, most: int) -> np.ndarray:
-    """Returns the waveform of a file, or of a file's bytes, as `waveform_of` does.
+    """Returns the waveform [samples] of a file, given as a path or as bytes; see `waveform_of`.
 
-    `digest`: of the file's earlier content; "" to skip the check.
+    `digest`: SHA-256 that the file must have; "" to skip the check.
     """
     name = source if isinstance(source, str) else "a waveform in the data"
     return waveform_of(content_of(source, digest, "waveform"), name, rate=rate, most=most)
@@ -36,9 +38,9 @@ def read_waveform(source: str | bytes, digest: str = "", *, rate: int, most: int
 def waveform_of(content: bytes, name: str, *, rate: int, most: int) -> np.ndarray:
     """Returns the waveform [samples] in a file's bytes, in float32 from -1 to 1.
 
-    Raises DataError for a file that is truncated, is neither WAV nor FLAC, has a sampling rate
-    other than `rate`, several channels, no samples, or more than `most`, which is checked before
-    decoding.
+    `name` identifies the file in error messages. Raises DataError for a file that is truncated, is
+    neither WAV nor FLAC, has a sampling rate other than `rate` (Hz), several channels, no samples,
+    or more than `most` samples (checked before decoding).
     """
     with _opened(content, name) as file:
         _check_head(file, name, rate=rate, most=most)
@@ -55,7 +57,7 @@ def waveform_of(content: bytes, name: str, *, rate: int, most: int) -> np.ndarra
 
 
 def wav_of(waveform: np.ndarray, rate: int) -> bytes:
-    """Returns the bytes of a WAV file of a waveform [samples] from -1 to 1, in float32."""
+    """Returns the bytes of a WAV file (float32) of a waveform [samples] from -1 to 1; `rate` in Hz."""
     import soundfile
 
     file = io.BytesIO()
@@ -98,9 +100,9 @@ def _check_head(file: Any, name: str, *, rate: int, most: int) -> None:
 
 
 def _cut_off(content: bytes) -> int:
-    """Returns the number of sample bytes missing at the end of a WAV, which libsndfile would
-    ignore: chunks are a type (4 bytes), a length (4), the data, and a padding byte after an odd
-    length.
+    """Returns the number of bytes of samples that are missing at the end of a WAV file, which
+    libsndfile would ignore. A WAV chunk is a type (4 bytes), a length (4), the data, and a padding
+    byte if the length is odd.
     """
     order: Literal["big", "little"] = "big" if content.startswith(b"RIFX") else "little"
     place = RIFF_HEAD

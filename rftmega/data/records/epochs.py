@@ -1,5 +1,5 @@
-"""Epochs iterates over a dataset epoch by epoch and resumes within one: with the same data the rest
-of the epoch follows, with other data the items not yet used in it.
+"""Epochs iterates over a dataset epoch by epoch and resumes within an epoch. If the data have
+changed, the resumed epoch continues with the items that it has not used yet.
 """
 
 import functools
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class Examples(list[T]):
-    """Examples is the list of a dataset's examples, with the `identities` of their records (see
-    `identity_of`).
+    """Examples is a list of a dataset's examples. `identities` holds the identity of each example's
+    record (see `identity_of`).
     """
 
     def __init__(self, examples: Sequence[T], identities: Sequence[int]):
@@ -26,7 +26,7 @@ class Examples(list[T]):
 
 
 class Epochs(Generic[T]):
-    """Epochs repeats all of `items` endlessly, shuffled anew in each epoch."""
+    """Epochs is an endless stream of `items`; each epoch contains all items in a new random order."""
 
     def __init__(self, items: Sequence[T], seed: int | str):
         self.items = items
@@ -45,7 +45,7 @@ class Epochs(Generic[T]):
 
     def state(self, taken: int) -> dict[str, Any]:
         """Returns the state for a resume after `taken` items: the epoch, and the identities of the
-        items used in it, [n] int64, which must not be changed.
+        items that the epoch has used, [n] int64. The caller must not change this tensor.
         """
         epoch, offset = self._place(taken)
         resumed = self._rest is not None and epoch == self._epoch
@@ -53,8 +53,8 @@ class Epochs(Generic[T]):
         return {"taken": taken, "epoch": epoch, "seen": self._handed_out(epoch)[:offset]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues with the items not yet used in the epoch, even if items or seed have
-        changed.
+        """Resumes from a state of `state`: the epoch continues with the items that it has not used
+        yet, even if the items or the seed have changed.
         """
         self._taken, self._epoch, self._seen = state["taken"], state["epoch"], state["seen"]
         seen = Counter(self._seen.tolist())
@@ -69,7 +69,9 @@ class Epochs(Generic[T]):
         self._handed_out.cache_clear()
 
     def _place(self, taken: int) -> tuple[int, int]:
-        """Returns (epoch, number of its items used) after `taken` items."""
+        """Returns (epoch, number of items of this epoch that are used) after `taken` items of the
+        stream.
+        """
         if self._rest is None:
             return divmod(taken, max(len(self.items), 1))
         past = taken - self._taken
@@ -89,7 +91,7 @@ class Epochs(Generic[T]):
         return order
 
     def _identities_in_order(self, epoch: int) -> Tensor:
-        """Returns the identities of an epoch's items in the order of use."""
+        """Returns the identities of an epoch's items in the order in which the items are used."""
         own = self._identities[torch.tensor(self._order_of(epoch), dtype=torch.int64)]
         resumed = self._rest is not None and epoch == self._epoch
         return torch.cat([self._seen, own]) if resumed else own
@@ -105,6 +107,8 @@ class Epochs(Generic[T]):
 
 
 def identity_of(content: str) -> int:
-    """Returns a 64-bit number that identifies a record, in every run and process."""
+    """Returns a 64-bit number that identifies a record by its content, the same in every run and
+    process.
+    """
     digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

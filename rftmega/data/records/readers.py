@@ -1,7 +1,8 @@
 """Readers of dataset files in all supported formats.
 
-The suffix determines the format. A folder is one that `datasets` wrote with save_to_disk,
-"folder#train" one split of a DatasetDict. "file.py:rows" is a user's function that returns records.
+The suffix determines the format. A folder is one that `datasets` wrote with save_to_disk;
+"folder#train" is one split of a DatasetDict. "file.py:rows" is a user's function that returns
+records.
 """
 
 import csv
@@ -30,11 +31,12 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields (location, record) for all records in `source`: "file:line" counts from 1, "file row
-    N" from 0, as in `datasets`.
+    """Yields (location, record) for all records in `source`. A location is "file:line", counted
+    from 1, or "file row N", counted from 0 as in `datasets`.
 
-    Yields an error for a line that is not a JSON object, so that all of them can be listed at once.
-    Raises DataError for an unknown format or split, and for a file that is corrupt or truncated.
+    Yields a DataError instead of the record for a line that is not a JSON object, so that the
+    caller can list all such lines. Raises DataError for an unknown format or split, and for a file
+    that is corrupt or truncated.
     """
     path, split = split_source(source)
     try:
@@ -78,10 +80,11 @@ def _reader(path: Path, split: str) -> Callable[[Path], Iterator[tuple[str, Reco
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
-    """Returns the files of one split in a folder with the hub's layout: train.jsonl,
-    train/0.parquet, train-00000-of-00002.parquet. Returns none if no file has a known format.
+    """Returns the files of one split in a folder with the Hugging Face Hub's layout: train.jsonl,
+    train/0.parquet, train-00000-of-00002.parquet. Returns an empty list if no file has a known
+    format.
 
-    Raises DataError if there are several splits and none of them was chosen.
+    Raises DataError if there are several splits and `split` names none of them.
     """
     found: dict[str, list[Path]] = {}
     for file in sorted(folder.rglob("*")):
@@ -98,7 +101,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields the records of a user's function, which is called without arguments."""
+    """Yields the records that a user's function returns. The function is called without arguments."""
     place = f"{path}:{name}"
     try:
         function = getattr(module_of(str(path), "data"), name, None)
@@ -120,7 +123,7 @@ def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields one JSON object per line; skips blank lines."""
+    """Yields (location, record) for each line of a JSONL file; skips blank lines."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_LINE + 1)
@@ -151,7 +154,9 @@ def _rows(name: str | Path, rows: Iterator[Record]) -> Iterator[tuple[str, Recor
 
 
 def _csv(path: Path) -> Iterator[Record]:
-    """Yields each line as a dictionary of texts; the first line has the names."""
+    """Yields each line of a CSV file as a dictionary of strings; the first line has the column
+    names.
+    """
     csv.field_size_limit(LONGEST_LINE)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True, restkey=None)
@@ -165,7 +170,7 @@ def _csv(path: Path) -> Iterator[Record]:
 
 
 def _json(path: Path) -> Iterator[Record]:
-    """Yields the objects of one list."""
+    """Yields the objects of a JSON file that contains one list of objects."""
     found = parse_json(path.read_bytes())
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise ValueError("it is not a list of objects; one object a line belongs in a .jsonl file")
@@ -191,14 +196,16 @@ def _arrow(path: Path) -> Iterator[Record]:
 
 
 def _stream(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of an Arrow stream. Raises ValueError if its end is missing."""
+    """Yields the batches of an Arrow stream. Raises ValueError if the end-of-stream marker is
+    missing.
+    """
     _check_end(path)
     with pa.memory_map(str(path)) as file:
         yield from pa.ipc.open_stream(file)
 
 
 def _valid(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields validated batches: Arrow would follow a corrupt offset out of bounds."""
+    """Yields the batches after validating them: Arrow would follow a corrupt offset out of bounds."""
     for batch in batches:
         batch.validate(full=True)
         yield batch
@@ -211,7 +218,9 @@ def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
 
 
 def _check_end(path: Path) -> None:
-    """Raises ValueError for a stream cut between two messages, which Arrow accepts as complete."""
+    """Raises ValueError if an Arrow stream lacks its end marker: it was cut between two messages,
+    which Arrow accepts as complete.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
         if file.read() != END_OF_STREAM:
@@ -250,7 +259,7 @@ def _dataset(folder: Path, split: str) -> Iterator[Record]:
 
 
 def _nested(feature: Any) -> Iterator[Any]:
-    """Yields a feature of `datasets` and all nested ones."""
+    """Yields a feature of `datasets` and all features nested in it."""
     yield feature
     inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
     for each in inner:

@@ -6,7 +6,9 @@ Record = dict[str, Any]
 
 
 def value_at(record: Record, key: str, otherwise: Any = None) -> Any:
-    """Returns a record's value under a key; "a.b" is also the key b of the object under a."""
+    """Returns a record's value under a key, or `otherwise` if there is none. "a.b" also means key b
+    of the object under key a.
+    """
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
@@ -22,8 +24,8 @@ def value_at(record: Record, key: str, otherwise: Any = None) -> Any:
 
 
 def with_value(record: Record, key: str, value: Any) -> Record:
-    """Returns a record with the value replaced where `value_at` finds it, or added under a new
-    key.
+    """Returns a copy of a record in which `value` replaces the value that `value_at` finds under
+    `key`, or is added under `key`.
     """
     outer, dot, inner = key.partition(".")
     within = record.get(outer)
@@ -33,7 +35,7 @@ def with_value(record: Record, key: str, value: Any) -> Record:
 
 
 def listed(record: Record, key: str) -> list[Any]:
-    """Returns a record's value under a key as a list: of one value, several, or none."""
+    """Returns a record's value under a key as a list; empty if the record has no such value."""
     given = value_at(record, key)
     if given is None:
         return []

@@ -1,4 +1,4 @@
-"""AgentEnvironment runs tasks with a user's agent program, which has its own loop."""
+"""AgentEnvironment runs each task with a user's agent program, which has its own loop."""
 
 import asyncio
 import inspect
@@ -27,8 +27,8 @@ LAST_WORDS = 2000  # characters of a program's error output that an exception qu
 
 @implements(Agent)
 class AgentEnvironment:
-    """AgentEnvironment creates an endpoint key for each rollout's agent, and returns the
-    trajectories of the requests made with it.
+    """AgentEnvironment gives each rollout's agent a key for the OpenAI-compatible endpoint, and
+    returns the trajectories of the agent's requests.
     """
 
     def __init__(self, options: Agent, tokenizer: Any):
@@ -48,8 +48,9 @@ class AgentEnvironment:
             self._function = function_of(options.function, "environment.function")
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
-        """Runs the agent. Raises EnvironmentFailed if the agent obtained no completion; re-raises
-        its errors if `agent_errors` is "raise".
+        """Runs the agent on a task and returns the rollout. Raises EnvironmentFailed if the agent
+        obtained no completion. Exceptions of the agent are raised again if the option agent_errors
+        is "raise".
         """
         session = Session(model, self.renderer)
         key = await self.endpoint.open(session)
@@ -84,7 +85,7 @@ class AgentEnvironment:
         await self.endpoint.close()
 
     async def _solved(self, task: Prompt, key: str) -> Any:
-        """Runs the agent on a task and returns its result."""
+        """Runs the agent on a task with the endpoint key `key`. Returns the agent's result."""
         fields, url = task_of(task), f"{self.endpoint.address}/v1"
         if self._function is None:
             return await _run(self.options.command, fields, url, key)
@@ -94,17 +95,18 @@ class AgentEnvironment:
 
 
 def task_of(task: Prompt) -> dict[str, Any]:
-    """Returns the task in the form passed to an agent: the columns of its record, its label, index
-    and kind.
+    """Returns the dictionary by which an agent gets a task: the columns of the task's record, and
+    its label, index and kind (task type).
     """
     record: dict[str, Any] = json.loads(task.record) if task.record else {}
     return record | {"label": task.label, "index": task.index, "kind": task.kind}
 
 
 def rewards_of(given: Any) -> dict[str, float]:
-    """Converts the result of an agent into rewards by name.
+    """Returns an agent's result as rewards by name. A number becomes the reward "agent", None no
+    reward.
 
-    Raises ValueError unless it is a number, a dictionary of numbers, or None.
+    Raises ValueError unless the result is a finite number, a dictionary of finite numbers, or None.
     """
     if given is None:
         return {}
@@ -119,10 +121,11 @@ def rewards_of(given: Any) -> dict[str, float]:
 
 
 async def _run(command: Sequence[str], task: Mapping[str, Any], url: str, key: str) -> Any:
-    """Runs a program for a task. Returns its last output line parsed as JSON, or None if it is not
-    JSON.
+    """Runs an agent program on a task. Returns the value in the last line of its output (see
+    `_json`), or None if it wrote nothing. The program gets the endpoint's address and key, and the
+    task as JSON, in environment variables.
 
-    Raises EnvironmentFailed for an exit status that is not 0.
+    Raises EnvironmentFailed if the exit status is not 0.
     """
     own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
     process = await asyncio.create_subprocess_exec(
@@ -148,13 +151,13 @@ async def _run(command: Sequence[str], task: Mapping[str, Any], url: str, key: s
 
 
 def _kill(group: int) -> None:
-    """Kills the process group of a program."""
+    """Kills all processes in a process group."""
     with suppress(ProcessLookupError):
         os.killpg(group, 9)
 
 
 def _json(line: str) -> Any:
-    """Returns the rewards in a line of JSON; None if it contains none."""
+    """Returns the number or object in a line of JSON; None if the line contains neither."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Endpoint serves the policy to agents with their own loop through OpenAI's API."""
+"""Endpoint serves the policy to agents with their own loop through an OpenAI-compatible API."""
 
 import asyncio
 import concurrent.futures
@@ -36,14 +36,15 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class Endpoint:
-    """Endpoint is an HTTP server on loopback, in its own thread, for all rollouts of a process.
+    """Endpoint is an HTTP server on the loopback interface, in its own thread, for all rollouts of
+    a process.
 
-    The API key of a request identifies its rollout. Tokens are generated in the rollouts' event
-    loop, where the session lives.
+    The API key of a request identifies the rollout to which the request belongs. Tokens are
+    generated in the event loop of the rollouts, where the rollout's session lives.
     """
 
     def __init__(self) -> None:
-        """Starts nothing; the first session starts the server."""
+        """Starts no server; the first call of `open` does."""
         self._sessions: dict[str, Session] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: concurrent.futures.Future[str] | None = None
@@ -51,7 +52,9 @@ class Endpoint:
         self.address = ""  # http://127.0.0.1:PORT
 
     async def open(self, session: Session) -> str:
-        """Registers a session and starts the server if needed. Returns the session's key."""
+        """Registers a session, and starts the server if it is not running. Returns the session's
+        API key.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # a daemon thread: pending requests don't delay the exit of the process
@@ -65,7 +68,7 @@ class Endpoint:
         return key
 
     def shut(self, key: str) -> None:
-        """Revokes a session's key."""
+        """Removes a session's API key, so that further requests with it are refused."""
         self._sessions.pop(key, None)
 
     async def close(self) -> None:
@@ -101,8 +104,8 @@ class Endpoint:
         return f"http://{host}:{port}"
 
     def _guarded(self, handler: Callable[..., Awaitable["web.StreamResponse"]]) -> Handler:
-        """Returns a handler that passes requests with a valid key to `handler` and refuses
-        others.
+        """Returns a request handler that calls `handler` with the session and body of requests with
+        a valid key, and refuses all other requests.
         """
         from aiohttp import web
 
@@ -177,13 +180,13 @@ class Endpoint:
 
 
 def _key(request: Any) -> str:
-    """Returns the bearer token of a request; "" if it has none."""
+    """Returns the bearer token of a request; "" if the request has none."""
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     return key if kind == "Bearer" else ""
 
 
 async def _streamed(request: Any, lines: Iterable[str]) -> "web.StreamResponse":
-    """Sends server-sent events to a streaming client."""
+    """Sends `lines` to the client as server-sent events. Returns the finished response."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -1,4 +1,6 @@
-"""Requests of agents and responses to them, independent of the OpenAI format."""
+"""Types for agents' requests and the responses to them, independent of the API in which they are
+sent.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 
 
 
 class RequestRefused(Exception):  # noqa: N818  reported to the agent, ends nothing
-    """A request that can't be served; the agent gets `status` and the message."""
+    """A request that can't be served; the agent gets the HTTP status and the error message."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
@@ -25,7 +27,7 @@ class RequestRefused(Exception):  # noqa: N818  reported to the agent, ends noth
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Asked is a request in chat messages."""
+    """Asked is an agent's request for a completion, with the context as chat messages."""
 
     messages: Messages
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -34,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens is a request in token ids."""
+    """Tokens is an agent's request for a completion, with the context as token ids."""
 
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
@@ -42,7 +44,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Said is the response to a request."""
+    """Said is the response to an agent's request in chat messages: the completion, both parsed and
+    as sampled.
+    """
 
     reply: Reply
     completion: Completion
@@ -56,25 +60,29 @@ class Said:
 
     @property
     def content(self) -> str:
-        """Returns the response text; it includes the text of calls if one could not be parsed."""
+        """Returns the text of the response without reasoning and calls. If a call could not be
+        parsed, the text includes the calls as the model wrote them.
+        """
         if self.readable:
             return self.reply.content
         return self.reply.content + "".join(call.text for call in self.reply.calls)
 
     @property
     def finish_reason(self) -> str:
-        """Returns stop, length or tool_calls."""
+        """Returns "stop", "length" or "tool_calls", as in OpenAI's API."""
         if self.completion.finish_reason == "length":
             return "length"
         return "tool_calls" if self.reply.calls and self.readable else "stop"
 
     @property
     def usage(self) -> tuple[int, int]:
-        """Returns the number of context tokens and of completion tokens."""
+        """Returns (number of context tokens, number of completion tokens)."""
         return self.prompt_tokens, len(self.completion.token_ids)
 
     def calls(self) -> list[tuple[str, str, str]]:
-        """Returns id, name and JSON arguments of the calls; none if one could not be parsed."""
+        """Returns (id, name, arguments as JSON text) of each call; an empty list if a call could
+        not be parsed.
+        """
         if not self.readable:
             return []
         return [(call.id, call.name, json.dumps(call.arguments)) for call in self.reply.calls]
@@ -88,8 +96,8 @@ class Said:
 
 
 def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
-    """Raises RequestRefused for sampling parameters that differ from the run's: the tokens would be
-    trained on with the wrong probabilities.
+    """Raises RequestRefused if a request's sampling parameters differ from the run's: training
+    would use wrong probabilities for the sampled tokens.
     """
     own = sampling._asdict() | NEUTRAL
     for name, value in own.items():
@@ -105,7 +113,9 @@ def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
 
 
 def text_content(content: Any) -> str:
-    """Returns the text of a message's content. Raises RequestRefused for images and audio."""
+    """Returns the text of a message's content. Raises RequestRefused if the content has a part
+    without text, such as an image.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -120,8 +130,8 @@ def text_content(content: Any) -> str:
 
 
 def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Returns a call in the format of chat templates, with parsed arguments. Raises RequestRefused
-    for arguments that are not a JSON object.
+    """Returns a call in the format of chat templates, with its arguments as a dictionary. Raises
+    RequestRefused for arguments that are not a JSON object.
     """
     try:
         fields = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -133,8 +143,8 @@ def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def named(messages: Messages) -> Messages:
-    """Returns messages with the tool's name added to each tool reply, which some templates
-    require.
+    """Returns messages in which each tool message has the name of its tool, which some chat
+    templates require.
     """
     names = {
         call["id"]: call["function"]["name"]
@@ -150,7 +160,7 @@ def named(messages: Messages) -> Messages:
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two messages are equal, ignoring reasoning and call ids, which clients drop
+    """Returns whether two messages are equal apart from reasoning and call ids, which clients omit
     or change.
     """
 

@@ -18,7 +18,9 @@ ROLES = {"developer": "system", "function": "tool"}
 
 
 def asked_in_chat(body: Mapping[str, Any]) -> Asked:
-    """Parses a request. Raises RequestRefused if it is invalid or has non-text content."""
+    """Returns a parsed Chat Completions request. Raises RequestRefused if the request is invalid or
+    has non-text content.
+    """
     checked(ChatRequest, body)
     refuse_unread(body)
     messages = body["messages"]
@@ -45,7 +47,9 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said_in_chat(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
-    """Returns the response; `number` is part of its id."""
+    """Returns the response body of a Chat Completions request. `body`: the request; `number` is
+    part of the response's id.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": said.content or None}
     if said.reply.reasoning:
         message["reasoning_content"] = said.reply.reasoning
@@ -59,7 +63,9 @@ def said_in_chat(body: Mapping[str, Any], said: Said, number: str) -> dict[str, 
 
 
 def chunks_in_chat(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
-    """Yields the response as the events of a stream."""
+    """Yields the response as the chunks of a Chat Completions stream; the arguments are those of
+    `said_in_chat`.
+    """
     head = _head(body, number, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -102,7 +108,9 @@ def _usage(said: Said) -> dict[str, int]:
 
 
 def _logprobs(said: Said) -> list[dict[str, Any]]:
-    """Returns the log-prob of each token; 0 if the engine returned none."""
+    """Returns the log-prob of each token in OpenAI's format. Log-probs are 0 if the engine returned
+    none.
+    """
     values = said.completion.logprobs or [0.0] * len(said.pieces)
     return [
         {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}

@@ -26,9 +26,11 @@ ROLES = {"developer": "system"}
 
 
 def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
-    """Parses a request; `before`: the messages up to the previous response that it continues.
+    """Returns a parsed Responses request. `before`: the messages up to and including the previous
+    response that the request continues; empty if it continues none.
 
-    Raises RequestRefused for items and tools that are neither text nor functions.
+    Raises RequestRefused for input items that are not text or function calls, and for tools that
+    are not functions.
     """
     refuse_unread(body)
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
@@ -49,7 +51,9 @@ def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
 
 
 def _add(messages: Messages, item: Mapping[str, Any]) -> None:
-    """Adds an item; consecutive assistant items form one message."""
+    """Adds an input item of a Responses request to `messages`. Consecutive assistant items are
+    joined to one message.
+    """
     kind = item.get("type", "message")
     if kind == "reasoning":  # we return none, so it is another model's
         return
@@ -83,7 +87,9 @@ def _spec(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said_in_responses(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
-    """Returns the response; `number` is part of its id."""
+    """Returns the response body of a Responses request. `body`: the request; `number` is part of
+    the response's id.
+    """
     cut = said.finish_reason == "length"
     prompt, completion = said.usage
     usage = {
@@ -121,7 +127,7 @@ def _head(body: Mapping[str, Any], number: str) -> dict[str, Any]:
 
 
 def _output(said: Said, number: str) -> list[dict[str, Any]]:
-    """Returns the output items: the text, if any, and then the calls."""
+    """Returns the output items of a response: its text, if there is any, followed by its calls."""
     items: list[dict[str, Any]] = []
     calls = said.calls()
     if said.content or not calls:
@@ -137,7 +143,9 @@ def _output(said: Said, number: str) -> list[dict[str, Any]]:
 def events_in_responses(
     body: Mapping[str, Any], said: Said, number: str
 ) -> Iterator[dict[str, Any]]:
-    """Yields the response as the events of a stream."""
+    """Yields the response as the events of a Responses stream; the arguments are those of
+    `said_in_responses`.
+    """
     whole = said_in_responses(body, said, number)
     events = [{"type": "response.created", "response": _head(body, number)}]
     for index, item in enumerate(whole["output"]):

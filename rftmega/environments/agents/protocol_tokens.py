@@ -1,4 +1,4 @@
-"""Requests in token ids, in the format of vLLM's /inference/v1/generate."""
+"""Parsing of requests in token ids, in the format of vLLM's /inference/v1/generate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ READ = ("max_tokens", *Sampling._fields, *NEUTRAL)
 
 
 def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> Tokens:
-    """Parses a request. Raises RequestRefused for ids outside the vocabulary and for unsupported
-    parameters.
+    """Returns a parsed token request. Raises RequestRefused for ids outside the vocabulary and for
+    unsupported parameters.
     """
     request = checked(TokenRequest, body)
     known = renderer.tokenizer.size
@@ -37,7 +37,9 @@ def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> 
 
 
 def _ends(params: Mapping[str, Any], renderer: ConversationRenderer) -> Any:
-    """Returns stop_token_ids if all of them end a completion anyway, else None."""
+    """Returns the request's stop_token_ids if all of them end a completion of this run anyway; None
+    otherwise.
+    """
     given = params.get("stop_token_ids")
     ends = {*renderer.ends, *renderer.tokenizer.stop_ids}
     own = isinstance(given, list) and all(type(each) is int and each in ends for each in given)

@@ -1,4 +1,6 @@
-"""Validation of agents' requests before they are processed: a program may send anything."""
+"""Validation of agents' requests before they are processed, since an agent program may send any
+data.
+"""
 
 import json
 import zlib
@@ -26,7 +28,7 @@ NOT_OFFERED = (
 )
 # values that have no effect
 NEUTRAL = {"best_of": 1, "length_penalty": 1}
-# parameters of a token request without effect on tokens, besides those that are read
+# parameters of a token request that are accepted, since they don't affect the tokens
 HARMLESS = (
     *("logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
     *("include_stop_str_in_output", "output_kind", "flat_logprobs", "tool_choice"),
@@ -95,8 +97,8 @@ class _TextOptions(_Shape):
 
 
 class ResponsesRequest(_Head):
-    """ResponsesRequest is the body of a Responses request; its items are validated by their
-    type.
+    """ResponsesRequest is the body of a Responses request. Its input items are validated
+    separately, by their type.
     """
 
     input: str | list[dict[str, Any]] | None = None
@@ -115,7 +117,7 @@ class MessageItem(_Shape):
 
 
 class CallItem(_Shape):
-    """CallItem is a function call among the items of a Responses request."""
+    """CallItem is a function call of the model among the items of a Responses request."""
 
     call_id: str
     name: str
@@ -123,7 +125,7 @@ class CallItem(_Shape):
 
 
 class OutputItem(_Shape):
-    """OutputItem is a function's output among the items of a Responses request."""
+    """OutputItem is the output of a function call among the items of a Responses request."""
 
     call_id: str
     output: Text
@@ -154,9 +156,10 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
-    """Returns the validated request, or the part of it at `where`.
+    """Returns `given` validated as an object of the class `shape`. `where`: its position in the
+    request, for error messages.
 
-    Raises RequestRefused, naming the first invalid field.
+    Raises RequestRefused that names the first invalid field.
     """
     try:
         return shape.model_validate(given)
@@ -168,13 +171,14 @@ def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
 
 
 def quoted(value: Any) -> str:
-    """Returns the beginning of a value's representation, for an error message."""
+    """Returns the first characters of a value's representation, for an error message."""
     text = ascii(value)
     return text[:SHOWN] + ("..." if len(text) > SHOWN else "")
 
 
 def unpacked(content: bytes, encoding: str, most: int) -> bytes:
-    """Decompresses a request encoded with `encoding` (Content-Encoding), to at most `most` bytes.
+    """Returns the decompressed content of a request. `encoding`: its Content-Encoding; `most`:
+    maximum number of bytes of the result.
 
     Raises RequestRefused for an unknown encoding, invalid content or too many bytes.
     """
@@ -194,7 +198,7 @@ def unpacked(content: bytes, encoding: str, most: int) -> bytes:
 
 
 def body_of(content: bytes, charset: str | None) -> dict[str, Any]:
-    """Parses a request's bytes as a JSON object; an empty request gives an empty object.
+    """Returns the JSON object in a request's bytes; an empty dictionary for an empty request.
 
     Raises RequestRefused for invalid text or JSON, a value that is not an object, non-finite
     numbers, invalid Unicode, or too deep nesting.
@@ -222,7 +226,7 @@ def _refused(name: str) -> NoReturn:
 
 
 def deeper(value: Any, most: int) -> bool:
-    """Returns whether lists and objects are nested deeper than `most` levels."""
+    """Returns whether the lists and objects of a value are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most + 1):
         nested = [each for each in level if isinstance(each, list | dict)]
@@ -238,9 +242,10 @@ def deeper(value: Any, most: int) -> bool:
 
 
 def refuse_unread(given: Mapping[str, Any], *, allowed: Mapping[str, Any] | None = None) -> None:
-    """Raises RequestRefused for an unsupported parameter, naming it.
+    """Raises RequestRefused if a request sets a parameter that the endpoint does not support; the
+    error names the parameter.
 
-    `allowed`: name -> value that is accepted nevertheless, since it has no effect.
+    `allowed`: parameter -> value that is accepted nevertheless, since it has no effect.
     """
     for name in NOT_OFFERED:
         value = given.get(name)

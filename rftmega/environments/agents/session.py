@@ -1,4 +1,6 @@
-"""Session serves the requests of one rollout's agent and builds trajectories from them."""
+"""Session serves the requests that the agent of one rollout makes, and builds the rollout's
+trajectories from the completions.
+"""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -21,7 +23,7 @@ from rftmega.environments.agents.protocol import (
 
 
 class _Line:
-    """_Line is a conversation together with the messages that the agent sends."""
+    """_Line is a conversation together with its messages in the form in which the agent sends them."""
 
     def __init__(self, conversation: Conversation, messages: Messages):
         self.conversation, self.messages = conversation, messages
@@ -31,9 +33,9 @@ class _Line:
 class Session:
     """Session holds the conversations between an agent and the model in one rollout.
 
-    A request that continues a response extends its trajectory without changing a token. Any other
-    request begins a new trajectory. All methods run in the rollouts' event loop; the endpoint's
-    thread calls `ask_from_outside`.
+    A request that repeats a conversation and adds messages extends the conversation's trajectory
+    without changing a token. Any other request begins a new trajectory. All methods run in the
+    event loop of the rollouts, except `ask_from_outside`, which the endpoint's thread calls.
     """
 
     def __init__(self, model: Model, renderer: ConversationRenderer):
@@ -47,10 +49,11 @@ class Session:
         self._loop = asyncio.get_running_loop()
 
     async def ask_from_outside(self, body: Mapping[str, Any], asked: Asked | Tokens) -> Any:
-        """Serves a request from another thread's loop: returns Said, or a Completion for a token
-        request.
+        """Serves a request from the event loop of another thread. Returns Said, or a Completion for
+        a token request.
 
-        `body`: the object with the sampling parameters. Raises RequestRefused.
+        `body`: the object with the request's sampling parameters. Raises RequestRefused if the
+        request can't be served.
         """
         work: Coroutine[Any, Any, Said | Completion] = (
             self.continued(body, asked)
@@ -61,7 +64,7 @@ class Session:
         return await asyncio.wrap_future(future)
 
     async def completion(self, body: Mapping[str, Any], asked: Asked) -> Said:
-        """Serves a request in messages. Raises RequestRefused if it can't be served."""
+        """Serves a request in chat messages. Raises RequestRefused if the request can't be served."""
         check_sampling(body, self.sampling)
         line = self._line_of(asked)
         context = line.conversation.context
@@ -78,7 +81,7 @@ class Session:
         return said
 
     async def continued(self, params: Mapping[str, Any], asked: Tokens) -> Completion:
-        """Serves a request in token ids. Raises RequestRefused if it can't be served."""
+        """Serves a request in token ids. Raises RequestRefused if the request can't be served."""
         check_sampling(params, self.sampling)
         token_ids = asked.token_ids
         fitting = [each for each in self._segments if _begins(token_ids, each)]
@@ -96,7 +99,7 @@ class Session:
         return completion
 
     def trajectories(self) -> list[Trajectory]:
-        """Returns the trajectories in the order in which they began."""
+        """Returns the rollout's trajectories in the order in which they began."""
         found: list[Trajectory] = []
         for each in self._order:
             if isinstance(each, _Line):
@@ -107,14 +110,14 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """Counts completions."""
+        """Returns the number of completions in the rollout."""
         completions = [each.conversation.turns for each in self._order if isinstance(each, _Line)]
         return sum(completions) + sum(len(each.turns) for each in self._segments)
 
     @property
     def control_tokens(self) -> int:
-        """Counts control-token names in the agent's messages, which were tokenized as plain
-        text.
+        """Returns the number of control-token names in the agent's messages, which were tokenized
+        as plain text.
         """
         lines = [each for each in self._order if isinstance(each, _Line)]
         return sum(each.conversation.control_tokens for each in lines)
@@ -128,7 +131,7 @@ class Session:
             raise RequestRefused(str(error), code="context_length_exceeded") from error
 
     def _line_of(self, asked: Asked) -> _Line:
-        """Returns the conversation that a request continues, or a new one."""
+        """Returns the conversation that a request continues, or a new one if it continues none."""
         for line in sorted(self._lines, key=lambda each: -len(each.messages)):
             size = len(line.messages)
             new = asked.messages[size:]
@@ -169,6 +172,6 @@ class Session:
 
 
 def _begins(token_ids: Sequence[int], segment: GrowingTrajectory) -> bool:
-    """Returns whether `token_ids` continue a trajectory."""
+    """Returns whether `token_ids` begin with all tokens of a trajectory and add further tokens."""
     known = segment.ids()
     return len(known) < len(token_ids) and tuple(token_ids[: len(known)]) == known

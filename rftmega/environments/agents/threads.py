@@ -1,4 +1,6 @@
-"""Execution of blocking functions outside the rollouts' event loop."""
+"""Execution of blocking functions in threads, so that they don't block the event loop of the
+rollouts.
+"""
 
 import asyncio
 import threading
@@ -8,7 +10,9 @@ from typing import Any
 
 
 async def in_thread(function: Callable[..., Any], *given: Any) -> Any:
-    """Runs a function in its own daemon thread, which does not delay the exit of the process."""
+    """Runs a function in its own daemon thread, which does not delay the exit of the process.
+    Returns the function's result. `given`: the function's arguments.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -25,13 +25,15 @@ STOP_SECONDS = 5.0
 
 
 class Worker:
-    """Worker is a process that runs rollouts concurrently and communicates in lines of JSON."""
+    """Worker is a process that runs rollouts of the verifiers library concurrently; requests and
+    replies are lines of JSON on its standard streams.
+    """
 
     def __init__(self, command: Sequence[str], seconds: float):
         """Starts the process and waits until it is ready.
 
-        Raises InfrastructureFault if it is not ready within `seconds`. Its error output goes to the
-        standard error of this process.
+        Raises InfrastructureFault if the process is not ready within `seconds`. Its error output
+        goes to the standard error of this process.
         """
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -54,8 +56,8 @@ class Worker:
             )
 
     async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request and returns the reply. Raises InfrastructureFault if the process ends
-        first.
+        """Sends a request with these fields to the process and returns the reply. Raises
+        InfrastructureFault if the process ends before it replies.
         """
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
@@ -71,7 +73,7 @@ class Worker:
         return completion
 
     def close(self) -> None:
-        """Stops the process."""
+        """Terminates the process, and kills it if it does not end within STOP_SECONDS."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -91,7 +93,9 @@ class Worker:
             raise self._gone()
 
     def _read(self) -> None:
-        """Passes replies to the waiting tasks, in a thread, until the process ends."""
+        """Passes the replies of the process to the tasks that wait for them, in a thread, until the
+        process ends. Requests that are then unanswered fail.
+        """
         assert self._process.stdout is not None
         for line in self._process.stdout:
             fields = json.loads(line)
@@ -131,12 +135,14 @@ class Worker:
 
 @implements(Verifiers)
 class VerifiersEnvironment:
-    """VerifiersEnvironment runs tasks in a process with verifiers, whose agents call our
-    endpoint.
+    """VerifiersEnvironment runs tasks in a process with the verifiers library, whose agents call
+    the policy through `Endpoint`.
     """
 
     def __init__(self, options: Verifiers, tokenizer: Any):
-        """Raises ConfigError if the options name no environment or no existing Python."""
+        """Raises ConfigError if the options name no environment, or no Python executable that
+        exists.
+        """
         if not options.environment or not options.python:
             raise ConfigError(
                 "environment: verifiers needs environment.environment, the name of a taskset, and environment.python, the Python "
@@ -154,8 +160,8 @@ class VerifiersEnvironment:
         self._starting: asyncio.Lock | None = None
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
-        """Runs a rollout. Raises InfrastructureFault if the process or its environment fails, and
-        DataError for a prompt without a verifiers task.
+        """Runs a task and returns the rollout. Raises InfrastructureFault if the process or its
+        environment fails, and DataError for a prompt without a verifiers task.
         """
         record = json.loads(task.record) if task.record else {}
         if not isinstance(record.get("task"), dict):
@@ -193,13 +199,13 @@ class VerifiersEnvironment:
         return Rollout(tuple(trajectories), rewards=told["rewards"], measures=measures)
 
     async def close(self) -> None:
-        """Stops the process and the endpoint."""
+        """Stops the worker process and the endpoint."""
         if self._worker is not None:
             await in_thread(self._worker.close)
         await self.endpoint.close()
 
     async def _ready(self) -> Worker:
-        """Returns the process; starts a new one if none is alive."""
+        """Returns the worker process; starts a new one if none is running."""
         if self._starting is None:
             self._starting = asyncio.Lock()
         async with self._starting:
@@ -208,6 +214,6 @@ class VerifiersEnvironment:
             return self._worker
 
     def command(self) -> list[str]:
-        """Returns the command that starts the process."""
+        """Returns the command that starts the worker process."""
         options = json.dumps(self.options.options)
         return [self.options.python, str(WORKER), "run", self.options.environment, options]

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def loaded(name: str, options: dict[str, Any]) -> Any:
-    """Loads the environment with the taskset `name`."""
+    """Returns the environment of the taskset `name`, built with `options`."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     taskset = {**options.get("taskset", {}), "id": name}
@@ -28,7 +28,7 @@ def loaded(name: str, options: dict[str, Any]) -> Any:
 
 
 def list_tasks(environment: Any, out: TextIO) -> None:
-    """Writes a line for each task: its prompt, and all its data as `task`."""
+    """Writes one line of JSON per task to `out`: the task's prompt, and all its data under "task"."""
     for task in environment.taskset:
         data = task.data.model_dump(mode="json", exclude_none=True)
         record = {"prompt": task.data.prompt_text or "(the environment asks)", "task": data}
@@ -36,7 +36,9 @@ def list_tasks(environment: Any, out: TextIO) -> None:
 
 
 async def rollout(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Runs one rollout. Returns its rewards and metrics by name, or an error message."""
+    """Runs one rollout for the request `asked`. Returns its rewards and metrics by name, or an
+    error message under "error".
+    """
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig
 
@@ -60,7 +62,9 @@ async def rollout(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(traces: list[Any]) -> dict[str, Any]:
-    """Returns rewards and metrics by name; prefixed with the agents' names if there are several."""
+    """Returns the rewards and metrics of the agents' traces by name. If there are several agents,
+    the names begin with the agent's name.
+    """
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for trace in traces:
@@ -75,7 +79,9 @@ def told(traces: list[Any]) -> dict[str, Any]:
 
 
 async def serve(environment: Any, out: TextIO) -> None:
-    """Runs the rollouts requested on standard input until it closes."""
+    """Runs the rollouts that are requested on standard input until it is closed, and writes their
+    results to `out`.
+    """
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""BackgroundLoop runs coroutines in its own thread."""
+"""BackgroundLoop runs coroutines in an event loop in its own thread."""
 
 import asyncio
 import threading
@@ -12,10 +12,11 @@ Result = TypeVar("Result")
 
 
 class Handover:
-    """Handover calls functions in the thread of an event loop, from any thread.
+    """Handover schedules calls of functions in the thread of an event loop, from any thread.
 
-    All functions queued until the loop runs them share one wake-up. Each wake-up is a system call
-    that releases Python's GIL, and the engine's thread waits milliseconds to reacquire it.
+    All functions that are scheduled before the loop runs them share one wake-up of the loop. Each
+    wake-up is a system call that releases Python's GIL, and the engine's thread waits milliseconds
+    to reacquire the GIL.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -24,7 +25,7 @@ class Handover:
         self._woken = False
 
     def __call__(self, function: Callable[[], Any]) -> None:
-        """Schedules `function` for a call soon; never if the loop is closed."""
+        """Schedules a call of `function` in the loop's thread. Does nothing if the loop is closed."""
         self._given.append(function)
         if self._woken or self.loop.is_closed():
             return
@@ -40,17 +41,19 @@ class Handover:
 class BackgroundLoop:
     """BackgroundLoop runs coroutines in an event loop that runs continuously.
 
-    The rollouts' loop runs only between the steps of an engine. A timeout there would expire
-    whenever a step is slow, although the reply has arrived.
+    The event loop of the rollouts runs only between the steps of an engine. A timeout in that loop
+    would expire whenever a step is slow, even if the awaited reply has arrived.
     """
 
     def __init__(self) -> None:
-        """Starts no thread; the first coroutine does."""
+        """Starts no thread; the first call of `run` does."""
         self._there: Handover | None = None
         self._back: Handover | None = None  # to the last caller's loop
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine to completion. Cancelling the caller cancels the coroutine."""
+        """Runs a coroutine in the background loop and returns its result. Cancelling the caller
+        cancels the coroutine.
+        """
         there, here = self._started(), asyncio.get_running_loop()
         if self._back is None or self._back.loop is not here:
             self._back = Handover(here)
@@ -73,7 +76,9 @@ class BackgroundLoop:
             raise
 
     async def close(self) -> None:
-        """Cancels running coroutines and ends the thread; a blocked thread is abandoned."""
+        """Cancels running coroutines and ends the thread. If the thread is blocked for more than
+        CLOSING seconds, does not wait for it any longer.
+        """
         if self._there is None:
             return
         loop, self._there = self._there.loop, None
@@ -92,7 +97,9 @@ class BackgroundLoop:
 
 
 def _settle(reply: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
-    """Passes the outcome of a task to the waiting future, unless that is done."""
+    """Copies the outcome of a task to the future on which the caller waits, unless the future is
+    done.
+    """
     if task.cancelled():
         reply.cancel()
     elif (error := task.exception()) is not None:

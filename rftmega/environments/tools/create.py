@@ -16,7 +16,7 @@ from rftmega.environments.tools.tool import Toolset
 
 
 class ToolOptions(Protocol):
-    """ToolOptions are the options that select an environment's tools."""
+    """ToolOptions is the interface of options that select the tools of an environment."""
 
     @property
     def tools(self) -> Sequence[str]: ...
@@ -32,10 +32,10 @@ class ToolOptions(Protocol):
 
 
 def toolsets_of(options: ToolOptions) -> list[Toolset]:
-    """Returns the toolsets, none of them open yet.
+    """Returns the toolsets that the options select; none of the toolsets is opened.
 
-    Raises ConfigError for invalid options, for no tool at all, and for two tools with the same
-    name; names of MCP tools are unknown until their servers are open.
+    Raises ConfigError for invalid options, if no tool is selected, and if two tools have the same
+    name. The names of MCP tools can only be checked after their servers are opened.
     """
     found = list(_toolsets(options))
     if not found:

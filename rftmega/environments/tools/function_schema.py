@@ -1,5 +1,5 @@
-"""Derives a tool's spec from a Python function: JSON schema from its signature, description from
-its docstring.
+"""Derives a tool's spec from a Python function: the JSON schema from its signature, the description
+from its docstring.
 """
 
 import inspect
@@ -19,12 +19,13 @@ PLAIN = "str, int, float, bool, list[...], dict[str, ...], Literal, or one of th
 
 
 class FunctionSchema:
-    """FunctionSchema is the spec of one function, and validates its arguments."""
+    """FunctionSchema holds the tool spec of one function and validates the function's arguments."""
 
     def __init__(self, function: Callable[..., Any], name: str, *, bound: bool = False):
-        """`bound`: the first argument is `self`.
+        """`name`: the tool's name. `bound`: the function is a method, whose first argument is
+        `self`.
 
-        Raises ConfigError if the docstring or signature does not yield a spec.
+        Raises ConfigError if no spec can be derived from the docstring or signature.
         """
         self.name = name
         docstring = docstring_parser.parse(inspect.getdoc(function) or "")
@@ -67,9 +68,10 @@ class FunctionSchema:
         return schema
 
     def read(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments converted to the function's annotations: 3.0 is 3 for an int.
+        """Returns the arguments converted to the types in the function's annotations; 3.0 becomes 3
+        for an int.
 
-        Raises ToolError if they are invalid.
+        Raises ToolError if the arguments are invalid.
         """
         try:
             fitting: dict[str, Any] = self._adapter.validate_python(arguments)
@@ -83,7 +85,7 @@ class FunctionSchema:
 
 
 def description_told(docstring: Docstring) -> str:
-    """Returns the first paragraph of a docstring, in one line."""
+    """Returns the first paragraph of a docstring as one line."""
     told = docstring.short_description or ""
     if not docstring.blank_after_short_description and docstring.long_description:
         told += " " + docstring.long_description.split("\n\n")[0]
@@ -91,7 +93,9 @@ def description_told(docstring: Docstring) -> str:
 
 
 def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
-    """Returns a validator of the arguments of the function `name`, without extra ones."""
+    """Returns a validator of the arguments of the function `name`, which rejects unknown arguments.
+    `fields`: annotation of each argument.
+    """
     typed_dict: Any = TypedDict  # a type checker wants it with a name that is written out
     arguments = typed_dict(name, fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
@@ -102,7 +106,9 @@ def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
 
 
 def _field(parameter: inspect.Parameter, hints: dict[str, Any], told: str, name: str) -> Any:
-    """Returns the annotation of an argument, with its description from the docstring."""
+    """Returns the annotation of an argument with its description `told`, which is taken from the
+    docstring. Raises ConfigError if the argument has no annotation, or can't be passed by name.
+    """
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         raise ConfigError(
             f"{OPTION}: {name} takes {parameter}, but a model gives arguments by their names. Write them out."
@@ -125,8 +131,8 @@ def _unfit(name: str, what: str, error: Exception) -> ConfigError:
 
 
 def _without_titles(schema: Any, *, names: bool = False) -> Any:
-    """Returns a schema without the titles that pydantic adds. `names`: its keys are argument
-    names.
+    """Returns a JSON schema without the titles that pydantic adds. `names`: the keys of `schema`
+    are names of arguments, so that a key "title" is kept.
     """
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]

@@ -1,4 +1,4 @@
-"""Tools behind HTTP endpoints, one URL each."""
+"""Tools that are HTTP endpoints, with one URL for each tool."""
 
 import json
 from collections.abc import Sequence
@@ -18,12 +18,14 @@ CONNECTIONS = 256  # concurrent, per process
 
 
 class HTTPTools:
-    """HTTPTools is a toolset of HTTP endpoints without state per rollout."""
+    """HTTPTools is a toolset of HTTP endpoints, which keep no state per rollout."""
 
     stateful = False
 
     def __init__(self, tools: Sequence[HTTPTool]):
-        """Raises ConfigError if a tool lacks a field, or its key is not set."""
+        """Raises ConfigError if a tool lacks a required field, or the environment variable with its
+        key is not set.
+        """
         self._tools = {tool.name: tool for tool in tools}
         self.names = [tool.name for tool in tools]
         self._specs = [_spec(tool) for tool in tools]
@@ -34,7 +36,7 @@ class HTTPTools:
         self._client: httpx.AsyncClient | None = None
 
     async def open(self) -> list[ToolSpec]:
-        """Creates the client; connects to nothing yet."""
+        """Creates the HTTP client and returns the tools' specs; opens no connection yet."""
         if self._client is None:
             limits = httpx.Limits(max_connections=CONNECTIONS)
             # the runner enforces the time limit of a call
@@ -46,14 +48,14 @@ class HTTPTools:
         return HTTPSession(self._client, self._tools, self._headers)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the HTTP client and its connections."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
 
 class HTTPSession(PlainSession):
-    """HTTPSession posts the calls of a rollout."""
+    """HTTPSession sends the tool calls of one rollout as POST requests."""
 
     def __init__(
         self,
@@ -61,14 +63,14 @@ class HTTPSession(PlainSession):
         tools: dict[str, HTTPTool],
         headers: dict[str, dict[str, str]],
     ):
-        """`headers`: by tool."""
+        """`headers`: HTTP headers of each tool's requests, by the tool's name."""
         self._client, self._tools, self._headers = client, tools, headers
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Posts the arguments and returns the response body.
+        """Sends the arguments in a POST request and returns the response body.
 
-        Raises ToolError for status 4xx except 429, InfrastructureFault for any other status except
-        2xx, and if there is no response.
+        Raises ToolError for status 4xx except 429. Raises InfrastructureFault for any other status
+        except 2xx, and if there is no response.
         """
         try:
             content = json.dumps(arguments, allow_nan=False).encode()
@@ -89,7 +91,9 @@ class HTTPSession(PlainSession):
         )
 
     async def _posted(self, name: str, content: bytes) -> tuple[int, str]:
-        """Returns (status, body), cut at LARGEST_REPLY."""
+        """Returns (status, body) of the response to a POST request. The body is truncated to
+        LARGEST_REPLY bytes.
+        """
         reply = bytearray()
         post = self._client.stream(
             "POST", self._tools[name].url, content=content, headers=self._headers[name]
@@ -111,7 +115,9 @@ def _decoded(reply: bytes, encoding: str) -> str:
 
 
 def _spec(tool: HTTPTool) -> ToolSpec:
-    """Returns the spec of a tool. Raises ConfigError for an empty field or an invalid URL."""
+    """Returns the spec of an HTTP tool. Raises ConfigError if a required field is empty or the URL
+    is invalid.
+    """
     for field in ("name", "description", "url"):
         if not getattr(tool, field):
             raise ConfigError(f"{_option(tool)}: {field} is empty.")

@@ -1,4 +1,4 @@
-"""Tools of Model Context Protocol servers, through the official client."""
+"""Tools of Model Context Protocol (MCP) servers, called through the official client."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ PAGES = 100  # maximum pages of the tool list
 
 
 class MCPTools:
-    """MCPTools is the toolset of one server."""
+    """MCPTools is the toolset of one MCP server."""
 
     def __init__(self, options: MCPServer):
-        """Raises ConfigError for inconsistent options. Connects to nothing yet."""
+        """Raises ConfigError for inconsistent options. Opens no connection yet."""
         option = f"environment.mcp ({options.name or 'without a name'})"
         if not options.name or bool(options.command) == bool(options.url):
             raise ConfigError(f"{option}: give a name, and a command or a url.")
@@ -49,10 +49,10 @@ class MCPTools:
         self._connecting = asyncio.Lock()
 
     async def open(self) -> list[ToolSpec]:
-        """Connects and lists the tools.
+        """Connects to the server and returns the specs of its tools.
 
-        Raises InfrastructureFault if there is no server, ConfigError if the options name a tool
-        that it lacks.
+        Raises InfrastructureFault if the server can't be reached, ConfigError if the options name a
+        tool that the server lacks.
         """
         if self._specs is None:
             connection = await self.connection()
@@ -68,13 +68,13 @@ class MCPTools:
         return MCPSession(self)
 
     async def close(self) -> None:
-        """Closes the shared connection."""
+        """Closes the connection that the rollouts share."""
         shared, self._shared = self._shared, None
         if shared is not None:
             await shared.close()
 
     async def connection(self) -> "Connection":
-        """Returns the shared connection; reconnects if it has ended."""
+        """Returns the connection that the rollouts share; connects again if it has ended."""
         async with self._connecting:
             if self._shared is None or self._shared.ended:
                 await self.close()
@@ -82,7 +82,9 @@ class MCPTools:
             return self._shared
 
     async def connected(self) -> "Connection":
-        """Returns a new connection. Raises InfrastructureFault if it is not ready in time."""
+        """Returns a new connection. Raises InfrastructureFault if the server is not ready within
+        the option start_seconds.
+        """
         connection = Connection(self)
         try:
             async with asyncio.timeout(self.options.start_seconds):
@@ -97,7 +99,9 @@ class MCPTools:
         return connection
 
     def _chosen(self, listed: list[Any]) -> list[ToolSpec]:
-        """Returns the tools that the options name. Raises ConfigError for one that is missing."""
+        """Returns the specs of the tools that the options name, or of all tools in `listed` if they
+        name none. Raises ConfigError if a named tool is missing.
+        """
         known = [tool.name for tool in listed]
         wanted = {*self.options.tools, *self.options.idempotent}
         if missing := sorted(wanted.difference(known)):
@@ -123,17 +127,20 @@ class MCPTools:
 
 
 class MCPSession(PlainSession):
-    """MCPSession calls tools for one rollout, over the shared connection or its own."""
+    """MCPSession calls tools for one rollout, over the shared connection or over a connection for
+    this rollout only.
+    """
 
     def __init__(self, tools: MCPTools):
-        """Connects to nothing yet."""
+        """Opens no connection yet."""
         self._tools = tools
         self._held: Connection | None = None
 
     async def ready(self) -> None:
-        """Connects, or takes the shared connection.
+        """Opens the rollout's own connection, or gets the shared connection.
 
-        A rollout's own connection is not reopened after it ended, since its state is lost.
+        A rollout's own connection is not opened again after it has ended, since the server's state
+        is lost.
         """
         if not self._tools.options.per_rollout:
             self._held = await self._tools.connection()
@@ -141,28 +148,28 @@ class MCPSession(PlainSession):
             self._held = await self._tools.connected()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the text of the result.
+        """Returns the text of a tool call's result.
 
-        Raises ToolError if the server reports a failed call, InfrastructureFault if the server is
-        gone.
+        Raises ToolError if the server reports that the call failed, InfrastructureFault if the
+        server can't be reached.
         """
         assert self._held is not None
         return await self._held.call(name, arguments)
 
     async def close(self) -> None:
-        """Closes the rollout's own connection."""
+        """Closes the rollout's own connection, if it has one."""
         held, self._held = self._held, None
         if held is not None and self._tools.options.per_rollout:
             await held.close()
 
 
 class Connection:
-    """Connection keeps a client in its own task, since the client must be closed by the task that
-    opened it.
+    """Connection opens and closes an MCP client in one task, since the task that opened a client
+    must close it.
     """
 
     def __init__(self, tools: MCPTools):
-        """Starts to connect."""
+        """Starts a task that connects to the server."""
         self._tools, self.option = tools, tools.option
         self._closing = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -171,15 +178,17 @@ class Connection:
 
     @property
     def ended(self) -> bool:
-        """Returns whether the connection is unusable."""
+        """Returns whether the connection can't be used any more."""
         return self._lost or self._task.done()
 
     async def ready(self) -> None:
-        """Waits for the connection. Raises InfrastructureFault if it fails."""
+        """Waits until the connection is established. Raises InfrastructureFault if connecting
+        fails.
+        """
         await asyncio.shield(self._client)
 
     async def tools(self) -> list[Any]:
-        """Returns the server's tools."""
+        """Returns all tools that the server lists, in the classes of the MCP client."""
         found: list[Any] = []
         cursor = None
         for _ in range(PAGES):
@@ -191,7 +200,9 @@ class Connection:
         return found
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the text of a call's result. Raises ToolError or InfrastructureFault."""
+        """Returns the text of a tool call's result. Raises ToolError if the call failed,
+        InfrastructureFault if the server can't be reached.
+        """
         result = await self._asked(self._client.result().call_tool(name, arguments))
         text = "\n".join(map(_text, result.content))
         if result.is_error:
@@ -199,7 +210,7 @@ class Connection:
         return text
 
     async def close(self) -> None:
-        """Closes the connection, and stops a server that a command started."""
+        """Closes the connection, and stops the server if this connection started it by a command."""
         self._closing.set()
         if not self._client.done():  # the task does not wait for the event yet
             self._task.cancel()
@@ -208,10 +219,10 @@ class Connection:
             task.cancel()
 
     async def _asked(self, work: Any) -> Any:
-        """Waits for a reply.
+        """Awaits `work`, a request to the server, and returns the reply.
 
-        Raises ToolError for an invalid-parameters error of the server, InfrastructureFault for all
-        other failures.
+        Raises ToolError if the server reports invalid parameters, InfrastructureFault for all other
+        failures.
         """
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
@@ -235,7 +246,9 @@ class Connection:
             asked.cancel()
 
     async def _keep(self) -> None:
-        """Connects, and keeps the connection open until it is closed or the server is gone."""
+        """Connects to the server, and keeps the connection open until `close` is called or the
+        server ends.
+        """
         try:
             async with opened(self._tools) as client:
                 self._client.set_result(client)
@@ -255,7 +268,7 @@ class Connection:
 
 @asynccontextmanager
 async def opened(tools: MCPTools) -> "AsyncIterator[Client]":
-    """Opens a client of the server, over its standard streams or HTTP."""
+    """Opens an MCP client of a server, over the server's standard streams or HTTP."""
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
@@ -279,7 +292,9 @@ def _http_client(headers: dict[str, str]) -> Any:
 
 
 def _text(block: Any) -> str:
-    """Returns the text of a content block, or its type in brackets if it has none."""
+    """Returns the text of a content block of a result; the block's type in brackets if it has no
+    text.
+    """
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and getattr(block.resource, "text", None) is not None:

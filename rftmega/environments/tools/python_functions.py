@@ -1,4 +1,4 @@
-"""A user's Python functions as tools, and classes whose methods are stateful tools."""
+"""Tools that are a user's Python functions, or methods of a class with state."""
 
 import asyncio
 import inspect
@@ -29,18 +29,18 @@ _counting = threading.Lock()
 
 
 class PythonFunctions:
-    """PythonFunctions is a toolset of stateless functions.
+    """PythonFunctions is a toolset of functions that keep no state per rollout.
 
-    Functions run in threads, coroutines in a separate loop: a blocking coroutine delays only other
-    coroutines of the user.
+    Functions run in threads. Coroutines run in a separate event loop, so that a blocking coroutine
+    delays only other coroutines of the user.
     """
 
     stateful = False
 
     def __init__(self, references: Sequence[str]):
-        """`references`: FILE.py:FUNCTION or MODULE:FUNCTION.
+        """`references`: the functions, each as FILE.py:FUNCTION or MODULE:FUNCTION.
 
-        Raises ConfigError if one does not exist or does not yield a tool spec.
+        Raises ConfigError if a function does not exist or no tool spec can be derived from it.
         """
         self.names = [name_of(reference) for reference in references]
         self._functions = {name_of(each): function_of(each, OPTION) for each in references}
@@ -56,12 +56,12 @@ class PythonFunctions:
         return FunctionSession(self._functions, self._schemas, self._loop)
 
     async def close(self) -> None:
-        """Cancels coroutines; running functions are abandoned."""
+        """Cancels running coroutines. Functions that run in threads are abandoned."""
         await self._loop.close()
 
 
 class FunctionSession(PlainSession):
-    """FunctionSession calls functions and keeps no state."""
+    """FunctionSession calls functions for one rollout and keeps no state."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FunctionSession(PlainSession):
         schemas: Mapping[str, FunctionSchema],
         loop: BackgroundLoop,
     ):
-        """`loop` runs coroutines."""
+        """`loop`: the event loop in which coroutines run."""
         self._functions, self._schemas, self._loop = functions, schemas, loop
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -77,13 +77,17 @@ class FunctionSession(PlainSession):
 
 
 class PythonClass:
-    """PythonClass is a toolset of the public methods of a class, instantiated once per rollout."""
+    """PythonClass is a toolset of the public methods of a class, which is instantiated once per
+    rollout.
+    """
 
     stateful = True
 
     def __init__(self, reference: str):
-        """Raises ConfigError if the class does not exist, or has no methods that yield tool
-        specs.
+        """`reference`: the class, as FILE.py:CLASS or MODULE:CLASS.
+
+        Raises ConfigError if the class does not exist, its constructor requires arguments, or it
+        has no methods from which tool specs can be derived.
         """
         named: Any = function_of(reference, OPTION)
         self._class: type = named
@@ -107,12 +111,12 @@ class PythonClass:
         return ObjectSession(self._class, self._schemas, self._loop, task)
 
     async def close(self) -> None:
-        """Cancels coroutines; running methods are abandoned."""
+        """Cancels running coroutines. Methods that run in threads are abandoned."""
         await self._loop.close()
 
 
 class ObjectSession:
-    """ObjectSession is one rollout's instance of a class."""
+    """ObjectSession holds one rollout's instance of a user's class and calls its methods."""
 
     def __init__(
         self,
@@ -121,13 +125,15 @@ class ObjectSession:
         loop: BackgroundLoop,
         task: Prompt | None,
     ):
-        """The instance is created on first use. `loop` runs coroutines."""
+        """`made`: the class, instantiated on first use. `loop`: the event loop in which coroutines
+        run.
+        """
         self._class, self._schemas, self._loop, self._task = made, schemas, loop, task
         self._object: Any = None
         self._making = asyncio.Lock()
 
     async def ready(self) -> None:
-        """Creates the instance. Raises InfrastructureFault if that takes too long."""
+        """Creates the instance. Raises InfrastructureFault if this takes more than MAKING seconds."""
         try:
             async with asyncio.timeout(MAKING):
                 await self._held()
@@ -141,21 +147,25 @@ class ObjectSession:
         return await reply_of(method, self._schemas[name], arguments, self._loop)
 
     async def turn_reward(self) -> float | None:
-        """Calls the instance's own `turn_reward`, if it has one."""
+        """Returns the result of the instance's method `turn_reward`; None if it has no such method."""
         if not hasattr(self._class, "turn_reward"):
             return None
         worth = await _result((await self._held()).turn_reward, self._loop)
         return None if worth is None else float(worth)
 
     async def rewards(self) -> dict[str, float]:
-        """Calls the instance's own `rewards`, if it has one."""
+        """Returns the result of the instance's method `rewards`; an empty dictionary if it has no
+        such method.
+        """
         if not hasattr(self._class, "rewards"):
             return {}
         parts = await _result((await self._held()).rewards, self._loop)
         return {name: float(worth) for name, worth in parts.items()}
 
     async def close(self) -> None:
-        """Calls the instance's own `close`, if it has one, for at most CLOSING seconds."""
+        """Calls the instance's method `close`, if it has one, and waits for at most CLOSING
+        seconds.
+        """
         held, self._object = self._object, None
         close = getattr(held, "close", None)
         if close is None:
@@ -167,7 +177,9 @@ class ObjectSession:
             log.warning("close() of %s failed.", type(held).__name__, exc_info=error)
 
     async def _held(self) -> Any:
-        """Returns the instance; a new one gets the task first if it has a method `begin`."""
+        """Returns the instance. On the first call, creates it and calls its method `begin`, if it
+        has one, with the task.
+        """
         async with self._making:
             if self._object is None:
                 made = await in_thread(self._class)
@@ -183,7 +195,8 @@ async def reply_of(
     arguments: dict[str, Any],
     loop: BackgroundLoop,
 ) -> str:
-    """Calls a function and returns its result as text: strings unchanged, all else as JSON.
+    """Calls a function with validated arguments and returns its result as text: a string unchanged,
+    any other value as JSON.
 
     Raises ToolError for any exception of the function except InfrastructureFault.
     """
@@ -198,7 +211,7 @@ async def reply_of(
 
 
 def _text(value: Any) -> str:
-    """Returns the result of a function as text: strings unchanged, all else as JSON."""
+    """Returns the result of a function as text: a string unchanged, any other value as JSON."""
     if isinstance(value, str):
         return str.__str__(value)  # a plain str, also for a subclass
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -209,8 +222,9 @@ async def _result(
     loop: BackgroundLoop,
     told: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """Calls a function in a thread, and `told` with its result; awaits a returned coroutine in
-    `loop`. All user code runs there, including the conversion of its objects to text.
+    """Calls a function in a thread and returns `told`(its result). A returned coroutine is awaited
+    in `loop`. All user code runs in the thread or in `loop`, including the conversion of its
+    objects to text by `told`.
     """
     if inspect.iscoroutinefunction(function):  # the call itself runs no user code
         return await loop.run(_contained(function(), told))
@@ -224,7 +238,9 @@ async def _result(
 
 
 async def _contained(work: Awaitable[Any], told: Callable[[Any], Any]) -> Any:
-    """Awaits `work`; raises RuntimeError for exceptions that would end the loop."""
+    """Awaits `work` and returns `told`(its result). Raises RuntimeError instead of SystemExit and
+    KeyboardInterrupt, which would end the event loop.
+    """
     try:
         return told(await work)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -232,10 +248,11 @@ async def _contained(work: Awaitable[Any], told: Callable[[Any], Any]) -> Any:
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Runs `work` in its own daemon thread, which does not delay the exit of the process.
+    """Runs `work` in its own daemon thread, which does not delay the exit of the process. Returns
+    its result.
 
-    A cancelled call leaves its thread running, since Python can't end one. Raises
-    InfrastructureFault if MOST_THREADS calls are unfinished.
+    If the caller is cancelled, the thread continues to run, since Python can't end a thread. Raises
+    InfrastructureFault if MOST_THREADS calls are running already.
     """
     global _running
     future: Future[Any] = Future()
@@ -270,7 +287,9 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def public_methods(kind: type) -> dict[str, Any]:
-    """Returns name -> function of the methods that a model may call, inherited ones included."""
+    """Returns the methods of the class `kind` that a model may call, inherited ones included, by
+    name.
+    """
     found = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
@@ -280,7 +299,7 @@ def public_methods(kind: type) -> dict[str, Any]:
 
 
 def _given_to(kind: Any) -> list[inspect.Parameter]:
-    """Returns the parameters of a class's constructor, without variadic ones."""
+    """Returns the parameters of the constructor of the class `kind`, without *args and **kwargs."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     every = inspect.signature(kind).parameters.values()
     return [each for each in every if each.kind not in variadic]

@@ -1,4 +1,4 @@
-"""A sandboxed Python interpreter (rftmega/sandbox) as a tool."""
+"""A tool that runs Python code in a sandboxed interpreter (rftmega/sandbox)."""
 
 import asyncio
 import contextlib
@@ -30,14 +30,14 @@ CODE = {
 
 
 class SandboxTools:
-    """SandboxTools is the toolset of one tool, `python`. Each rollout has its own interpreter,
-    started at its first call.
+    """SandboxTools is a toolset with the single tool `python`. Each rollout has its own
+    interpreter, which starts at the rollout's first call.
     """
 
     stateful = True
 
     def __init__(self, options: SandboxTool):
-        """Starts nothing yet."""
+        """Starts no interpreter yet."""
         self.options = options
         self.names = [NAME]
         self.namespaces: bool | None = None  # whether they are available here; None: not tried yet
@@ -51,9 +51,10 @@ class SandboxTools:
         self._spec = ToolSpec(NAME, description, CODE, late_is_fault=True, seconds=limit)
 
     async def open(self) -> list[ToolSpec]:
-        """Tests the sandbox.
+        """Tests the sandbox by starting an interpreter, and returns the tool's spec.
 
-        Raises ConfigError if this machine supports none, InfrastructureFault if it fails.
+        Raises ConfigError if this machine does not support the sandbox, InfrastructureFault if the
+        sandbox fails.
         """
         if self.namespaces is None:
             session = SandboxSession(self)
@@ -67,10 +68,12 @@ class SandboxTools:
         return SandboxSession(self)
 
     async def close(self) -> None:
-        """Does nothing: sessions end their interpreters."""
+        """Does nothing, since each session ends its own interpreter."""
 
     def learn(self, lacks: dict[str, bool]) -> None:
-        """Records the features that the machine lacks, and warns of them once."""
+        """Stores whether this machine supports namespaces, and logs a warning once if it does not.
+        `lacks`: for each sandbox feature, whether this machine lacks it.
+        """
         if self.namespaces is None and lacks["namespaces"]:
             missing = ", ".join(name for name, lacking in lacks.items() if lacking)
             log.warning(
@@ -80,7 +83,7 @@ class SandboxTools:
         self.namespaces = not lacks["namespaces"]
 
     def job(self) -> dict[str, Any]:
-        """Returns the job description for the sandbox."""
+        """Returns the limits and settings that are sent to a new sandbox."""
         return {
             "seconds": self.options.processor_seconds,
             "call_seconds": self.options.seconds,
@@ -90,10 +93,10 @@ class SandboxTools:
 
 
 class SandboxSession(PlainSession):
-    """SandboxSession is the interpreter of one rollout."""
+    """SandboxSession runs the Python interpreter of one rollout."""
 
     def __init__(self, tools: SandboxTools):
-        """Starts nothing yet."""
+        """Starts no interpreter yet."""
         self._tools = tools
         self._process: asyncio.subprocess.Process | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -101,8 +104,8 @@ class SandboxSession(PlainSession):
     async def ready(self) -> None:
         """Starts an interpreter if none is running.
 
-        Raises InfrastructureFault if it can't start, ConfigError if this machine supports no
-        sandbox.
+        Raises InfrastructureFault if the interpreter can't be started, ConfigError if this machine
+        does not support the sandbox.
         """
         if self._process is not None:
             return
@@ -118,10 +121,10 @@ class SandboxSession(PlainSession):
             raise
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Runs code and returns its output.
+        """Runs the code in `arguments` and returns its output.
 
-        Raises ToolError if the code raised, took too long or ended the interpreter,
-        InfrastructureFault if the sandbox failed.
+        Raises ToolError if the code raised an exception, took too long or ended the interpreter.
+        Raises InfrastructureFault if the sandbox failed.
         """
         assert self._process is not None
         try:
@@ -148,7 +151,7 @@ class SandboxSession(PlainSession):
             await asyncio.shield(self._ending)  # continues if the call is cancelled
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """Returns a sandbox that is ready for code."""
+        """Returns the process of a new sandbox that is ready to run code."""
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
@@ -177,8 +180,8 @@ class SandboxSession(PlainSession):
         return await self._said(process, header + code)
 
     async def _said(self, process: asyncio.subprocess.Process, asked: bytes) -> dict[str, Any]:
-        """Sends a request and returns the sandbox's next line. Raises InfrastructureFault if it
-        failed.
+        """Sends `asked` to the sandbox and returns the sandbox's next line. Raises
+        InfrastructureFault if the sandbox failed.
         """
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it has ended; its output is still readable

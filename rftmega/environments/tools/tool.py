@@ -1,7 +1,7 @@
-"""Tools and their failures.
+"""Interfaces of tools, and the errors of tool calls.
 
-A ToolError is the model's failure: its text is returned to the model, and the rollout continues. An
-InfrastructureFault (rftmega/core/errors.py) is not caused by the rollout, which is then run again.
+A ToolError is a failure of the model: its text is returned to the model, and the rollout continues.
+An InfrastructureFault (rftmega/core/errors.py) has a cause outside the rollout, which is run again.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,14 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolError(Exception):
-    """A call that fails because of the model's request; its text is returned to the model."""
+    """A tool call that fails because of the model's request. The error's text is returned to the
+    model.
+    """
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """ToolSpec is the description of a tool for the model, with its call settings."""
+    """ToolSpec holds the description of a tool for the model, and the settings of the tool's calls."""
 
     name: str
     description: str
@@ -48,7 +50,7 @@ class ToolSpec:
             )
 
     def openai(self) -> dict[str, Any]:
-        """Returns the tool in the format of OpenAI's API and chat templates."""
+        """Returns the tool's spec in the format of OpenAI's API and chat templates."""
         told = {
             "name": self.name,
             "description": self.description,
@@ -57,8 +59,8 @@ class ToolSpec:
         return {"type": "function", "function": told}
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """Returns the arguments. Raises ToolError, naming the mismatch, if they do not fit the
-        schema.
+        """Returns the arguments of a call after validating them. Raises ToolError, which names the
+        mismatch, if the arguments do not match the schema.
         """
         try:
             wrong = best_match(self._validator.iter_errors(arguments))
@@ -79,35 +81,37 @@ class ToolSpec:
 
 
 class ToolSession(Protocol):
-    """ToolSession holds the tools' state of one rollout."""
+    """ToolSession holds the state of a toolset's tools in one rollout."""
 
     async def ready(self) -> None:
-        """Starts what a call needs; the time is not counted as the call's.
+        """Starts the server or process that a call needs. The time limit of a call does not include
+        this.
 
-        Raises InfrastructureFault if that fails.
+        Raises InfrastructureFault if the start fails.
         """
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the reply. `ready` must be called before.
+        """Runs a call of the tool `name` and returns the reply. `ready` must be called before.
 
-        Raises ToolError or InfrastructureFault. Is cancelled if it exceeds its time limit.
+        Raises ToolError if the model's request is at fault, InfrastructureFault for any other
+        failure. The call is cancelled when it exceeds its time limit.
         """
 
     async def turn_reward(self) -> float | None:
-        """Returns the reward of the turn whose calls just ran; None if there is none."""
+        """Returns the reward of the turn whose calls have just run; None if the turn has no reward."""
 
     async def rewards(self) -> dict[str, float]:
-        """Returns the rollout's reward components at its end, by name."""
+        """Returns the rollout's reward components by name; called at the end of the rollout."""
 
     async def close(self) -> None:
-        """Ends the session and all running work."""
+        """Ends the session and all calls that are still running."""
 
 
 class PlainSession:
-    """PlainSession is the base of sessions without rewards, startup or cleanup."""
+    """PlainSession is a base class for sessions that need no rewards, startup or cleanup."""
 
     async def ready(self) -> None:
-        """Does nothing."""
+        """Does nothing: there is nothing to start."""
 
     async def turn_reward(self) -> float | None:
         return None
@@ -116,25 +120,25 @@ class PlainSession:
         return {}
 
     async def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: there is nothing to end."""
 
 
 class Toolset(Protocol):
-    """Toolset is a source of tools. All its methods except `session`, and those of its sessions,
-    run in one continuously running event loop (background_loop.py).
+    """Toolset is the interface of a source of tools. All its methods except `session`, and the
+    methods of its sessions, run in one event loop that runs continuously (background_loop.py).
     """
 
     stateful: bool  # calls of one rollout run one after another
     names: list[str]  # of its tools, as far as known before `open`
 
     async def open(self) -> Sequence[ToolSpec]:
-        """Returns its tools. May be called again.
+        """Opens the toolset and returns the specs of its tools. May be called several times.
 
-        Raises ConfigError, or InfrastructureFault if a server can't be reached.
+        Raises ConfigError for invalid options, InfrastructureFault if a server can't be reached.
         """
 
     def session(self, task: Prompt | None = None) -> ToolSession:
-        """Returns the session for the rollout of a task; opens nothing yet."""
+        """Returns a session for the rollout of a task; starts no server or process yet."""
 
     async def close(self) -> None:
-        """Ends everything that `open` and sessions started."""
+        """Ends all servers, processes and connections that `open` and sessions started."""

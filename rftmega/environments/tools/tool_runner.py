@@ -1,4 +1,4 @@
-"""Execution of tool calls within limits."""
+"""Execution of tool calls under time and size limits."""
 
 import asyncio
 import time
@@ -27,15 +27,15 @@ class ToolReply(NamedTuple):
 
 
 class OfferedTool(NamedTuple):
-    """OfferedTool is a tool with the index of its toolset."""
+    """OfferedTool is a tool's spec with the index of the toolset that the tool belongs to."""
 
     spec: ToolSpec
     toolset: int
 
 
 class ToolRunner:
-    """ToolRunner runs the tool calls of one rollout and counts them. Use it as a context
-    manager.
+    """ToolRunner runs the tool calls of one rollout and counts them in `measures`. Used as a
+    context manager, it closes the sessions at the end.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class ToolRunner:
         run: Run | None = None,
         stateful: Sequence[bool] = (),
     ):
-        """Takes a session of each toolset. `run` runs a coroutine in the sessions' loop; None: in
-        the current one. `stateful`: for each session, whether its calls run one at a time.
+        """`sessions`: one session of each toolset. `run` executes a coroutine in the event loop of
+        the sessions; None: in the caller's. `stateful`: for each session, whether its calls must
+        run one at a time.
         """
         self._sessions, self._tools, self._limits = sessions, tools, limits
         self._run: Run = run or _here
@@ -75,10 +76,11 @@ class ToolRunner:
         await self.close()
 
     async def call(self, name: str, arguments: Any) -> ToolReply:
-        """Runs a call and returns the reply, or the model's error. `arguments`: parsed JSON.
+        """Runs a call and returns the tool's reply, or the error that the model is at fault for.
+        `arguments`: the parsed JSON of the call.
 
-        Raises InfrastructureFault if the call failed through no fault of the model, after all
-        attempts.
+        Raises InfrastructureFault if the last permitted attempt failed through no fault of the
+        model.
         """
         self.measures["tool_calls"] += 1
         began, failed = time.monotonic(), False
@@ -97,14 +99,14 @@ class ToolRunner:
         return ToolReply(shortened(text, self._limits.characters), failed, seconds)
 
     def refuse(self) -> None:
-        """Counts a call that could not be parsed as the model's error."""
+        """Counts a call that could not be parsed as an error of the model."""
         self.measures["tool_calls"] += 1
         self.measures["tool_errors"] += 1
 
     async def turn_reward(self) -> float | None:
-        """Returns the sum of the tools' turn rewards; None if no tool has one.
+        """Returns the sum of the tools' rewards for the last turn; None if no tool has one.
 
-        Raises InfrastructureFault if they take too long.
+        Raises InfrastructureFault if the tools take too long.
         """
         asked = self._with_own("turn_reward")
         said = await self._asked([session.turn_reward() for session in asked])
@@ -112,22 +114,22 @@ class ToolRunner:
         return sum(known) if known else None
 
     async def rewards(self) -> dict[str, float]:
-        """Returns the tools' reward components of the rollout, by name.
+        """Returns the tools' reward components of the rollout by name.
 
-        Raises InfrastructureFault if they take too long.
+        Raises InfrastructureFault if the tools take too long.
         """
         asked = self._with_own("rewards")
         said = await self._asked([session.rewards() for session in asked])
         return {name: worth for parts in said for name, worth in parts.items()}
 
     async def close(self) -> None:
-        """Closes the sessions."""
+        """Closes all sessions of the rollout."""
         if ended := self._with_own("close"):
             await self._run(_close_all(ended))
 
     def _with_own(self, method: str) -> list[ToolSession]:
-        """Returns the sessions that override a method of PlainSession, to avoid needless switches
-        to another thread every turn.
+        """Returns the sessions whose class overrides a method of PlainSession. Other sessions need
+        no call, which would switch to another thread every turn.
         """
         plain = getattr(PlainSession, method)
         return [each for each in self._sessions if getattr(type(each), method) is not plain]
@@ -144,7 +146,9 @@ class ToolRunner:
         return self._tools[name]
 
     async def _attempts(self, tool: OfferedTool, arguments: dict[str, Any]) -> str:
-        """Runs the call; retries an idempotent one after an InfrastructureFault."""
+        """Runs a call and returns the reply. Retries an idempotent call after an
+        InfrastructureFault.
+        """
         retries = self._limits.retries if tool.spec.idempotent else 0
         for attempt in range(retries + 1):
             if attempt:
@@ -181,23 +185,23 @@ class ToolRunner:
 
 
 class OpenTools:
-    """OpenTools holds all tools of a process and creates a runner for each rollout.
+    """OpenTools holds all toolsets of a process and creates a ToolRunner for each rollout.
 
-    Toolsets run in a separate thread, so callers may use an event loop that pauses at times.
+    Toolsets run in the event loop of a separate thread, so that the caller's event loop may pause.
     """
 
     def __init__(self, toolsets: Sequence[Toolset], limits: ToolLimits):
-        """Opens nothing yet."""
+        """Opens no toolset yet."""
         self._toolsets, self._limits = toolsets, limits
         self._background = BackgroundLoop()
         self._tools: dict[str, OfferedTool] | None = None
         self._opening = asyncio.Lock()
 
     async def open(self) -> list[ToolSpec]:
-        """Opens all toolsets and returns their tools. Further calls return the same.
+        """Opens all toolsets on the first call, and returns the specs of their tools.
 
-        Raises ConfigError for two tools with the same name, InfrastructureFault if a server can't
-        be reached; the next call then tries again.
+        Raises ConfigError if two tools have the same name, InfrastructureFault if a server can't be
+        reached; the next call then tries again.
         """
         async with self._opening:
             if self._tools is None:
@@ -205,7 +209,9 @@ class OpenTools:
         return [tool.spec for tool in self._tools.values()]
 
     def runner(self, task: Prompt | None = None) -> ToolRunner:
-        """Returns the runner of one rollout. Raises RuntimeError before `open`."""
+        """Returns the ToolRunner for the rollout of a task. Raises RuntimeError if `open` was not
+        called before.
+        """
         if self._tools is None:
             raise RuntimeError("open() comes first")
         sessions = [toolset.session(task) for toolset in self._toolsets]
@@ -215,14 +221,14 @@ class OpenTools:
         )
 
     async def close(self) -> None:
-        """Ends servers, processes and the thread. `open` can start them again."""
+        """Ends all servers and processes of the tools, and the thread. `open` can start them again."""
         await self._background.run(_close_all(self._toolsets))
         await self._background.close()
         self._tools = None
 
 
 def offered(specs: Sequence[Sequence[ToolSpec]]) -> dict[str, OfferedTool]:
-    """Returns name -> tool over all toolsets.
+    """Returns the tools of all toolsets by name. `specs`: the specs of each toolset's tools.
 
     Raises ConfigError if two tools have the same name.
     """
@@ -238,8 +244,8 @@ def offered(specs: Sequence[Sequence[ToolSpec]]) -> dict[str, OfferedTool]:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text of at most `most` characters, with its middle replaced by a note if it is
-    longer; the note is not counted. Replaces invalid Unicode.
+    """Returns a text whose middle is replaced by a note if it has more than `most` characters;
+    `most` characters remain besides the note. Replaces invalid Unicode.
     """
     text = text.encode(errors="replace").decode()
     if len(text) <= most:

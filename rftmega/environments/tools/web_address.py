@@ -1,4 +1,4 @@
-"""URLs of servers, and the keys for them."""
+"""Validation of server URLs, and HTTP headers with the keys for these servers."""
 
 import os
 from urllib.parse import urlsplit
@@ -7,10 +7,11 @@ from rftmega.core.errors import ConfigError
 
 
 def checked_address(url: str, option: str) -> str:
-    """Returns the URL.
+    """Returns the URL after validating it. `option`: the option that contains the URL, for error
+    messages.
 
-    Raises ConfigError if it is invalid, or contains a user or password, which would be stored with
-    the config.
+    Raises ConfigError if the URL is invalid, or contains a user name or password, which would be
+    stored with the config.
     """
     try:
         parts = urlsplit(url)
@@ -27,10 +28,11 @@ def checked_address(url: str, option: str) -> str:
 
 
 def bearer(key_env: str, option: str) -> dict[str, str]:
-    """Returns the authorization header with the key in an environment variable; {} without a name.
+    """Returns the authorization header with the key in the environment variable `key_env`; an empty
+    dictionary if `key_env` is "".
 
     Raises ConfigError, which does not show the key, if the variable is empty or contains characters
-    invalid in a header.
+    that are invalid in a header.
     """
     if not key_env:
         return {}

@@ -1,4 +1,4 @@
-"""Writes the model card (README.md) of a PEFT folder."""
+"""Writes the model card (README.md) of a PEFT adapter folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,9 +45,10 @@ def write_card(
     targets: Sequence[str],
     whole: Sequence[str],
 ) -> None:
-    """Writes the card; the hub links to `base` if it is a name on the hub and no folder.
-
-    `whole`: modules that were trained in full beside the pairs.
+    """Writes the model card; the hub links it to `base` if that is a model name on the hub and no
+    local folder.
+    `task`: PEFT's task type, a key of TASKS. `targets`: modules with a LoRA pair; `whole`: modules
+    that were trained in full in addition.
     """
     pipeline, auto = TASKS[task]
     of_hub = base.count("/") == 1 and not Path(base).exists()

@@ -1,7 +1,6 @@
-"""Reads folders with FP8 weights that have one scale per block.
-
-A weight is read as its FP8 numbers in float32 times their block's scale, in the model's dtype: a
-band of blocks at a time, so that no more than the weight itself is in memory.
+"""Reads folders of FP8 weights that have one scale per block of a matrix.
+A weight is read in the model's dtype: its FP8 numbers in float32 times the scale of their block.
+Rows of blocks are dequantised one at a time, so that no more than the weight itself is in memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,7 @@ STORED = "F8_E4M3"
 
 
 class ScaledSlice:
-    """ScaledSlice reads slices of one block-scaled weight."""
+    """ScaledSlice reads dequantised slices of one block-scaled weight."""
 
     def __init__(
         self, stored: Any, scales: Tensor, shape: tuple[int, ...], layout: BlockScales
@@ -45,12 +44,14 @@ class ScaledSlice:
 
 
 class BlockScaledFolder(HFFolder):
-    """BlockScaledFolder is a folder whose scales are part of the weights instead of tensors of
-    their own.
+    """BlockScaledFolder is an HFFolder that dequantises block-scaled weights; the tensors of scales
+    are not visible.
     """
 
     def __init__(self, folder: str | Path, layout: BlockScales):
-        """Raises CheckpointError for scales without a weight."""
+        """Opens the folder; `layout` describes the blocks. Raises CheckpointError for scales
+        without a weight.
+        """
         super().__init__(folder)
         self._layout = layout
         self._scales = {name for name in super().names if name.endswith(SCALES)}
@@ -69,7 +70,7 @@ class BlockScaledFolder(HFFolder):
 
     @property
     def scaled(self) -> set[str]:
-        """Returns the names of the weights that have scales."""
+        """Returns the names of the weights that are stored in FP8 with scales."""
         return {name.removesuffix(SCALES) for name in self._scales}
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -95,8 +96,8 @@ class BlockScaledFolder(HFFolder):
         return ScaledSlice(stored, scales, tuple(shape), self._layout)
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads a tensor as HFFolder does; the checksum is of the dequantised weight, not of the
-        file.
+        """Reads a tensor as HFFolder does, dequantised; the returned checksum is of the dequantised
+        weight, not of the bytes in the file.
         """
         if not self._is_scaled(name):
             return super().fill(targets, name, shape)

@@ -13,16 +13,18 @@ from rftmega.models.kernels.block_scaled import NUMBERS, quantise
 
 
 class Quantising:
-    """Quantising turns each weight that a folder has quantised into two tensors: numbers and
+    """Quantising replaces selected weights of a tensor stream by two tensors each: FP8 numbers and
     scales.
     """
 
     def __init__(self, layout: BlockScales, names: Set[str]):
-        """Takes the `names` of the weights to quantise."""
+        """Stores the block layout and the `names` of the weights to quantise."""
         self._layout, self._names = layout, names
 
     def planned(self, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
-        """Returns the tensors that `quantised` yields for such a stream, in order."""
+        """Returns a description of each tensor that `quantised` yields for a stream of the
+        `planned` tensors, in order.
+        """
         found = []
         for tensor in planned:
             if tensor.name not in self._names:
@@ -37,8 +39,7 @@ class Quantising:
     def quantised(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the numbers and then the scales of each weight to quantise, and all other tensors
         unchanged.
-
-        Raises CheckpointError for a weight to quantise that is not finite.
+        Raises CheckpointError if a weight to quantise contains NaN or infinity.
         """
         for name, tensor in tensors:
             if name not in self._names:

@@ -1,5 +1,5 @@
-"""Checksums of the files of a Hugging Face folder: rftmega's in a file beside them, or the hub's,
-which its downloads keep.
+"""Checksums of the files of a Hugging Face folder: from rftmega's checksums.json in that folder, or
+from the hub's download records.
 """
 
 import hashlib
@@ -22,10 +22,9 @@ KINDS = {"xxh3": r"[0-9a-f]{32}", "sha256": r"[0-9a-f]{64}", "git": r"[0-9a-f]{4
 
 
 def known_sums(folder: Path) -> dict[str, str]:
-    """Returns file -> checksum from CHECKSUMS, or else from the hub's download if that has one of
-    every weight file; otherwise nothing.
-
-    Raises CheckpointError for a CHECKSUMS that can't be read.
+    """Returns file name -> checksum from checksums.json or, if that is missing, from the records of
+    the hub's download; empty if there is no record of some weight file.
+    Raises CheckpointError if checksums.json can't be read.
     """
     if (folder / CHECKSUMS).exists():
         return _read_sums(folder / CHECKSUMS)
@@ -35,7 +34,9 @@ def known_sums(folder: Path) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Lists the files that are checked: all but hidden ones and those that describe the folder."""
+    """Lists the files of a folder that have checksums: all but hidden files and those that describe
+    the weights.
+    """
     odd = (*OF_WEIGHTS, draft_of(folder / CHECKSUMS).name)
     return sorted(
         path
@@ -45,9 +46,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) -> str:
-    """Returns a file's checksum of a kind; `step` is called every few megabytes.
-
-    Raises CheckpointError if the file can't be read.
+    """Returns the checksum of a file as "kind:digest"; `kind` is a key of KINDS.
+    `step` is called after every AT_ONCE bytes. Raises CheckpointError if the file can't be read.
     """
     try:
         made: Any = (
@@ -67,9 +67,9 @@ def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) 
 
 
 def write_sums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Writes CHECKSUMS, of all files if `sums` are not given.
-
-    Raises CheckpointError if it can't be written.
+    """Writes checksums.json with the given `sums` (file name -> checksum), by default computed for
+    all files.
+    Raises CheckpointError if the file can't be written.
     """
     if sums is None:
         sums = {path.name: sum_of(path, "xxh3") for path in files_of(folder)}
@@ -108,8 +108,8 @@ def _seal(said: Mapping[str, Any]) -> str:
 
 
 def _hubs(path: Path) -> str | None:
-    """Returns the hub's checksum of a file, or None: the hub's cache names files by it, and a
-    download to a folder records it.
+    """Returns the hub's checksum of a file, or None if it is unknown.
+    Files in the hub's cache are named by their checksum; a download to a local folder records it.
     """
     if path.is_symlink() and (target := path.resolve()).parent.name == "blobs":
         return _kinded(target.name)
@@ -129,5 +129,7 @@ def _kinded(digest: str) -> str | None:
 
 
 def _git(path: Path) -> Any:
-    """Starts the hash of a git blob, by which the hub identifies small files."""
+    """Returns a git blob hash (SHA-1), begun with the blob header; the hub identifies small files
+    by it.
+    """
     return hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)

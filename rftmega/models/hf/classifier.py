@@ -1,4 +1,4 @@
-"""Marks a config.json as that of a value model."""
+"""Changes config.json to that of a value model."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from rftmega.core.json_files import read_json_object
 
 
 def say_classifier(path: Path) -> None:
-    """Changes a config.json to that of a sequence classifier with one label, transformers' form of
-    a value model.
+    """Rewrites a config.json to describe a sequence classifier with one label, which is
+    transformers' form of a value model.
     """
     config = read_json_object(path)
     config["architectures"] = [

@@ -1,5 +1,5 @@
-"""Finds the tensors of a folder in a transformers model by its conversion mapping, for those that
-`transformers.named_as_in_a_folder` does not name.
+"""Maps the tensor names of a folder to parameters of a transformers model by transformers'
+conversion mapping, for names that `transformers.named_as_in_a_folder` does not map.
 """
 
 import re
@@ -19,7 +19,7 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class ConvertedNames:
-    """ConvertedNames returns views of a model's parameters for tensors of a folder."""
+    """ConvertedNames maps the tensors of a folder to views of a model's parameters."""
 
     def __init__(self, model: PreTrainedModel):
         kept = model.state_dict().keys()
@@ -35,8 +35,8 @@ class ConvertedNames:
         self._prefix = model.base_model_prefix
 
     def place_of(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the view of a parameter that is a folder's tensor of this name and shape; None if
-        there is none.
+        """Returns the view of a model parameter that corresponds to the folder's tensor `name`;
+        None if there is none of this shape.
         """
         target, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state

@@ -1,4 +1,6 @@
-"""Export folders: completed under another name first; a later export replaces only exports."""
+"""Creates export folders: an export is completed in a draft folder first, and replaces a folder
+only if that is an earlier export.
+"""
 
 import logging
 import shutil
@@ -10,16 +12,17 @@ log = logging.getLogger(__name__)
 
 
 def is_anothers(folder: Path) -> bool:
-    """Returns whether the path holds something that no export made."""
+    """Returns whether something exists at the path `folder` that no export created; an empty folder
+    counts as free.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return folder.exists() or folder.is_symlink()
     return not (folder / MARK).is_file() and any(folder.iterdir())
 
 
 def begin(folder: Path) -> Path:
-    """Creates an empty draft folder to export to, which `settle` renames.
-
-    Raises OSError.
+    """Creates an empty draft folder for an export to `folder`; `settle` renames it.
+    Raises OSError, also if the draft's name is taken by something that no export created.
     """
     draft = folder.with_name(folder.name + ".incomplete")
     if is_anothers(draft):
@@ -32,9 +35,9 @@ def begin(folder: Path) -> Path:
 
 
 def settle(draft: Path, folder: Path) -> Path:
-    """Renames a complete draft, replacing an earlier export, and returns its path.
-
-    If something else has the name, the draft gets a numbered name beside it. Raises OSError.
+    """Renames a complete draft to `folder`, replacing an earlier export, and returns the final
+    path.
+    If no export created `folder`, the draft gets a numbered name next to it. Raises OSError.
     """
     if is_anothers(folder):
         free = folder

@@ -1,5 +1,5 @@
-"""Hugging Face model folders: safetensors files read by slice or by tensor, and written as a
-stream.
+"""Reads the safetensors files of Hugging Face model folders by slice or by tensor, and writes them
+from a stream of tensors.
 """
 
 import json
@@ -55,7 +55,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: 
 
 
 class PlannedTensor(NamedTuple):
-    """PlannedTensor describes a tensor that will be written."""
+    """PlannedTensor is the name, dtype and shape of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -67,10 +67,12 @@ class PlannedTensor(NamedTuple):
 
 
 class HFFolder:
-    """HFFolder reads the safetensors files of a model folder, opened lazily and once each."""
+    """HFFolder reads the safetensors files of a model folder; each file is opened once, when it is
+    first needed.
+    """
 
     def __init__(self, folder: str | Path):
-        """Raises CheckpointError if the folder holds no weights."""
+        """Opens the folder. Raises CheckpointError if it contains no weights."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -83,7 +85,7 @@ class HFFolder:
             )
 
     def _names_of(self, files: list[str]) -> dict[str, str]:
-        """Returns tensor -> file of a folder without an index."""
+        """Returns tensor name -> file name of a folder without an index."""
         if not files:
             raise CheckpointError(f"{self.folder} holds no *.safetensors weights.")
         found: dict[str, str] = {}
@@ -110,13 +112,13 @@ class HFFolder:
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements of all tensors."""
+        """Returns the total number of elements of all tensors in the folder."""
         return sum(math.prod(self.shape_of(name)) for name in self.names)
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Returns a lazy slice of tensor `name`.
-
-        Raises CheckpointError if it is missing or of another shape.
+        """Returns a lazy slice of tensor `name`: indexing the slice reads only the selected
+        elements.
+        Raises CheckpointError if the tensor is missing or has another shape.
         """
         file = self._holder(name)
         self.dtype_of(name)
@@ -125,8 +127,8 @@ class HFFolder:
         return found
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Reads tensor `name` into memory of its own: a mapped file would stay resident.
-
+        """Returns tensor `name`, read into newly allocated memory: a mapped file would stay
+        resident.
         Raises CheckpointError as `slice_of` does.
         """
         tensor = torch.empty(shape, dtype=self.dtype_of(name))
@@ -134,9 +136,8 @@ class HFFolder:
         return tensor
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads tensor `name` into contiguous tensors of consecutive rows, and returns the checksum
-        of all of it.
-
+        """Reads tensor `name` into `targets`, contiguous tensors of its consecutive rows, and
+        returns the checksum of the whole tensor.
         Raises CheckpointError as `slice_of` does.
         """
         file, said = self._holder(name), self._said(name)
@@ -154,10 +155,9 @@ class HFFolder:
         return str(found.hexdigest())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Returns a tensor's dtype.
-
-        Raises CheckpointError unless it is a floating-point dtype: others are quantised, or no
-        weights.
+        """Returns the dtype of tensor `name`.
+        Raises CheckpointError unless the dtype is in WEIGHT_DTYPES: tensors of other dtypes are
+        quantised weights or no weights.
         """
         said = self._said(name)["dtype"]
         if said not in WEIGHT_DTYPES:
@@ -171,7 +171,7 @@ class HFFolder:
         return tuple(self._said(name)["shape"])
 
     def _said(self, name: str) -> Any:
-        """Returns a tensor's entry in the header of its file."""
+        """Returns the entry of tensor `name` in the header of its file: dtype, shape and offsets."""
         file = self._holder(name)
         _, header = self._header(file)
         if name not in header:
@@ -202,8 +202,8 @@ class HFFolder:
         return self._open[name]
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
-        """Returns (start of the data, header) of a file, which `safe_open` has checked against its
-        length.
+        """Returns (offset of the data in bytes, header) of a safetensors file, whose length
+        `safe_open` has checked.
         """
         if file not in self._headers:
             self._file(file)
@@ -220,8 +220,7 @@ class HFFolder:
 
 def read_into(stream: Any, tensor: Tensor, what: str) -> None:
     """Fills a contiguous tensor from an unbuffered file.
-
-    Raises CheckpointError if the file ends early.
+    `what` names the file and tensor in messages. Raises CheckpointError if the file ends early.
     """
     view = memoryview(bytes_of(tensor))
     while len(view):
@@ -231,27 +230,28 @@ def read_into(stream: Any, tensor: Tensor, what: str) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """Returns a contiguous tensor's memory as a numpy array of bytes."""
+    """Returns a contiguous host tensor's memory as a numpy array of bytes, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Returns whether a tensor holds neither NaN nor infinity."""
+    """Returns whether a tensor contains neither NaN nor infinity."""
     if tensor.dtype == torch.float8_e4m3fn:  # which torch can't compare
         tensor = tensor.float()
     return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
 def checksum(tensor: Tensor) -> str:
-    """Returns the XXH3 (64 bits) of a tensor's bytes: as fast as memory, where a CRC takes longer
-    than the disk.
+    """Returns the 64-bit XXH3 hash of a tensor's bytes in hexadecimal; it is computed as fast as
+    memory is read, whereas a CRC would be slower than the disk.
     """
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous())))
 
 
 def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, list[PlannedTensor]]:
-    """Returns file name -> tensors, in order, up to `shard_bytes` per file (a larger tensor gets a
-    file of its own).
+    """Splits tensors into files: returns file name -> tensors, in order, with up to `shard_bytes`
+    per file.
+    A larger tensor gets a separate file.
     """
     shards: list[list[PlannedTensor]] = []
     size = 0
@@ -268,20 +268,20 @@ def shards_of(planned: Sequence[PlannedTensor], shard_bytes: int) -> dict[str, l
 
 
 def draft_of(path: Path) -> Path:
-    """Returns the temporary path of a file that is being written."""
+    """Returns the temporary path of a file while it is written."""
     return path.with_name(path.name + ".part")
 
 
 def land(path: Path) -> None:
-    """Renames a written file to its final name, once it is on the disk."""
+    """Flushes the draft of `path` to disk and renames it to `path`."""
     with draft_of(path).open("rb") as stream:
         os.fsync(stream.fileno())
     draft_of(path).rename(path)
 
 
 class WrittenFile(NamedTuple):
-    """WrittenFile holds the checksums of a written file: XXH3 (64 bits) of each tensor by name, and
-    XXH3 (128 bits) of all its bytes, in hex.
+    """WrittenFile holds the checksums of a written file in hexadecimal: the 64-bit XXH3 of each
+    tensor by name, and the 128-bit XXH3 of the whole file.
     """
 
     tensors: dict[str, str]
@@ -291,10 +291,10 @@ class WrittenFile(NamedTuple):
 def write_shard(
     path: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> WrittenFile:
-    """Writes the next tensors of a stream, one in memory at a time, and returns their checksums.
-
-    The file gets its name when it is complete and on the disk. Raises CheckpointError for a tensor
-    that is not finite.
+    """Writes the `planned` tensors, taken from the stream `tensors` in the same order, to a
+    safetensors file and returns their checksums.
+    One tensor at a time is in memory. The file gets its final name when it is complete and on the
+    disk. Raises CheckpointError if a tensor contains NaN or infinity.
     """
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -331,7 +331,7 @@ def write_shard(
 
 
 class _Summed:
-    """_Summed is a raw stream with a checksum of the bytes written to it, computed while they are
+    """_Summed is a raw stream that computes a checksum of the bytes written to it, while they are
     in the processor's caches.
     """
 
@@ -345,19 +345,21 @@ class _Summed:
 
 
 def write_all(stream: Any, tensor: Tensor) -> None:
-    """Writes all bytes of a contiguous tensor."""
+    """Writes all bytes of a contiguous tensor to a stream."""
     write_bytes(stream, bytes_of(tensor))
 
 
 def write_bytes(stream: Any, content: Any) -> None:
-    """Writes all bytes: a raw stream may take fewer in one call, 2 GiB at most."""
+    """Writes all bytes of `content`, in several calls if needed: a raw stream accepts at most 2 GiB
+    per call.
+    """
     view = memoryview(content)
     while len(view):
         view = view[stream.write(view) :]
 
 
 def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
-    """Writes the index of a complete folder."""
+    """Writes the index file (tensor name -> file name) of a folder whose shards are complete."""
     weight_map = {tensor.name: file for file, planned in shards.items() for tensor in planned}
     total = sum(tensor.bytes for planned in shards.values() for tensor in planned)
     draft_of(folder / INDEX).write_text(
@@ -367,11 +369,11 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
 
 
 def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> str | None:
-    """Copies config, tokenizer and generation files: everything but weights and their descriptions.
-
-    `quantised`: the weights are written quantised, as config.json describes. Returns the changes to
-    config.json as text, or None: layers that are left out are not counted, and quantisation of
-    weights that are written unquantised is removed.
+    """Copies config, tokenizer and generation files: everything but weights and files that describe
+    them.
+    `quantised`: the weights are written quantised, as config.json says. Returns the changes to
+    config.json as text, or None if there are none: layers that are not written are no longer
+    counted, and a quantisation that does not apply to the written weights is removed.
     """
     said = None
     for path in source.iterdir():
@@ -391,8 +393,8 @@ def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> s
 
 
 def _as_written(config: Path, *, quantised: bool) -> str | None:
-    """Rewrites a copy of config.json if it counts layers that are left out, or describes quantised
-    weights; returns the changes as text, or None.
+    """Rewrites a copy of config.json if it counts layers that are not written, or describes a
+    quantisation that the written weights don't have; returns the changes as text, or None.
     """
     content = read_json_object(config)
     changes = written(content)

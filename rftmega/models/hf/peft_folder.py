@@ -1,4 +1,6 @@
-"""Adapter folders as PEFT writes and reads them: adapter_model.safetensors, adapter_config.json."""
+"""Reads and writes adapter folders in PEFT's format: adapter_model.safetensors and
+adapter_config.json.
+"""
 
 import json
 import math
@@ -32,7 +34,7 @@ from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, write_shard
 Whole = Callable[[str, tuple[int, ...]], Tensor]  # a matrix, by name and shape
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of module names in transformers' model
-# copies of frozen weights, which PEFT writes beside the pairs of embedding and LM head
+# copies of frozen weights, which PEFT writes in addition to the pairs of embedding and LM head
 COPY = f".base_layer{WEIGHT}"
 COPIES = tuple(name + COPY for name in OF_VOCABULARY)
 WRITTEN: dict[str, Any] = {  # further options of adapters, which PEFT writes as unused
@@ -43,10 +45,9 @@ WRITTEN: dict[str, Any] = {  # further options of adapters, which PEFT writes as
 
 
 def beginning(seed: int) -> Whole:
-    """Returns the initial matrices of adapters that change nothing yet: B is zero, A is drawn from
-    PEFT's distribution, seeded by its name.
-
-    Of an embedding A is zero, and B drawn.
+    """Returns a function that creates the initial LoRA matrices by name and shape; B is zero, A is
+    drawn from PEFT's distribution, seeded by its name.
+    For an embedding A is zero, and B is drawn. So new adapters don't change the model's output.
     """
 
     def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -62,8 +63,8 @@ def beginning(seed: int) -> Whole:
 
 
 class LookedAt(NamedTuple):
-    """LookedAt holds names of a folder's tensors: those that a process has read, and copies of
-    frozen weights that differ from the model's.
+    """LookedAt holds the names of a folder's tensors that a process has read, and of copies of
+    frozen weights that differ from the model's weights.
     """
 
     read: set[str]
@@ -71,12 +72,11 @@ class LookedAt(NamedTuple):
 
 
 class PEFTFolder:
-    """PEFTFolder reads the adapters of one folder."""
+    """PEFTFolder reads the LoRA adapters in one PEFT folder."""
 
     def __init__(self, folder: str | Path, *, option: str = ""):
-        """Opens a folder; `option` is the option that names it, for messages.
-
-        Raises CheckpointError for adapters of an unsupported kind.
+        """Opens a folder; `option` is the config option that names it, for messages.
+        Raises CheckpointError for adapters other than supported LoRA adapters.
         """
         self.folder = Path(folder)
         self._named = f"{option}: " if option else ""
@@ -106,7 +106,7 @@ class PEFTFolder:
 
     def _refuse_odd(self, targets: Sequence[str]) -> None:
         """Raises CheckpointError for tensors that belong to no complete pair, or to a pair on a
-        module that is none of the `targets`.
+        module that `targets` does not include.
         """
         names = set(self.files.names)
         pairs = {PREFIX + each for module in self.modules for each in pair_names(module)}
@@ -118,8 +118,8 @@ class PEFTFolder:
                 self._refuse([f"a pair is on {module!r}, which target_modules do not name"])
 
     def check(self, lora: LoRA, targets: Iterable[str]) -> None:
-        """Raises CheckpointError if the options ask for other adapters, or for other modules than
-        `targets`.
+        """Raises CheckpointError if the folder's rank, alpha or rsLoRA setting differs from that of
+        `lora`, or if its target modules differ from `targets`.
         """
         pairs = (("r", "rank"), ("lora_alpha", "alpha"), ("use_rslora", "rslora"))
         found = [
@@ -136,12 +136,12 @@ class PEFTFolder:
 
     @property
     def scaling(self) -> float:
-        """Returns the factor of a pair's product."""
+        """Returns the factor by which the product B A of a pair is multiplied."""
         return scaling_of(self.rank, self.alpha, rslora=self.rslora)
 
     @property
     def modules(self) -> list[str]:
-        """Returns the names of the modules that have a pair, without PEFT's prefix."""
+        """Returns the names of the modules that have a LoRA pair, without PEFT's prefix."""
         return [
             module_of(name.removeprefix(PREFIX))
             for name in self.files.names
@@ -150,9 +150,9 @@ class PEFTFolder:
 
     def pair(self, module: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Reads (A [rank, columns], B [rows, rank]) of a module, whose weight is [rows, columns].
-
-        An embedding's pair is swapped and transposed: PEFT's A looks up its rows. Raises
-        CheckpointError if a matrix is missing or of another shape.
+        For an embedding PEFT stores the pair transposed and in the opposite order, since its A is
+        the matrix that is looked up. Raises CheckpointError if a matrix is missing or has another
+        shape.
         """
         down, up = pair_names(module)
         if down.endswith(EMBEDDING_DOWN):
@@ -163,15 +163,15 @@ class PEFTFolder:
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads a tensor by its name without PEFT's prefix.
-
-        Raises CheckpointError if it is missing or of another shape.
+        Raises CheckpointError if the tensor is missing or has another shape.
         """
         self._read.add(PREFIX + name)
         return self.files.whole(PREFIX + name, shape)
 
     def compare(self, weight: str, shape: tuple[int, ...], held: Callable[[Tensor], bool]) -> None:
-        """Compares PEFT's copy of a frozen weight, if there is one, with the model's; `held`
-        returns whether it equals this process's part.
+        """Records whether PEFT's copy of a frozen weight, if the folder has one, differs from the
+        model's weight.
+        `held` gets the copy and returns whether it equals the part of the weight on this process.
         """
         name = PREFIX + weight.removesuffix(WEIGHT) + COPY
         if name in self.files:
@@ -181,12 +181,13 @@ class PEFTFolder:
 
     @property
     def looked_at(self) -> LookedAt:
-        """Returns the names of tensors that this process has read, for `refuse_rest`."""
+        """Returns the tensor names that this process has read and found changed, for `refuse_rest`."""
         return LookedAt(self._read, self._changed)
 
     def refuse_copies(self, everyones: Sequence[LookedAt]) -> None:
-        """Raises CheckpointError for copies of frozen weights that differ from the model's: the
-        adapter was trained beside those.
+        """Raises CheckpointError if a process found copies of frozen weights that differ from the
+        model's: the adapter was trained with those copies.
+        `everyones`: the `looked_at` of every process.
         """
         if changed := sorted(set().union(*(each.changed for each in everyones))):
             self._refuse(
@@ -197,8 +198,9 @@ class PEFTFolder:
             )
 
     def refuse_rest(self, everyones: Sequence[LookedAt]) -> None:
-        """Raises CheckpointError for tensors that no process has read, and for copies as
+        """Raises CheckpointError for tensors that no process has read, and for changed copies as
         `refuse_copies` does.
+        `everyones`: the `looked_at` of every process.
         """
         self.refuse_copies(everyones)
         if rest := sorted(set(self.files.names).difference(*(each.read for each in everyones))):
@@ -215,26 +217,28 @@ def _told(value: float | bool) -> str:
 
 
 def names_of_pairs(names: Iterable[str]) -> set[str]:
-    """Returns the names of matrices that belong to a pair; a second matrix alone is of a tensor
-    without an adapter, and zeros.
+    """Returns those of `names` whose module also has the first matrix (A) of its LoRA pair among
+    `names`.
+    A second matrix (B) without an A belongs to a tensor without an adapter, and is zero.
     """
     known = set(names)
     return {name for name in known if pair_names(module_of(name))[0] in known}
 
 
 def trained_whole(names: Iterable[str]) -> list[str]:
-    """Returns the names that are no matrix of a pair: those of a value head."""
+    """Returns the names that are no LoRA matrix: tensors of a value head, which are trained in
+    full.
+    """
     return [name for name in names if not name.endswith((*DOWNS, *UPS))]
 
 
 def write_pairs(
     folder: Path, planned: Sequence[PlannedTensor], tensors: Iterator[tuple[str, Tensor]]
 ) -> set[str]:
-    """Writes the tensors of a stream, which are the `planned` ones in their order, and returns the
-    modules with pairs.
-
-    If only some HF tensors of a weight have an adapter, the second matrix has zeros for the others:
-    those are left out.
+    """Writes the LoRA tensors of a stream, which yields the `planned` tensors in order, and returns
+    the names of the target modules.
+    If only some HF tensors of a fused weight have an adapter, the stream contains zeros as the
+    second matrix of the HF tensors without one; these zeros are not written.
     """
     pairs = names_of_pairs(each.name for each in planned)
     kept = pairs.union(trained_whole(each.name for each in planned))
@@ -245,7 +249,9 @@ def write_pairs(
 
 
 def described(*, rank: int, alpha: float, targets: Iterable[str], rslora: bool) -> dict[str, Any]:
-    """Returns the fields of adapter_config.json that describe the pairs."""
+    """Returns the fields of adapter_config.json that describe the pairs: rank, alpha, rsLoRA and
+    target modules.
+    """
     return {
         "peft_type": "LORA",
         "r": rank,
@@ -266,8 +272,8 @@ def write_config(
     rslora: bool = False,
     whole: Sequence[str] = (),
 ) -> None:
-    """Writes adapter_config.json and a model card; `whole`: the names of a value head's tensors
-    (`trained_whole`).
+    """Writes adapter_config.json and a model card.
+    `whole`: names of tensors trained in full, which belong to a value head (see `trained_whole`).
     """
     modules = sorted({name.rpartition(".")[0] for name in whole})
     said = {
@@ -293,7 +299,9 @@ def write_config(
 
 
 def _task_of(whole: Sequence[str]) -> str:
-    """Returns PEFT's task type for a model whose fully trained tensors are `whole`."""
+    """Returns PEFT's task type; `whole` lists the names of tensors trained in full, which only a
+    value model has.
+    """
     if not whole:
         return "CAUSAL_LM"
     # transformers' sequence classifiers have no bias

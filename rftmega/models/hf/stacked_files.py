@@ -1,7 +1,7 @@
-"""Reads and writes the matrices of a folder's stacked expert tensors.
-
-Both the published layout and that of transformers 5 are read. The published one is written: every
-release of transformers, and vLLM, reads it.
+"""Reads and writes expert matrices of folders that stack the matrices of all experts of a layer in
+one tensor.
+Both the published layout and the layout of transformers 5 are read. The published one is written,
+since every release of transformers, and vLLM, reads it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum, read_
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
-    """Opens the weights of a folder, with the names of the architecture's conversion table.
-
+    """Opens the weights of a folder with the reader that its config requires: block-scaled, stacked
+    or plain.
     Raises CheckpointError as HFFolder, UnstackedFolder and BlockScaledFolder do, and for a folder
-    that would need both of the latter.
+    with both stacked and block-scaled weights.
     """
     stacks, scales = stacks_of(hf_config), block_scales(hf_config)
     if stacks and scales:
@@ -37,7 +37,7 @@ def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
 
 
 class MatrixSlice:
-    """MatrixSlice reads slices of one matrix in a stack."""
+    """MatrixSlice reads slices of one expert's matrix within a stacked tensor."""
 
     def __init__(self, stored: Any, place: Place):
         self._stored, self._place = stored, place
@@ -54,11 +54,14 @@ class MatrixSlice:
 
 
 class UnstackedFolder(HFFolder):
-    """UnstackedFolder is a folder whose stacks are read as if each matrix were a tensor."""
+    """UnstackedFolder is an HFFolder that presents each matrix of a stacked tensor as a separate
+    tensor.
+    """
 
     def __init__(self, folder: str | Path, stacks: Sequence[Stack]):
-        """Raises CheckpointError for a stack of another shape, and for a matrix that is there
-        twice.
+        """Opens the folder.
+        Raises CheckpointError if a stacked tensor has an unexpected shape, or if a matrix is also
+        stored as a separate tensor.
         """
         super().__init__(folder)
         self._places: dict[str, Place] = {}
@@ -108,7 +111,7 @@ class UnstackedFolder(HFFolder):
         return checksum(matrix)
 
     def _expert(self, place: Place) -> Tensor:
-        """Reads all matrices of an expert in a stack, which are contiguous."""
+        """Reads all matrices of one expert in a stacked tensor; they are contiguous in the file."""
         name = place.stack.name
         file, said = self._holder(name), self._said(name)
         start, _ = self._header(file)
@@ -132,7 +135,7 @@ def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
 
 
 class Stacking:
-    """Stacking merges the matrices of experts into a folder's stacked tensors."""
+    """Stacking merges the matrices of experts in a tensor stream into a folder's stacked tensors."""
 
     def __init__(self, stacks: Sequence[Stack]):
         self._places = {
@@ -140,7 +143,9 @@ class Stacking:
         }
 
     def planned(self, planned: Iterable[PlannedTensor]) -> list[PlannedTensor]:
-        """Returns the tensors that `stacked` yields for such a stream, in order."""
+        """Returns a description of each tensor that `stacked` yields for a stream of the `planned`
+        tensors, in order.
+        """
         found, missing = [], _Missing()
         for tensor in planned:
             place = self._places.get(tensor.name)
@@ -151,15 +156,18 @@ class Stacking:
         return found
 
     def matrices(self, names: Iterable[str]) -> set[str]:
-        """Returns the names of the matrices that a folder's tensors of these names consist of."""
+        """Returns `names`, tensors of a folder, with each stacked tensor's name replaced by the
+        names of its matrices.
+        """
         chosen = set(names)
         inside = {name for name, place in self._places.items() if place.stack.name in chosen}
         return inside | (chosen - {place.stack.name for place in self._places.values()})
 
     def stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields a stack as soon as its last matrix has arrived, and all other tensors at once.
-
-        It holds incomplete stacks: one layer's, if the stream goes layer by layer.
+        """Yields a stacked tensor as soon as its last matrix has arrived, and all other tensors
+        unchanged.
+        Incomplete stacked tensors are kept in memory; if the stream is ordered by layer, these are
+        the stacked tensors of one layer.
         """
         missing, held = _Missing(), dict[str, Tensor]()
         for name, tensor in tensors:
@@ -175,13 +183,13 @@ class Stacking:
 
 
 class _Missing:
-    """_Missing counts the missing matrices of stacks."""
+    """_Missing counts how many matrices of each stacked tensor have not arrived yet."""
 
     def __init__(self) -> None:
         self._left: dict[str, int] = {}
 
     def is_last(self, place: Place) -> bool:
-        """Counts a matrix, and returns whether it is the last of its stack."""
+        """Counts a matrix as arrived, and returns whether it is the last one of its stacked tensor."""
         stack = place.stack
         left = self._left.get(stack.name, len(stack.matrices) * len(stack.matrices[0])) - 1
         self._left[stack.name] = left

@@ -1,1 +1,1 @@
-"""Kernels shared by all training backends; they take tensors and process groups, and no models."""
+"""Kernels that all training backends share; they take tensors and process groups instead of models."""

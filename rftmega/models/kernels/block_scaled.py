@@ -14,10 +14,10 @@ LARGEST = torch.finfo(NUMBERS).max
 def quantise(
     weight_RC: Tensor, high: int, wide: int, numbers: torch.dtype = NUMBERS
 ) -> tuple[Tensor, Tensor]:
-    """Returns `numbers` [R, C] (e4m3 or int8) and scales [blocks down, blocks across] in float32.
-
-    The largest of a block of `high` rows and `wide` columns becomes the largest number. A block of
-    zeros has scale 1.
+    """Returns quantised numbers [R, C] of dtype `numbers` (e4m3 or int8) and scales [blocks down,
+    blocks across] in float32.
+    A block has `high` rows and `wide` columns; its largest magnitude is mapped to the largest
+    number of the dtype. A block of zeros has scale 1.
     """
     largest = LARGEST if numbers is NUMBERS else torch.iinfo(numbers).max
     rows, columns = weight_RC.shape
@@ -34,7 +34,9 @@ def quantise(
 
 
 def dequantised(numbers_RC: Tensor, scales: Tensor, high: int, wide: int) -> Tensor:
-    """Returns the dequantised weight [R, C] in float32."""
+    """Returns the weight [R, C] in float32: each number times the scale of its block of `high` rows
+    and `wide` columns.
+    """
     rows, columns = numbers_RC.shape
     spread = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
     return numbers_RC.float() * spread

@@ -1,7 +1,6 @@
-"""Log-probs and entropy directly from hidden states: the logits exist for one chunk of tokens at a
-time.
-
-Legend: N tokens, H hidden size, V this rank's part of the vocabulary, c tokens of a chunk.
+"""Computes log-probs and entropy directly from hidden states, with the logits of only one chunk of
+tokens in memory at a time.
+Legend: N tokens, H hidden size, V this rank's columns of the vocabulary, c tokens of a chunk.
 """
 
 import functools
@@ -18,7 +17,9 @@ CHUNK = 1024  # tokens whose logits exist at once: memory is O(CHUNK x V), whate
 
 
 class VocabularyShard(NamedTuple):
-    """VocabularyShard is the range of the vocabulary that a rank holds."""
+    """VocabularyShard describes the range of token ids whose LM-head rows a tensor-parallel rank
+    holds.
+    """
 
     first: int  # id of the first column
     real: int  # columns of the vocabulary; those behind them are padding
@@ -26,9 +27,9 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of_rank(cls, width: int, *, vocabulary: int, rank: int, group: Any) -> "VocabularyShard":
-        """Returns the shard of this rank's `width` columns in `group`.
-
-        `vocabulary` is the true size.
+        """Returns the shard of a rank that holds `width` columns, padding included, in the
+        tensor-parallel group `group`.
+        `vocabulary` is the vocabulary's size without padding.
         """
         return cls(rank * width, max(0, min(width, vocabulary - rank * width)), group)
 
@@ -46,13 +47,11 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-prob of each target, entropy), both [N] float32, of softmax((hidden @ weight.T +
     bias) / temperature); differentiable.
-
-    `bias` [V] is of this rank's columns. Of a low-rank `pair`, inner [N, r] and up [V, r], inner @
-    up.T is added to hidden @ weight.T; inner's gradient is this rank's share as well.
-
-    `temperature` is one for all tokens or [N]. Padding columns are out of the softmax and get zero
-    gradient. The gradient of `hidden` is this rank's share: the caller sums it over the
-    tensor-parallel ranks (Megatron's mappings do it).
+    `bias` [V] is that of this rank's columns. `pair`: LoRA tensors (inner [N, r], up [V, r]); inner
+    @ up.T is added to hidden @ weight.T. `temperature` is one for all tokens or [N]. Padding
+    columns are excluded from the softmax and get zero gradient. The gradients of `hidden` and inner
+    are this rank's contributions: the caller sums them over the tensor-parallel ranks (Megatron's
+    mappings do it).
     """
     if not isinstance(temperature, Tensor):
         temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
@@ -131,7 +130,7 @@ class _LinearStats(torch.autograd.Function):
             grad, of_targets = _fused(_gradient)(
                 given, known, temperature[part], normaliser, column, pulled, shard.real
             )  # fmt: skip
-            # a target's own term is added before rounding: beside it, 1 - p may be small
+            # a target's own term is added before rounding, because 1 - p may be small
             of_targets = (of_targets + pull[part, None]).to(grad.dtype)
             grad.scatter_(-1, column, torch.where(held, of_targets, grad.gather(-1, column)))
             grad_hidden[part] = grad @ logits.weight
@@ -151,7 +150,7 @@ class _LinearStats(torch.autograd.Function):
 
 
 class _Logits(NamedTuple):
-    """_Logits holds the factors of the logits [N, V]."""
+    """_Logits holds the tensors from which the logits [N, V] are computed."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
@@ -160,12 +159,12 @@ class _Logits(NamedTuple):
     up: Any = None  # [V, r], or None
 
     def of(self, part: slice) -> "_Logits":
-        """Returns the same factors for some tokens."""
+        """Returns the same tensors restricted to the tokens in `part`."""
         inner = None if self.inner is None else self.inner[part]
         return self._replace(hidden=self.hidden[part], inner=inner)
 
     def made(self, temperature: Tensor) -> Tensor:
-        """Returns the logits, in float32, divided by each token's temperature."""
+        """Computes the logits in float32, divided by each token's temperature."""
         made = (self.hidden @ self.weight.T).float()
         if self.bias is not None:
             made += self.bias
@@ -175,7 +174,9 @@ class _Logits(NamedTuple):
 
 
 def _zeros_for(weight: Tensor | None, learns: bool) -> Tensor | None:
-    """Returns the fp32 accumulator of a weight's gradient; None if the weight is not trained."""
+    """Returns zeros in float32 to accumulate a weight's gradient in; None if the weight is absent
+    or not trained.
+    """
     return torch.zeros_like(weight, dtype=torch.float32) if weight is not None and learns else None
 
 
@@ -186,10 +187,10 @@ def _local_sums(
     shard: VocabularyShard,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns this rank's largest logit m [N]; [3, N]: sum of exp(x - m), sum of exp(x - m) (x -
-    m), the target's logit or 0; and x - m of the last chunk [c, V], or None.
-
-    The last chunk takes no more memory than any chunk, and the backward pass need not recompute it.
+    """Returns, over this rank's columns x, the largest logit m [N]; [3, N]: sum of exp(x - m), sum
+    of exp(x - m) (x - m), the target's logit or 0; and x - m of the last chunk [c, V], or None.
+    The last chunk's logits take no more memory than any chunk, and the backward pass need not
+    recompute them.
     """
     last = None
     hidden = logits.hidden
@@ -206,7 +207,7 @@ def _local_sums(
 
 
 class _Pulled(NamedTuple):
-    """_Pulled holds the loss's gradients and the entropy at each token of a chunk, all [c]
+    """_Pulled holds the gradients of the loss and the entropy for each token of a chunk, all [c]
     float32.
     """
 
@@ -218,8 +219,9 @@ class _Pulled(NamedTuple):
 def _row_sums(
     given: _Logits, temperature: Tensor, column: Tensor, real: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns each token's largest logit x of the first `real` columns, m [c], sum of exp(x - m),
-    sum of exp(x - m) (x - m), the logit at `column` [c, 1], and with `keep` x - m itself [c, V].
+    """Returns for each token, with x its logits in the first `real` columns: their maximum m [c],
+    sum of exp(x - m), sum of exp(x - m) (x - m), the logit at `column` [c, 1] and, with `keep`, the
+    values x - m [c, V], otherwise None.
     """
     logits = given.made(temperature)
     target = logits.gather(-1, column)
@@ -240,11 +242,10 @@ def _gradient(
     pulled: _Pulled,
     real: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the logits [c, V] without each target's own term, 0 on padding, and
-    its value at `column`, unrounded [c, 1].
-
+    """Returns the gradient of the logits [c, V] without the term of the target's one-hot, 0 on
+    padding columns, and its value at `column`, unrounded [c, 1].
     `known`: the logits, if they need not be recomputed; they are modified. `normaliser` [c] is
-    subtracted from them.
+    subtracted from the logits.
     """
     if known is None:
         known = given.made(temperature)
@@ -256,7 +257,9 @@ def _gradient(
 
 
 def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:
-    """Returns -p (spread (log p + H) + pull); modifies `log_p`."""
+    """Returns the gradient -p (spread (log p + H) + pull), with `spread`, H and `pull` from
+    `pulled`; modifies `log_p`.
+    """
     grad = log_p.exp()
     if pulled.spread is None:
         return grad.mul_(-pulled.pull[:, None])
@@ -265,7 +268,7 @@ def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Adds a matrix product to `total` in float32."""
+    """Adds the matrix product of `one` and `other` to `total`, which is in float32."""
     if one.dtype == torch.float32:
         total.addmm_(one, other)
     else:
@@ -273,7 +276,9 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a chunk compiled to few kernels, if the device has a compiler."""
+    """Returns a function of a chunk compiled to few kernels, or unchanged if the device has no
+    compiler.
+    """
     return _compiled(function, device.current())
 
 
@@ -283,8 +288,8 @@ def _compiled(function: Callable[..., Any], where: device.Device) -> Callable[..
 
 
 def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Returns each target's local column (0 if another rank has it), and whether it is local, both
-    [c, 1].
+    """Returns the column of each target in this rank's shard (0 if another rank holds it), and
+    whether this rank holds it, both [c, 1].
     """
     local = targets - shard.first
     held = (local >= 0) & (local < shard.real)

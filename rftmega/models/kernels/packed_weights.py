@@ -1,4 +1,4 @@
-"""Frozen weights, kept on the host in int8."""
+"""Keeps frozen weights on the host in int8 while they are offloaded."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rftmega.runtime import device
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """PackedWeight is a weight as int8 numbers [R, C], with a scale for each `wide` columns of a
+    """PackedWeight is a weight [R, C] and its int8 numbers, with one scale per `wide` columns of a
     row.
     """
 
@@ -24,7 +24,7 @@ class PackedWeight:
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Dequantises into the weight, which must be on the device."""
+        """Writes the dequantised values into the weight, which must be on the device."""
         self.weight.copy_(self._on(self.weight.device))
 
     def unpacked(self) -> Tensor:
@@ -43,10 +43,10 @@ class PackedWeight:
 
 @torch.no_grad()
 def pack(weights: Sequence[Tensor], *, wide: int) -> tuple[list[PackedWeight], float]:
-    """Packs matrices, and sets each to its dequantised values, so that offloading does not change
-    it.
-
-    Returns the packed weights, and the root mean square of the error over that of the weights.
+    """Quantises matrices to int8 in blocks of `wide` columns, and sets each matrix to its
+    dequantised values, so that offloading does not change it.
+    Returns the packed weights and the relative quantisation error: the root mean square of the
+    error divided by that of the weights.
     """
     blocks = [-(-weight.shape[1] // wide) for weight in weights]
     # one buffer of each kind: pinning one costs a call of the driver

@@ -1,8 +1,8 @@
-"""Causal attention of queries in the middle of a row, by kernels that never materialise the scores.
-
-Those kernels support a square with a causal mask and a rectangle without a mask. A chunk of a row
-needs both: all that came before it, and itself. Each half returns its output and the logarithm of
-its softmax's denominator, from which the whole follows.
+"""Causal attention of queries in the middle of a row, with kernels that never materialise the
+scores.
+Such kernels support a square with a causal mask or a rectangle without a mask. A chunk of a row
+needs both: the rectangle for all earlier keys, the square for its own. Each returns its output and
+the logarithm of its softmax denominator, from which the joint result is computed.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ WIDEST = 256  # largest head size of CUDA's kernel
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Returns whether the kernels support such tensors, without dropout: on CUDA in half precision,
-    with head sizes up to WIDEST.
+    """Returns whether the attention kernels support this query tensor, without dropout: on CUDA in
+    half precision, with head sizes up to WIDEST; on a CPU always.
     """
     if query.device.type != "cuda":
         return True
@@ -27,10 +27,9 @@ def has_kernel(query: Tensor) -> bool:
 def attend_to_prefix(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Computes attention of [b, heads, q, d] over [b, groups, k, d], q below k, to [b, heads, q, d
-    of values].
-
-    The last query sees the last key.
+    """Computes attention of queries [b, heads, q, d] over keys and values [b, groups, k, d], q < k,
+    and returns [b, heads, q, d of values].
+    The last query attends to all keys, the one before to all but the last key, and so on.
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -42,11 +41,10 @@ def attend_to_prefix(
 
 
 class _Joined(torch.autograd.Function):
-    """_Joined computes the softmax over both halves: each half's output is weighted by its share of
-    the denominator.
-
-    So is the backward pass, where a kernel that gets the whole's output and denominator computes
-    its half's gradients.
+    """_Joined computes attention over earlier and own keys: the output of each half is weighted by
+    its share of the softmax denominator.
+    In the backward pass a kernel that gets the joint output and denominator computes the gradients
+    of its half.
     """
 
     @staticmethod
@@ -98,19 +96,21 @@ def _halves(
 
 def _behind(x: Tensor, groups: int) -> Tensor:
     """Maps [b, heads, q, ...] to [b, groups, heads of a group * q, ...].
-
-    Without a mask these are more queries of one head, and no key need be copied for each.
+    Without a mask, the queries of all heads in a group are like more queries of one head, so keys
+    need not be repeated.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _beside(x: Tensor, query: Tensor) -> Tensor:
-    """Maps the result of `_behind` back to the heads of `query`."""
+    """Maps [b, groups, heads of a group * q, ...] back to [b, heads, q, ...]: the inverse of
+    `_behind`.
+    """
     return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeats keys and values for every head."""
+    """Repeats keys and values for every query head of their group."""
     repeat = query.shape[1] // key.shape[1]
     return (
         (key, value)
@@ -122,8 +122,8 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Returns (output, logarithms of the denominators [b, heads, q], further inputs of the backward
-    pass).
+    """Returns (output, logarithms of the softmax denominators [b, heads, q], further inputs of the
+    backward pass).
     """
     if query.device.type == "cuda":
         out, denominator, *seeds, _ = aten._scaled_dot_product_flash_attention(

@@ -1,1 +1,3 @@
-"""Custom modules for Megatron's layers: attention, norms, rotary embeddings and adapters."""
+"""Modules that replace or extend Megatron's layers: attention, norms, rotary embeddings and
+adapters.
+"""

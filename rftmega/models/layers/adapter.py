@@ -1,12 +1,10 @@
 """LoRA adapters (arXiv:2106.09685) on linear layers that are split over tensor-parallel ranks:
 scaling * b a x is added to the layer's output.
-
-A column-parallel layer has `a` whole and its own rows of `b`, a row-parallel one its own columns of
-`a` and `b` whole. A matrix that every process has whole is no shard: its gradient is counted once,
-and with sequence parallelism, where each rank sees its own tokens, summed over the ranks.
-
-An expert's layers do not communicate: the dispatcher gives all processes that share an expert the
-same tokens, and sums their outputs.
+For a column-parallel layer every rank holds all of `a` and its own rows of `b`; for a row-parallel
+layer its own columns of `a` and all of `b`. A matrix that every rank holds in full is not marked as
+a shard: its gradient counts once in the norm and, under sequence parallelism, where each rank sees
+its own tokens, is summed over the ranks. Adapters of an expert's layers do not communicate: the
+token dispatcher gives all processes that share an expert the same tokens, and sums their outputs.
 """
 
 from functools import cache
@@ -26,7 +24,9 @@ from torch.nn import functional as F
 
 
 class LowRankAdapter(nn.Module):
-    """LowRankAdapter holds the two matrices of one layer's adapter: [s, b, in] -> [s, b, out]."""
+    """LowRankAdapter holds the two matrices of a layer's adapter and maps [s, b, in] to [s, b,
+    out].
+    """
 
     members: Tensor
 
@@ -44,10 +44,9 @@ class LowRankAdapter(nn.Module):
         group: Any,
     ):
         """Creates the adapter with zero matrices.
-
-        `weight` [out, in] is this process's part of the layer. `members` [out, pairs] has a 1 where
-        a row belongs to a pair of matrices: q, k and v have one each, and lie in one weight.
-        `group`: the processes that share the layer.
+        `weight` [out, in] is this process's part of the layer's weight. `members` [out, pairs] has
+        a 1 where a row belongs to a LoRA pair: q, k and v have one pair each, although they are
+        rows of one weight. `group`: the processes that share the layer.
         """
         super().__init__()
         out, into = weight.shape
@@ -75,10 +74,10 @@ class LowRankAdapter(nn.Module):
         return self.scaling * F.linear(inner, self.by_pair())
 
     def _of_all_tokens(self, given: Tensor) -> Tensor:
-        """Returns this process's part of an expert's sum, or its rows.
-
-        The dispatcher handles tokens and sums in both directions. Only the gradient of the matrix
-        that every process has whole must be summed here.
+        """Returns this process's partial sum (row-parallel) or its output rows (column-parallel) of
+        an expert's adapter.
+        The dispatcher exchanges tokens and sums outputs in both directions. Only the gradient of
+        the matrix that every process holds in full must be summed here.
         """
         a, b = self.a, self.by_pair()
         if self.row_parallel:
@@ -88,18 +87,22 @@ class LowRankAdapter(nn.Module):
         return self.scaling * F.linear(F.linear(self._dropped(given), a), b)
 
     def delta(self, rows: slice, columns: slice) -> Tensor:
-        """Returns the delta of rows and columns of the weight, in float32."""
+        """Returns scaling * b a for the given rows and columns of the weight, in float32."""
         up, down = self.by_pair()[rows].float(), self.a[:, columns].float()
         return self.scaling * (up @ down)
 
     def by_pair(self) -> Tensor:
-        """Returns b as [out, pairs * rank]: each row in the columns of its pair."""
+        """Returns b as [out, pairs * rank]: each row's values are in the columns of its pair, with
+        zeros elsewhere.
+        """
         if self.one_pair:
             return self.b
         return (self.members[:, :, None] * self.b[:, None]).flatten(1)
 
     def _for_shards(self, inner: Tensor) -> Tensor:
-        """Returns all tokens' values, whose gradient is summed over the shards of `b`."""
+        """Returns the values `inner` of all tokens; their gradient is summed over the ranks that
+        hold shards of `b`.
+        """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
                 inner, tensor_parallel_output_grad=True, group=self.group
@@ -107,7 +110,9 @@ class LowRankAdapter(nn.Module):
         return copy_to_tensor_model_parallel_region(inner, group=self.group)
 
     def _summed(self, inner: Tensor) -> Tensor:
-        """Returns the sum over the shards of `a`, which sends r columns instead of the layer's."""
+        """Returns `inner` summed over the ranks that hold shards of `a`; this sends only `rank`
+        values per token.
+        """
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
@@ -125,8 +130,8 @@ class LowRankAdapter(nn.Module):
 
 
 def _mark(parameter: Any, split: int | None, sequence_parallel: bool) -> None:
-    """Sets Megatron's attributes for the split dimension of a parameter; None: every rank has it
-    whole.
+    """Sets Megatron's attributes for the dimension along which a parameter is split over
+    tensor-parallel ranks; None: every rank holds all of it.
     """
     parameter.tensor_model_parallel = split is not None
     parameter.partition_dim = -1 if split is None else split
@@ -135,12 +140,11 @@ def _mark(parameter: Any, split: int | None, sequence_parallel: bool) -> None:
 
 
 def _mark_of_expert(parameter: Any, split: int | None, weight: Any, group: Any) -> None:
-    """Sets Megatron's attributes for an expert's parameter: its gradient is summed where the
-    weight's is.
-
-    Megatron's gradient norm counts split parameters on every process, and others only where the
-    rank among the shards of dense layers is 0; some experts are on no such process. So every matrix
-    is marked as split, and the further copies of a whole one as shared, which are not counted.
+    """Sets Megatron's attributes for a parameter of an expert's adapter: its gradient is summed
+    over the same processes as that of the expert's weight.
+    Megatron's gradient norm counts split parameters on every process, and others only on processes
+    with tensor-parallel rank 0; some experts are on no such process. So every matrix is marked as
+    split, and the copies of a replicated matrix beyond the first as shared, which are not counted.
     """
     parameter.allreduce = getattr(weight, "allreduce", True)
     parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
@@ -150,18 +154,22 @@ def _mark_of_expert(parameter: Any, split: int | None, weight: Any, group: Any) 
 
 
 class AdaptedLinear:
-    """AdaptedLinear is a mixin that adds an adapter's output to that of a linear layer."""
+    """AdaptedLinear is a mixin for linear layers that adds the output of a LoRA adapter to that of
+    the layer.
+    """
 
     def __init__(self, *given: Any, **named: Any):
         super().__init__(*given, **named)
         self.lora: LowRankAdapter | None = None
 
     def adaptable(self) -> list[Tensor]:
-        """Returns the weights that can have an adapter."""
+        """Returns the layer's weights that can have an adapter: its only weight."""
         return [self.weight]  # type: ignore[attr-defined]
 
     def adapt(self, number: int, adapter: LowRankAdapter) -> None:
-        """Adds an adapter to weight `number` of `adaptable`."""
+        """Attaches an adapter to the layer's weight; `number` is its index in `adaptable`, always
+        0.
+        """
         self.lora = adapter
 
     def forward(self, given: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
@@ -172,8 +180,8 @@ class AdaptedLinear:
 
 
 class AdaptedExperts:
-    """AdaptedExperts is a mixin that adds the outputs of the experts' adapters to that of a grouped
-    layer, whose tokens are sorted by expert, such as Transformer Engine's.
+    """AdaptedExperts is a mixin for grouped linear layers, whose tokens are sorted by expert, such
+    as Transformer Engine's; it adds the output of each expert's adapter to that of the layer.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -181,17 +189,17 @@ class AdaptedExperts:
         self.lora = nn.ModuleDict()
 
     def adaptable(self) -> list[Tensor]:
-        """Returns the weights that can have an adapter."""
+        """Returns the layer's weights that can have an adapter: one for each expert."""
         return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]  # type: ignore[attr-defined]
 
     def adapt(self, number: int, adapter: LowRankAdapter) -> None:
-        """Adds an adapter to weight `number` of `adaptable`."""
+        """Attaches an adapter to the weight of expert `number`, its index in `adaptable`."""
         self.lora[str(number)] = adapter
 
     def forward(
         self, given: Tensor, tokens: list[int], *others: Any, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer with its adapters; `tokens` are the numbers of tokens of each expert."""
+        """Runs the layer with its adapters; `tokens` lists the number of tokens of each expert."""
         output, bias = super().forward(given, tokens, *others, **named)  # type: ignore[misc]
         if not self.lora or any(adapter.off for adapter in self.lora.values()):
             return output, bias
@@ -201,21 +209,22 @@ class AdaptedExperts:
 
 @cache
 def with_adapter(linear: type) -> type:
-    """Returns a subclass of a linear layer that can have an adapter."""
+    """Returns a subclass of a linear layer class that can have a LoRA adapter."""
     return type(f"{linear.__name__}WithAdapter", (AdaptedLinear, linear), {})
 
 
 @cache
 def with_adapters(grouped: type) -> type:
-    """Returns a subclass of a grouped layer whose experts can have an adapter each."""
+    """Returns a subclass of a grouped linear layer class in which each expert can have a LoRA
+    adapter.
+    """
     return type(f"{grouped.__name__}WithAdapters", (AdaptedExperts, grouped), {})
 
 
 def let_gradients_begin(embedding: nn.Module) -> None:
     """Makes a frozen embedding's output require a gradient.
-
-    A layer under full gradient checkpointing gets a gradient only if its input has one. Behind a
-    frozen embedding no adapter would get any, silently.
+    A layer under full gradient checkpointing computes gradients only if its input requires one.
+    After a frozen embedding, adapters would silently get none.
     """
     embedding.register_forward_hook(_requiring_gradient)
 

@@ -1,9 +1,8 @@
-"""Core attention over packed rows in plain torch: no token sees another row, and no padding is
-computed.
-
-Under context parallelism each process has two chunks of every row, the c-th from the front and the
-c-th from the back (zig-zag: equal work for all processes under a causal mask), and gathers the keys
-and values of the others.
+"""Core attention over packed rows in plain torch: a token attends only to tokens of its own row,
+and padding is not computed.
+Under context parallelism each process holds two chunks of every row, the c-th from the front and
+the c-th from the back (zig-zag: equal work for all processes under a causal mask), and gathers the
+keys and values of the other processes.
 """
 
 import contextlib
@@ -29,8 +28,7 @@ LONGEST = 8192  # longest row whose chunks may have a mask each
 
 class PackedAttention(torch.nn.Module):
     """PackedAttention computes causal, grouped-query attention.
-
-    Drop-in for Megatron's DotProductAttention on a CPU and on CUDA without Transformer Engine.
+    It replaces Megatron's DotProductAttention on a CPU, and on CUDA without Transformer Engine.
     """
 
     def __init__(
@@ -65,11 +63,10 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Computes attention of packed rows (`cu_seqlens_q`): [tokens, heads, d] -> [tokens, heads
-        * d].
-
-        Without them [s, b, heads, d] -> [s, b, heads * d]. Under context parallelism tokens are
-        this process's, and `cu_seqlens_q` describes the whole rows.
+        """Computes attention of packed rows, [tokens, heads, d] -> [tokens, heads * d], or without
+        `packed_seq_params` of unpacked rows, [s, b, heads, d] -> [s, b, heads * d].
+        Under context parallelism the tokens are this process's, and `cu_seqlens_q` describes the
+        whole rows.
         """
         assert attention_bias is None, "attention_bias is not supported"
         if packed_seq_params is None:
@@ -104,9 +101,9 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(attended)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Computes attention of [b, heads, q, d] over [b, groups, k, d] to [b, heads, q, d].
-
-        The last query sees the last key.
+        """Computes attention of queries [b, heads, q, d] over keys and values [b, groups, k, d],
+        and returns [b, heads, q, d].
+        The last query is at the position of the last key.
         """
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
@@ -118,8 +115,8 @@ class PackedAttention(torch.nn.Module):
         return attend_to_prefix(query, key, value, self.scale)
 
     def _attend_within(self, window: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Computes attention within a sliding window: blocks of queries over the keys in their
-        window.
+        """Computes attention within a sliding window of `window` tokens; each block of queries
+        attends to the keys that the windows of the block cover.
         """
         queries, keys = query.shape[2], key.shape[2]
         before = keys - queries
@@ -162,8 +159,8 @@ class PackedAttention(torch.nn.Module):
             )
 
     def _refuse_long_rows(self, query: Tensor, packed: PackedSeqParams) -> None:
-        """Raises ConfigError for rows whose mask would not fit, because no kernel without a mask
-        supports their chunks.
+        """Raises ConfigError for rows longer than LONGEST if only a kernel with a mask supports
+        their chunks, because the mask would not fit in memory.
         """
         masked = self.window is None and (self._dropout or not has_kernel(query))
         if masked and packed.max_seqlen_q > LONGEST:
@@ -180,9 +177,8 @@ class PackedAttention(torch.nn.Module):
 
 
 def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
-    """Returns the attention mask: True where a query sees a key, up to its own position, `window`
-    keys at most.
-
+    """Returns the attention mask [queries, keys]: True for the `window` last keys up to the query's
+    own position.
     The last query is at the position of the last key.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=where).tril(keys - queries)
@@ -190,8 +186,8 @@ def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part holds equally long stretches of rows, one per row, that attend together; each sees its
-    row up to its own end.
+    """Part holds one chunk of each of several rows, all of the same length, as a batch for
+    attention: each chunk attends to its row up to the chunk's own end.
     """
 
     queries: Tensor  # [rows, q] indices into this process's tokens
@@ -199,12 +195,11 @@ class Part(NamedTuple):
 
 
 def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
-    """Returns all stretches of this context-parallel `rank`: whole rows without context
-    parallelism, otherwise two chunks per row.
-
-    Rows of one length are one part: a call per row would cost more than the attention of short
-    rows. Cached with the micro-batch, so that its layers read the lengths once, which
-    `packed.edges` has on the host (see `pack`).
+    """Returns the chunks of rows that rank `rank` of `processes` context-parallel ranks computes,
+    as batches: whole rows without context parallelism, otherwise two chunks per row.
+    Rows of one length form one batch, since a call per row would cost more than the attention of
+    short rows. The result is stored in `packed`, so that it is computed once for all layers of a
+    micro-batch, from `packed.edges` on the host (see `pack`).
     """
     parts: list[Part] | None = getattr(packed, "parts", None)
     if parts is None:
@@ -223,7 +218,9 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
 def _parts_of_length(
     length: int, starts: list[int], total: int, rank: int, processes: int
 ) -> list[Part]:
-    """Returns the stretches of rows of one length, on the host."""
+    """Returns the batches of chunks for rows of one length; `starts` lists the first token of each
+    row, `total` is the number of all packed tokens.
+    """
     begin = torch.tensor(starts)[:, None] // processes  # first token of each row among a process's
     if processes == 1:
         index = begin + torch.arange(length)

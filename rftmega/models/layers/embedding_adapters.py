@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv:2106.09685) on the embedding and on the LM head, whose vocabulary is split
 over tensor-parallel ranks.
-
-The embedding is a row-parallel layer of its lookups, the head a column-parallel one.
+The embedding is treated as a row-parallel layer of one-hot inputs, the LM head as a column-parallel
+layer.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from rftmega.models.layers.adapter import LowRankAdapter
 
 
 class EmbeddingAdapter(LowRankAdapter):
-    """EmbeddingAdapter holds `a` [rank, vocabulary of this process] and `b` [hidden, rank], without
-    dropout, as in PEFT.
+    """EmbeddingAdapter is a LoRA adapter on the embedding, with `a` [rank, vocabulary rows of this
+    process] and `b` [hidden, rank]; it has no dropout, as in PEFT.
     """
 
     def __init__(self, embedding: VocabParallelEmbedding, *, rank: int, scaling: float):
-        """Creates the adapter of `embedding`."""
+        """Creates the adapter of `embedding` with zero matrices."""
         weight = embedding.weight
         super().__init__(
             weight.T,
@@ -37,8 +37,8 @@ class EmbeddingAdapter(LowRankAdapter):
         self.padding: int | None = getattr(embedding, "padding_token", None)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns the adapter's output for `ids` [b, s], in the layout of the embedding's
-        output.
+        """Returns the adapter's output for token ids [b, s], in the layout of the embedding's
+        output: [b, s, hidden], or [s / ranks, b, hidden] under sequence parallelism.
         """
         first, stop = self.words
         here = (ids >= first) & (ids < stop)
@@ -52,38 +52,42 @@ class EmbeddingAdapter(LowRankAdapter):
         return self.scaling * F.linear(self._summed(found), self.b)
 
     def delta(self, rows: slice, columns: slice) -> Tensor:
-        """Returns the delta of rows and columns of the weight [vocabulary, hidden], in float32."""
+        """Returns the adapter's delta for the given rows and columns of the weight [vocabulary,
+        hidden], in float32.
+        """
         return super().delta(columns, rows).T
 
 
 class HeadAdapter(LowRankAdapter):
-    """HeadAdapter holds `a` [rank, hidden] and `b` [vocabulary of this process, rank]."""
+    """HeadAdapter is a LoRA adapter on the LM head, with `a` [rank, hidden] and `b` [vocabulary
+    rows of this process, rank].
+    """
 
     def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Returns (scaling a x [s, b, rank] of all tokens, b), whose product is added to the
-        logits; `linear_stats` never materialises it.
+        """Returns (scaling * a x [s, b, rank] for all tokens, b); the product of both is what the
+        adapter adds to the logits.
+        `linear_stats` never materialises this product.
         """
         inner = self._for_shards(F.linear(self._dropped(given), self.a))
         return self.scaling * inner, self.by_pair()
 
 
 def adapt_embedding(embedding: VocabParallelEmbedding, adapter: EmbeddingAdapter) -> None:
-    """Adds an adapter's output to the output of an embedding."""
+    """Attaches an adapter to an embedding: its output is added to the embedding's."""
     embedding.lora = adapter
     embedding.register_forward_hook(_added_to_vectors)
 
 
 def adapt_head(head: nn.Module, adapter: HeadAdapter) -> None:
-    """Adds an adapter's output to the logits of an LM head [s, b, vocabulary]."""
+    """Attaches an adapter to an LM head: its output is added to the logits [s, b, vocabulary]."""
     head.lora = adapter
     head.register_forward_hook(_added_to_logits)
 
 
 def pair_of_head(chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns the factors ([N, rank], [vocabulary, rank]) of the adapter on a chunk's LM head, for
-    its input `hidden` [s, b, hidden]; None without an active adapter.
-
-    Their product is added to the logits.
+    """Returns the two factors ([N, rank], [vocabulary, rank]) of what the LM head's adapter adds to
+    the logits, for hidden states [s, b, hidden]; None without an active adapter.
+    `chunk`: the pipeline chunk that contains the LM head.
     """
     adapter = getattr(chunk.output_layer, "lora", None)
     if adapter is None or adapter.off:

@@ -1,8 +1,7 @@
-"""Norms of queries and of keys over all heads at once, as in OLMo 2 (arXiv:2501.00656).
-
-Megatron-Core 0.16 normalises every head by itself. Here the squares are summed over the
-tensor-parallel ranks, each of which has some of the heads. The weights are whole on every rank:
-Megatron sums the gradients of parameters named q_layernorm and k_layernorm over the ranks.
+"""RMS norms of queries and of keys over all heads jointly, as in OLMo 2 (arXiv:2501.00656).
+Megatron-Core 0.16 normalises each head separately. Here the squares are summed over the
+tensor-parallel ranks, each of which holds some of the heads. Every rank holds the complete norm
+weights: Megatron sums the gradients of parameters named q_layernorm and k_layernorm over the ranks.
 """
 
 from typing import Any
@@ -20,7 +19,9 @@ from rftmega.models.layers.norm import RMSNorm
 
 
 class FP32Norm(RMSNorm):
-    """FP32Norm normalises [tokens, rows, heads of this rank, D] over the heads of all ranks."""
+    """FP32Norm normalises [tokens, rows, heads of this rank, D] over the heads of all ranks, in
+    float32.
+    """
 
     def __init__(self, config: TransformerConfig, heads: int, width: int, eps: float):
         super().__init__(config, heads * width, eps=eps)
@@ -45,16 +46,16 @@ class FP32Norm(RMSNorm):
 
 
 class QueryNorm(FP32Norm):
-    """QueryNorm normalises the queries of all heads."""
+    """QueryNorm normalises the queries over all attention heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
-        """Creates the norm; `hidden_size` is the size of a head."""
+        """Creates the norm; `hidden_size` is the size of one attention head."""
         super().__init__(config, config.num_attention_heads, hidden_size, eps)
 
 
 class KeyNorm(FP32Norm):
-    """KeyNorm normalises the keys of all key-value heads."""
+    """KeyNorm normalises the keys over all key-value heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
-        """Creates the norm; `hidden_size` is the size of a head."""
+        """Creates the norm; `hidden_size` is the size of one attention head."""
         super().__init__(config, config.num_query_groups or 1, hidden_size, eps)

@@ -1,5 +1,5 @@
-"""Fixes latent attention of Megatron-Core 0.16.1 under tensor parallelism and with Transformer
-Engine.
+"""Fixes multi-head latent attention of Megatron-Core 0.16.1 under tensor parallelism and with
+Transformer Engine.
 """
 
 from typing import Any
@@ -17,7 +17,9 @@ from rftmega.models.layers.norm import LATENT_EPSILON
 
 
 def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:
-    """Fixes every latent attention of a chunk, before anything else looks at its parameters."""
+    """Fixes every latent-attention module of a pipeline chunk; to be called before other code uses
+    the chunk's parameters.
+    """
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             parts = module._modules
@@ -41,30 +43,28 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
 
 
 def _count_once(down: Any) -> None:
-    """Marks weights that every rank holds whole as no shards.
-
-    Transformer Engine marks every weight as a shard. These it holds whole on every rank: their
-    gradients, equal everywhere, would enter the global norm once per rank.
+    """Marks Transformer Engine's down projections as not split over ranks.
+    Transformer Engine marks every weight as a shard, although every rank holds these weights in
+    full: their gradients, equal on all ranks, would count once per rank in the global norm.
     """
     if not isinstance(down, ColumnParallelLinear):
         down.weight.tensor_model_parallel = False
 
 
 def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
-    """Sums the gradient of the shared rotary key over ranks.
-
-    Every head attends to that key, so its gradient is a sum over all ranks' heads. Megatron-Core
-    0.16.1 gathers a column-parallel `linear_kv_down_proj` itself, and its backward pass then
-    includes only this rank's heads. It leaves alone what is gathered here. Without sequence
-    parallelism these models, all MoE, are not trained.
+    """Sums the gradient of the rotary key that all heads share over tensor-parallel ranks.
+    Each rank computes the gradient from its own heads only. Megatron-Core 0.16.1 gathers the output
+    of a column-parallel `linear_kv_down_proj` without summing gradients in the backward pass. The
+    hook `_whole` changes the output so that Megatron gathers it with summed gradients. The fix
+    needs sequence parallelism; without it these models, all of them MoE, are not trained.
     """
     module.linear_kv_down_proj.register_forward_hook(_whole)
 
 
 def _whole(_: nn.Module, given: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Maps [s, b, (latent + key) / TP] to [s / TP, b, latent + key], as from a linear layer that
-    every rank has whole: Megatron then gathers the key along the sequence, which sums in the
-    backward pass.
+    """Maps [s, b, (latent + key) / TP] to [s / TP, b, latent + key], the output of a linear layer
+    that every rank holds in full: Megatron then gathers the key along the sequence, and its
+    backward pass sums the gradients.
     """
     return scatter_to_sequence_parallel_region(
         gather_from_tensor_model_parallel_region(output[0])

@@ -1,4 +1,6 @@
-"""RMSNorm in torch that supports sequence parallelism, which Megatron's own torch norm refuses."""
+"""RMSNorm in plain torch with support for sequence parallelism, which Megatron's own torch norm
+lacks.
+"""
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -8,7 +10,7 @@ LATENT_EPSILON = 1e-6
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm is root mean square normalisation (arXiv:1910.07467) over the last axis."""
+    """RMSNorm applies root mean square normalisation (arXiv:1910.07467) over the last dimension."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -17,7 +19,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentNorm(RMSNorm):
-    """LatentNorm normalises latent attention's low-rank vectors."""
+    """LatentNorm normalises the low-rank vectors of latent attention, with transformers' fixed
+    epsilon.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: object):
         super().__init__(config, hidden_size, eps=LATENT_EPSILON)

@@ -1,7 +1,7 @@
-"""Freezes the row of the padding token in Megatron's embedding, as in transformers.
-
-A policy may sample that token. Its row is often zeros, where a norm's gradient is a thousand times
-those of other rows: it alone would determine the clipping of all gradients.
+"""Stops the gradient of the padding token's row in Megatron's embedding, as in transformers.
+A policy may sample the padding token. Its embedding row is often zeros, where a norm's gradient is
+about a thousand times that of other rows: this row alone would determine how all gradients are
+clipped.
 """
 
 from functools import partial
@@ -12,9 +12,8 @@ from torch import Tensor
 
 
 def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Stops the gradient from lookups of a token in the embedding.
-
-    If the LM head is the same matrix, the row still has the head's gradient.
+    """Stops the gradient from embedding lookups of `token` to its row.
+    If the LM head is tied to the embedding, the row still gets the LM head's gradient.
     """
     embedding.padding_token = token
     embedding.register_forward_hook(partial(_without_gradient, token=token))
@@ -23,8 +22,8 @@ def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
 def _without_gradient(
     embedding: Any, given: tuple[Tensor, ...], output: Tensor, *, token: int
 ) -> None:
-    """Zeros the gradient of the output at the token's positions, in the output's layout: [b, s,
-    hidden], or [s / ranks, b, hidden] under sequence parallelism.
+    """Registers a hook on the embedding's output that zeros the gradient at the token's positions;
+    the output is [b, s, hidden], or [s / ranks, b, hidden] under sequence parallelism.
     """
     if not output.requires_grad:
         return

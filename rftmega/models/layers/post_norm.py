@@ -1,8 +1,7 @@
-"""Norms behind attention and the MLP, in front of the residual connection, as in OLMo 2
+"""Norms after attention and after the MLP, before the residual is added, as in OLMo 2
 (arXiv:2501.00656).
-
-Megatron-Core 0.16 has norms in front of them only. A row-parallel layer, the last of both, sums
-over the tensor-parallel ranks, so every rank has whole vectors behind it, which it normalises.
+Megatron-Core 0.16 has norms before both modules only. The last layer of each is row-parallel and
+sums over the tensor-parallel ranks, so every rank has complete vectors to normalise afterwards.
 """
 
 from functools import cache
@@ -30,5 +29,5 @@ class NormBehind:
 
 @cache
 def with_norm_behind(linear: type) -> type:
-    """Returns a subclass of a row-parallel layer with a norm behind it."""
+    """Returns a subclass of a row-parallel layer that normalises its output."""
     return type(f"{linear.__name__}WithNorm", (NormBehind, linear), {})

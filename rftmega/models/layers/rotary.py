@@ -1,4 +1,4 @@
-"""Rotary embeddings of all packed rows at once."""
+"""Rotary embeddings of all packed rows of a micro-batch at once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,17 @@ from torch import Tensor, nn
 
 
 class PackedRotary(nn.Module):
-    """PackedRotary returns the angles of each packed token, so that one call rotates all rows of a
-    micro-batch.
-
+    """PackedRotary returns the rotary angles of each packed token, so that one call rotates all
+    rows of a micro-batch.
     Megatron's unfused rotation of packed rows slices the table of angles row by row, for queries
-    and for keys of every layer: thousands of calls for small rows. It does so by the edges of
-    *padded* rows if there are any. Given one row as long as all of them, it takes one slice, of
-    angles that are already in the tokens' order.
+    and for keys of every layer: thousands of calls for small rows. It takes the row boundaries from
+    `cu_seqlens_q_padded` if that is set. `next` sets it to a single row that contains all tokens,
+    so that Megatron takes one slice, of angles that are already in the tokens' order.
     """
 
     def __init__(self, table: nn.Module):
-        """Wraps Megatron's module `table`: length -> angles [length, 1, 1, D], or a tuple that
-        begins with them.
+        """Wraps Megatron's rotary module `table`, which maps a length to angles [length, 1, 1, D],
+        or to a tuple that begins with the angles.
         """
         super().__init__()
         self.table = table
@@ -28,10 +27,10 @@ class PackedRotary(nn.Module):
         self._context = (0, 1)
 
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
-        """Prepares the next forward pass, with tokens at `positions` [N] in their rows: those of
-        context-parallel rank `rank` of `ranks`.
-
-        Changes the padded edges of `sequence`, which nothing else reads where this is used.
+        """Sets the positions for the next forward pass: `positions` [N] are the positions of this
+        process's tokens within their rows, on context-parallel rank `rank` of `ranks`.
+        Changes the padded row boundaries of `sequence`, which nothing else reads where this module
+        is used.
         """
         self._positions, self._context = positions, (rank, ranks)
         # on the host: Megatron reads its numbers
@@ -54,8 +53,9 @@ class PackedRotary(nn.Module):
         return self._placed(angles[self._positions])
 
     def _placed(self, mine: Tensor) -> Tensor:
-        """Returns [N x ranks, 1, 1, D]: this rank's angles at the positions where Megatron looks
-        for its two zig-zag chunks of one row.
+        """Returns angles [N x ranks, 1, 1, D], which contain this rank's angles at the positions
+        from which Megatron takes the rank's two zig-zag chunks of a single row, and zeros
+        elsewhere.
         """
         rank, ranks = self._context
         if ranks == 1:
@@ -69,11 +69,10 @@ class PackedRotary(nn.Module):
 
 
 class MultimodalRotary(PackedRotary):
-    """MultimodalRotary returns the angles of tokens with three position numbers: time, height and
-    width (Qwen2-VL, arXiv:2409.12191).
-
-    Megatron-Core 0.16's own module does not interleave the three, and slices packed rows as if they
-    were one under context parallelism.
+    """MultimodalRotary returns the rotary angles of tokens with three position numbers: time,
+    height and width (Qwen2-VL, arXiv:2409.12191).
+    Megatron-Core 0.16's own module does not support interleaved frequencies, and under context
+    parallelism slices packed rows as if they were one row.
     """
 
     def __init__(
@@ -86,10 +85,9 @@ class MultimodalRotary(PackedRotary):
         by_rows: bool,
     ):
         """Creates the module.
-
-        `sections`: number of frequencies for each of the three, in blocks or `interleaved`.
-        `by_rows`: attention reads the edges of padded rows, so that each row must be sliced by
-        itself.
+        `sections`: number of frequencies for each of time, height and width; they follow each other
+        in blocks, or are `interleaved`. `by_rows`: attention uses the boundaries of padded rows, so
+        each row's angles are sliced separately.
         """
         super().__init__(nn.Identity())
         self.by_rows = by_rows
@@ -98,8 +96,9 @@ class MultimodalRotary(PackedRotary):
         self._axis = _axis_of(sections, interleaved=interleaved)  # position axis of each frequency
 
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
-        """Prepares the next forward pass, with tokens at `positions` [N, 3]: those of
-        context-parallel rank `rank` of `ranks`, or with `by_rows` those of all ranks.
+        """Sets the positions for the next forward pass: `positions` [N, 3] are the positions of the
+        tokens of context-parallel rank `rank` of `ranks`, or with `by_rows` of the tokens of all
+        ranks.
         """
         if self.by_rows:
             self._positions, self._context = positions, (0, 1)
@@ -110,7 +109,9 @@ class MultimodalRotary(PackedRotary):
         return 0
 
     def forward(self, *given: Any, packed_seq: bool = False, **named: Any) -> Tensor:
-        """Returns the angles [N, 1, 1, D], where Megatron looks for them."""
+        """Returns the angles [N, 1, 1, D] of the tokens, arranged as Megatron slices them (see
+        `_placed`).
+        """
         where = self._positions.device
         positions = self._positions[:, self._axis.to(where)].float()
         angles = positions * self._frequencies.to(where)
@@ -118,7 +119,9 @@ class MultimodalRotary(PackedRotary):
 
 
 def _axis_of(sections: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Returns [D / 2] int64: the position axis of each frequency."""
+    """Returns [D / 2] int64: for each frequency the index of its position number (0 time, 1 height,
+    2 width).
+    """
     axis = torch.arange(3).repeat_interleave(torch.tensor(sections))
     if interleaved:  # t h w t h w ... t t
         axis = torch.zeros_like(axis)

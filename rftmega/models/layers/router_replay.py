@@ -1,12 +1,10 @@
-"""Routers that replay given routes, or record those that they choose, in any layout.
-
-Megatron-Core has a RouterReplay of its own: one global list over all models, in the order in which
-layers were built, whose action is switched around each forward and recomputation. Here the routes
-of a micro-batch travel with its packed sequence instead. A layer takes them when it is entered: in
-a recomputation, too, whichever micro-batches came in between.
-
-R3 is from Ma et al. (arXiv:2510.11370); R2, the trainer's own routes, from Zheng et al.
-(arXiv:2507.18071).
+"""MoE routers that replay given expert choices (routes), or record their own, in any parallel
+layout.
+Megatron-Core's own RouterReplay is one global list over all models, in the order in which layers
+were built, whose mode is switched around each forward pass and recomputation. Here the routes of a
+micro-batch are attached to its packed sequence instead, and a layer reads them when its forward
+pass begins: also in a recomputation, whichever micro-batches ran in between. R3 is from Ma et al.
+(arXiv:2510.11370); R2, the trainer's own routes, from Zheng et al. (arXiv:2507.18071).
 """
 
 from collections.abc import Callable, Collection
@@ -25,7 +23,9 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PackedRoutes:
-    """PackedRoutes holds the routes of one micro-batch's tokens that this process's routers see."""
+    """PackedRoutes holds the given or recorded expert choices for the tokens of one micro-batch
+    that this process's routers see.
+    """
 
     given: Tensor | None  # [n, layers, experts per token] on the device; None: routers choose
     complete: bool = True  # no given route is unknown
@@ -34,26 +34,31 @@ class PackedRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RouteInputs:
-    """RouteInputs holds the routes that a micro-batch's routers replay, and the list that collects
-    their choices.
+    """RouteInputs holds the given expert choices that the routers replay for a micro-batch, and the
+    list `chosen` that collects the routers' own choices.
     """
 
     given: Tensor | None  # [B, S, layers, experts per token], on the host
     chosen: list[ChosenExperts] | None = None
 
     def packed(self, take: Callable[..., Tensor], slots: Tensor, own: slice) -> PackedRoutes:
-        """Packs the routes of this process's slots `own`; `take` is Packing.take_vectors."""
+        """Returns the routes of the tokens in this process's packed slots `own`.
+        `take` is Packing.take_vectors; `slots` maps packed tokens to indices in the flat [B * S]
+        grid.
+        """
         if self.given is None:
             return PackedRoutes(None)
         flat = self.given.flatten(0, 1)
         unknown = expert_routes.unknown(flat.dtype)
         mine = slots[own]
-        complete = bool((mine < len(flat)).all())  # the others are filler
+        complete = bool((mine < len(flat)).all())  # slots from len(flat) on are filler
         complete = complete and not bool((flat[mine] == unknown).any())
         return PackedRoutes(take(self.given, fill=unknown)[own], complete)
 
     def note(self, routes: PackedRoutes, slots: Tensor, own: slice, size: int) -> None:
-        """Records the experts that the layers of a chunk chose; slots from `size` on are filler."""
+        """Appends the expert choices that a pipeline chunk's layers recorded to `chosen`; slots
+        from `size` on are filler and are left out.
+        """
         if self.chosen is None:
             return
         mine = slots[own]
@@ -63,17 +68,21 @@ class RouteInputs:
 
 
 class LayerRoutes:
-    """LayerRoutes takes the place of Megatron's RouterReplay in a router, and replays or records
-    the experts of one layer.
+    """LayerRoutes replaces Megatron's RouterReplay in the router of one layer, and replays or
+    records its expert choices.
     """
 
     def __init__(self, place: int):
-        """Creates it for the layer at index `place` among the MoE layers."""
+        """Creates the replacement for the layer whose index among the model's MoE layers is
+        `place`.
+        """
         self.place = place
         self.routes: PackedRoutes | None = None
 
     def enter(self, layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Takes the routes of the micro-batch that the layer is about to compute."""
+        """Reads the routes of the micro-batch that the layer is about to compute; a forward
+        pre-hook.
+        """
         self.routes = getattr(named["packed_seq_params"], "routes", None)
 
     def get_replay_topk(
@@ -84,7 +93,9 @@ class LayerRoutes:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores and ids of each token's experts, both [n, topk]."""
+        """Returns the scores and ids of the experts of each token, both [n, topk]; given routes
+        replace the router's own choice where they are known.
+        """
         assert default_compute_topk is not None
         routes = self.routes
         if routes is None or routes.given is None or not routes.complete:
@@ -103,8 +114,8 @@ class LayerRoutes:
 
 
 def install(chunk: Any, layers: Collection[int]) -> None:
-    """Makes the routers of a pipeline chunk use or record the routes of their micro-batches;
-    `layers`: the MoE layers of the model.
+    """Makes the routers of a pipeline chunk replay or record the routes of their micro-batches.
+    `layers`: indices of the model's MoE layers.
     """
     places = {layer: place for place, layer in enumerate(sorted(layers))}
     for layer in chunk.modules():

@@ -1,4 +1,4 @@
-"""Shares a policy's frozen weights with a critic, in the same memory."""
+"""Lets a critic use a policy's frozen weights in the same memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,9 @@ from torch import Tensor
 
 def share_base(chunks: Sequence[Any], theirs: Sequence[Any]) -> list[Tensor]:
     """Replaces the parameters and persistent buffers of `chunks` by those of the same names in
-    `theirs`, and returns them.
-
-    `theirs` are bare chunks of a model with adapters in the same layout. Call it before anything is
-    wrapped or bound, so that nothing else holds the replaced tensors.
+    `theirs`, and returns the shared tensors.
+    `theirs`: the unwrapped chunks of a model with adapters in the same layout. Call it before
+    `chunks` are wrapped or bound, so that nothing else refers to the replaced tensors.
     """
     shared = []
     for chunk, other in zip(chunks, theirs, strict=True):

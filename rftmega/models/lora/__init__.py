@@ -1,1 +1,1 @@
-"""LoRA modules beside weights, whole or tensor-parallel shares, without communication."""
+"""LoRA modules for whole weights or tensor-parallel shares of weights, without communication."""

@@ -1,12 +1,12 @@
-"""Applies adapter dropout, alike on the processes that share a layer."""
+"""Applies adapter dropout, with the same random choice on all processes that share a layer."""
 
 from torch import Tensor
 from torch.nn import functional
 
 
 def dropped(x: Tensor, share: float, *, width: int, columns: slice | None) -> Tensor:
-    """Drops a share of the elements of x [..., width], or of x as the `columns` of such a
-    tensor.
+    """Applies dropout with probability `share` to x [..., width] or, if `columns` is given, to x as
+    these columns of a tensor [..., width].
     """
     if columns is None:
         return functional.dropout(x, share)

@@ -8,12 +8,14 @@ from rftmega.config import LoRA
 
 
 class EmbeddingWithPair(nn.Embedding):
-    """EmbeddingWithPair is an embedding with an adapter: W[x] + scaling * B A[:, x], without
-    dropout, as in PEFT.
+    """EmbeddingWithPair is an embedding with a LoRA adapter: it returns W[x] + scaling * B A[:, x],
+    without dropout, as in PEFT.
     """
 
     def __init__(self, plain: nn.Embedding, options: LoRA):
-        """Takes over the weight of `plain`; the pair is on the meta device, with PEFT's names."""
+        """Uses the weight of the embedding `plain`; the LoRA matrices are created on the meta
+        device, with PEFT's names.
+        """
         words, hidden = plain.num_embeddings, plain.embedding_dim
         super().__init__(words, hidden, padding_idx=plain.padding_idx, device="meta")
         self.weight = plain.weight
@@ -24,12 +26,12 @@ class EmbeddingWithPair(nn.Embedding):
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Returns A and B."""
+        """Returns the LoRA matrices A [rank, vocabulary] and B [hidden, rank]."""
         return self.lora_embedding_A, self.lora_embedding_B
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns the vectors [..., hidden] of token ids; this process has all of the vocabulary or
-        a share.
+        """Returns the vectors [..., hidden] of token ids, which must be indices into this process's
+        rows of the vocabulary.
         """
         completion = super().forward(ids)
         if self.off:

@@ -1,8 +1,7 @@
-"""LoRA adapters on MoE experts that lie in one tensor per layer.
-
-The layer's own forward pass takes each expert's matrix out of that tensor and multiplies tokens
-with it. While it runs, a stand-in replaces the tensor, and adds the products of the expert's pairs:
-the sum of a matrix and its delta is never materialised, and frozen experts have no gradient.
+"""LoRA adapters on MoE experts whose matrices are stacked in one tensor per layer.
+The layer's own forward pass indexes the stacked tensor by expert and multiplies tokens with the
+matrix. During that pass an object replaces the tensor, and adds the products of the expert's LoRA
+pairs: the sum of a matrix and its delta is never materialised, and frozen experts get no gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +18,12 @@ from rftmega.models.lora.dropped import dropped
 
 
 class PairsOfExperts(nn.Module):
-    """PairsOfExperts holds a LoRA pair for each expert of a layer, beside one of its matrices."""
+    """PairsOfExperts holds, for one of a layer's matrices such as gate_proj, the LoRA pair of each
+    expert.
+    """
 
     def __init__(self, experts: int, rows: int, columns: int, options: LoRA):
-        """Creates the pairs on the meta device."""
+        """Creates the LoRA pairs of `experts` matrices [rows, columns] on the meta device."""
         super().__init__()
         with torch.device("meta"):
             self.lora_A = nn.Parameter(torch.empty(experts, options.rank, columns))
@@ -31,17 +32,24 @@ class PairsOfExperts(nn.Module):
         self.columns: slice | None = None  # columns of x that this process has; None: all
 
     def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Returns the product [N, rows] of an expert's pair and its tokens x [N, in]."""
+        """Returns scaling * x a.T b.T [N, rows] for an expert's tokens x [N, in] and its pair (a,
+        b).
+        """
         if self.training and self.dropout:
             x = dropped(x, self.dropout, width=self.width, columns=self.columns)
         return self.scaling * functional.linear(functional.linear(x, a), b)
 
 
 class MatrixWithPairs:
-    """MatrixWithPairs stands in for an expert's matrix, as the weight of a linear layer alone."""
+    """MatrixWithPairs replaces one expert's matrix; it can only be used as the weight of
+    `functional.linear`.
+    """
 
     def __init__(self, weight: Tensor, products: Sequence[Callable[[Tensor], Tensor] | None]):
-        """Takes the `products` of the matrices stacked in the weight; None: it has no pair."""
+        """Stores the weight and its `products`: for each matrix stacked in the weight a function
+        that returns the product of tokens with the matrix's LoRA pair, or None if the matrix has no
+        pair.
+        """
         self.weight, self.products = weight, products
 
     @classmethod
@@ -64,7 +72,9 @@ class MatrixWithPairs:
 
 
 class StackWithPairs:
-    """StackWithPairs stands in for the fused tensor of a layer's experts [E, rows, columns]."""
+    """StackWithPairs replaces the stacked tensor of a layer's experts [E, rows, columns]; indexing
+    it returns the MatrixWithPairs of an expert.
+    """
 
     def __init__(self, stack: Tensor, parts: Sequence[PairsOfExperts | None]):
         self.stack, self.parts = stack, parts
@@ -87,7 +97,9 @@ class StackWithPairs:
 
 @dataclass(frozen=True, slots=True)
 class StackDelta:
-    """StackDelta is the delta of the pairs on one expert's matrix: a `shards.Addend`."""
+    """StackDelta is a `shards.Addend`: the delta that LoRA pairs add to one expert's (stacked)
+    matrix.
+    """
 
     pairs: Sequence[tuple[Tensor, Tensor] | None]  # A and B of the stacked matrices
     rows: int  # of each matrix

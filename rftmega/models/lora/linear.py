@@ -1,4 +1,4 @@
-"""A linear layer with a LoRA adapter, and the adapter's delta of its weight."""
+"""A linear layer with a LoRA adapter, and the delta by which the adapter changes the weight."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,13 @@ from rftmega.models.lora.dropped import dropped
 
 
 class LinearWithPair(nn.Linear):
-    """LinearWithPair is a linear layer with an adapter: W x + bias + scaling * B A x."""
+    """LinearWithPair is a linear layer with a LoRA adapter: it returns W x + bias + scaling * B A
+    x.
+    """
 
     def __init__(self, plain: nn.Linear, options: LoRA):
-        """Takes over the parameters of `plain`; the pair is on the meta device, with PEFT's
-        names.
+        """Uses the parameters of the layer `plain`; the LoRA matrices are created on the meta
+        device, with PEFT's names.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
@@ -29,14 +31,13 @@ class LinearWithPair(nn.Linear):
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Returns A and B."""
+        """Returns the LoRA matrices A [rank, in] and B [out, rank]."""
         return self.lora_A.weight, self.lora_B.weight
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns the factors of the adapter's output, scaling * A x [..., rank] and B; None if it
-        is off.
-
-        For an LM head: `linear_stats` never materialises the product.
+        """Returns the two factors of the adapter's output, scaling * A x [..., rank] and B; None if
+        the adapter is disabled.
+        For an LM head, where `linear_stats` never materialises the product.
         """
         if self.off:
             return None
@@ -46,8 +47,8 @@ class LinearWithPair(nn.Linear):
         return self.with_product(x, super().forward(x))
 
     def with_product(self, x: Tensor, completion: Tensor) -> Tensor:
-        """Adds the adapter's product [..., out] to the layer's output for x [..., in], of which
-        this process has `columns`.
+        """Returns the layer's output `completion` [..., out] plus the adapter's, for x [..., in] or
+        for this process's columns of x.
         """
         if self.off:
             return completion
@@ -61,8 +62,8 @@ class LinearWithPair(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class PairDelta:
-    """PairDelta is the delta of an adapter on this process's rows of a weight: a
-    `shards.Addend`.
+    """PairDelta is a `shards.Addend`: the delta that an adapter adds to this process's rows of a
+    weight.
     """
 
     down: Tensor  # A, or this process's columns of it

@@ -1,4 +1,4 @@
-"""Alerts warns of common training problems, detected in the metrics of the steps."""
+"""Alerts warns of common training problems that show in the metrics of the last steps."""
 
 import json
 import logging
@@ -17,14 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class Means(NamedTuple):
-    """Means are the mean metrics of a run's first and last steps."""
+    """Means holds the mean metrics of a run's first steps and of its last steps."""
 
     first: Mapping[str, float]  # over the first WINDOW steps of the run
     last: Mapping[str, float]  # over the last WINDOW steps
 
 
 class Alert(NamedTuple):
-    """Alert is a check of the metrics; `says` returns the warning, or "" if all is well."""
+    """Alert is a check of the metrics; `says` returns the text of the warning, or "" if there is no
+    problem.
+    """
 
     name: str  # title of its section in docs/monitoring.md
     says: Callable[[Means], str]
@@ -101,10 +103,14 @@ ALERTS = (
 
 
 class Alerts(Observer):
-    """Alerts warns of each of `ALERTS` when it starts to hold, and again after AGAIN steps."""
+    """Alerts logs the warning of each entry of ALERTS when its problem appears, and again after
+    every AGAIN steps while the problem persists.
+    """
 
     def __init__(self, history: Path):
-        """`history`: metrics.jsonl, from which a resumed run reads its first steps."""
+        """`history`: path of metrics.jsonl, from which a resumed run reads the metrics of its first
+        steps.
+        """
         self.history = history
         self.first: list[Mapping[str, Any]] = []
         self.last: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)

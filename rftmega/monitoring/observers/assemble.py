@@ -1,5 +1,5 @@
-"""`observers_of` builds a run's observers in the order in which they are called; metric writers
-come last.
+"""`observers_of` returns a run's observers in the order in which they are called. Metric writers
+are called last, so that they write the metrics of all others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from rftmega.monitoring.observers.trajectories import Grading, Trajectories
 
 
 class Text(Protocol):
-    """Text decodes token ids, as a tokenizer does."""
+    """Text is the interface of a tokenizer that decodes token ids."""
 
     @property
     def chat(self) -> Any: ...  # data.Chat: conversion of messages to text
@@ -44,7 +44,9 @@ class Text(Protocol):
 def evaluation_of_prompts(
     config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
 ) -> Evaluation:
-    """Builds the evaluation that the options trainer.eval_* describe."""
+    """Returns the evaluation that generates and scores completions of the prompts `held_out`, with
+    the options trainer.eval_*.
+    """
     chosen = config.trainer
     answering = Answering(
         chosen.eval_samples,
@@ -63,8 +65,8 @@ def evaluation_of_prompts(
 
 
 def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
-    """Builds the evaluation of the trained policy (algorithm.task=sft) or reward model on given
-    rows.
+    """Returns the evaluation of the trained policy (algorithm.task=sft) or reward model on the
+    given rows `held_out`.
     """
     judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
     return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
@@ -80,11 +82,11 @@ def observers_of(
     measures: Sequence[Observer] = (),
     grading: Grading | None = None,
 ) -> list[Observer]:
-    """Builds the observers in their order.
+    """Returns the observers of a run in the order in which they are called.
 
-    Only the main process writes; `export` is called on all processes, with a folder, after the last
-    step; `measures` add metrics after the evaluation; `grading` returns the graded part of a
-    response.
+    Only the main process writes. `export` is called on all processes with a folder after the last
+    step. `measures`: observers that add metrics after the evaluation. `grading` returns the part of
+    a response that rewards grade.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
@@ -129,8 +131,9 @@ def observers_of(
 def writers(
     config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
 ) -> list[Observer]:
-    """Builds the metric writers, alerts and progress bar; the progress shows for each evaluation
-    set the metrics that `accuracy` and `means` name.
+    """Returns the metric writers, the alerts and the progress bar. `accuracy` and `means`:
+    evaluation set -> name of its accuracy metric and of its mean-score metric, which the progress
+    bar shows.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
@@ -152,5 +155,5 @@ def writers(
 
 
 def _warns(config: RunConfig) -> bool:
-    """Returns whether a failed write is a warning instead of an error."""
+    """Returns whether a failed write is logged as a warning instead of raised as an error."""
     return config.checkpoint.on_failure == "warn"

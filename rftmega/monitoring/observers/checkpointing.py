@@ -1,4 +1,4 @@
-"""Checkpointing saves a run periodically; `resume` and `restore` load a checkpoint."""
+"""Checkpointing saves a run every few steps; `resume` and `restore` load a checkpoint."""
 
 import time
 from collections.abc import Mapping
@@ -14,17 +14,20 @@ WITHIN = "within"  # key of the journal of an unfinished step
 
 
 class Checkpointing(Observer):
-    """Saves after every `every`-th step, after step `last`, and when the run is stopped.
+    """Checkpointing saves a checkpoint after every `every`-th step, after step `last`, and when the
+    run is stopped.
 
-    Within a step it saves the state at the step's beginning and the trainer's journal of the work
-    since. It must be the last of the callbacks that write: their output of a step must exist when
-    the step is saved.
+    If the run is stopped within a step, it saves the state at the beginning of the step and the
+    trainer's journal of the work since then. Checkpointing must come after all callbacks that
+    write: their output of a step must be complete when the step is saved.
     """
 
     def __init__(
         self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int
     ):
-        """`parts` are saved under their names; see `restore`."""
+        """`parts`: the components whose state is saved, by the names under which `restore` finds
+        them.
+        """
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
         self._state: dict[str, Any] = {}  # after `_step` steps, the start of the current step
@@ -75,10 +78,10 @@ class Checkpointing(Observer):
 def resume(
     trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig
 ) -> None:
-    """Loads the checkpoint that `checkpoint.resume` names, if there is one: models, then `parts`
-    (see `restore`).
+    """Loads the checkpoint that `checkpoint.resume` names, if there is one: first the models, then
+    the state of `parts` (see `restore`).
 
-    Every process calls it.
+    Every process must call this function.
     """
     if not chosen.every and chosen.resume in ("auto", "none"):
         return
@@ -88,10 +91,10 @@ def resume(
 
 
 def restore(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Restores the state of `parts` that `Checkpointing` saved, and the journal of an unfinished
-    step.
+    """Restores the state of `parts` from a checkpoint of `Checkpointing`, and the journal of an
+    unfinished step.
 
-    Raises CheckpointError if the run was stopped within a step and this trainer has no journal.
+    Raises CheckpointError if the run was stopped within a step and `trainer` has no journal.
     """
     if state.get(WITHIN) and trainer.journal is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A metric for names of control tokens in the data."""
+"""A metric that counts control-token names in the data."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rftmega.monitoring.observers.observer import Observer
 
 class ControlTokensInData(Observer):
     """ControlTokensInData adds the metric data_control_tokens: the number of control-token names in
-    the records read, where data.control_tokens permits them.
+    the records that were read, if data.control_tokens permits such names.
     """
 
     def __init__(self, count: int):

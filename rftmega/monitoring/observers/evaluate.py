@@ -1,4 +1,6 @@
-"""Evaluation on held-out prompts, greedy or sampled, without side effects on the training."""
+"""Evaluation on prompts that are not trained on, greedy or sampled, without side effects on the
+training.
+"""
 
 import random
 import time
@@ -30,12 +32,12 @@ class Answering(NamedTuple):
 
 
 class Evaluation(Observer):
-    """Evaluation runs at the start, every `every` steps (0: never between) and after step
-    `last`.
+    """Evaluation evaluates at the start of a run, after every `every`-th step (0: no step) and
+    after step `last`.
     """
 
     def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
-        """`held_out`: evaluation sets by name; one may have the name "", see `metric_of`."""
+        """`held_out`: evaluation sets by name. A single set may have the name ""; see `metric_of`."""
         self.held_out = held_out
         self.every, self.last = every, last
 
@@ -52,7 +54,7 @@ class Evaluation(Observer):
 
 
 class Evaluate(Evaluation):
-    """Evaluate generates completions of held-out prompts and scores them."""
+    """Evaluate generates completions of evaluation prompts and scores them."""
 
     def __init__(
         self,
@@ -64,16 +66,16 @@ class Evaluate(Evaluation):
         last: int,
         adapters: Sequence[str] = (),
     ):
-        """`adapters`: names of adapters that are evaluated beside the policy."""
+        """`adapters`: names of adapters that are evaluated in addition to the policy."""
         super().__init__(held_out, every=every, last=last)
         self.reward, self.answering, self.adapters = reward, answering, adapters
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each set the mean of every reward component over all completions, the share
-        of correct completions ("accuracy") and pass@k; the same for other adapters, under their
-        names.
+        """Returns for each evaluation set the mean of every reward component over all completions,
+        the share of correct completions ("accuracy") and pass@k. Returns the same metrics for each
+        of `adapters`, with the adapter's name in the metric's name.
 
-        "eval_seconds" covers all of them.
+        "eval_seconds" is the total time of the evaluation.
         """
         begin = time.perf_counter()
         metrics = self._answered(trainer)
@@ -84,7 +86,9 @@ class Evaluate(Evaluation):
         return metrics | {"eval_seconds": time.perf_counter() - begin}
 
     def _answered(self, trainer: Any, adapter: str = "") -> Metrics:
-        """Returns the metrics of all sets, with the name of `adapter` as a prefix."""
+        """Returns the metrics of all evaluation sets, for the policy or an adapter. The metrics'
+        names contain the name of `adapter`.
+        """
         samples = self.answering.samples
         requests = [
             (prompt, i)
@@ -117,9 +121,10 @@ class Evaluate(Evaluation):
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
-    """Returns the mean of every component, the share of correct completions, and pass@k.
+    """Returns the mean of every reward component, the share of correct completions, and pass@k.
 
-    `scores` are those of all completions, with the completions of a prompt adjacent.
+    `scores`: the reward components of every completion; completions of the same prompt are
+    adjacent.
     """
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)
@@ -142,7 +147,9 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
 
 
 def counted(rollouts: Sequence[Rollout]) -> Metrics:
-    """Returns the means of the environment's measures, and the share of lost rollouts."""
+    """Returns the mean of each measure of the environment over the rollouts that are not lost, and
+    the share of lost rollouts if there are any.
+    """
     kept = [rollout for rollout in rollouts if not rollout.lost]
     names = dict.fromkeys(name for rollout in kept for name in rollout.measures)
     found = {}
@@ -163,13 +170,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def metric_of(name: str, part: str) -> str:
-    """Returns the name of the metric for `part` of the evaluation set `name` ("": the only one)."""
+    """Returns the name of the metric `part` for the evaluation set `name`; "" is the name of a
+    single set.
+    """
     return f"eval_{name}_{part}" if name else f"eval_{part}"
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restores the global random states of Python, NumPy and torch (CPU) after the block."""
+    """Context manager that restores the global random states of Python, NumPy and torch (CPU) at
+    its end.
+    """
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

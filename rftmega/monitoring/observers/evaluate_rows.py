@@ -10,7 +10,9 @@ from rftmega.monitoring.observers.evaluate import Evaluation, metric_of
 
 
 class HeldOut(Evaluation):
-    """HeldOut evaluates the model on rows that it is not trained on."""
+    """HeldOut evaluates the trained model on rows that are not trained on. `judge` returns the
+    metrics of a set of rows.
+    """
 
     def __init__(
         self,
@@ -32,15 +34,15 @@ class HeldOut(Evaluation):
 
 
 def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
-    """Returns the mean of -log p over all response tokens."""
+    """Returns the policy's mean -log p over all response tokens, as the metric "cross_entropy"."""
     return {"cross_entropy": -policy.log_probs(rows).logp[rows.mask].double().mean().item()}
 
 
 def preference_of(model: ValueModel, rows: Rows) -> Metrics:
-    """Returns how often (a tie counts as wrong), and by what margin, the chosen response of a pair
-    scores higher.
+    """Returns the metrics "accuracy", the share of pairs whose chosen response scores higher (a tie
+    counts as wrong), and "margin", the mean difference of the two scores.
 
-    `rows` in the order of `pair_rows`.
+    `rows`: in the order of `pair_rows`.
     """
     reward = last_value(model.values(rows), rows)
     margin = (reward[0::2] - reward[1::2]).double()

@@ -1,4 +1,4 @@
-"""Exporting writes the trained model after the last step and keeps that of an earlier run."""
+"""Exporting writes the trained model after the last step, and renames the model of an earlier run."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ from rftmega.monitoring.observers.output_files import set_aside
 
 
 class Exporting(AtEnd):
-    """Calls `work` at the end; before its first step, a run that starts anew renames models in
-    `folders`, policy to policy.1.
+    """Exporting calls `work` after the last step. At the start of a run that is not resumed, it
+    renames the existing folders among `folders`, for example policy to policy.1.
     """
 
     def __init__(self, work: Callable[[], None], folders: Sequence[str], *, is_main: bool):

@@ -1,5 +1,5 @@
-"""Observers that detect a run which learns nothing: gradients that are not finite, equal rewards,
-or undecided rewards.
+"""Observers that detect a run which can't learn: non-finite gradients, equal rewards, or rewards
+that could not be determined.
 """
 
 import logging
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class Divergence(Observer):
-    """Ends a run after `steps` steps in a row without an optimizer step; on every process, after
-    the metric writers.
+    """Divergence ends a run after `steps` successive steps without an optimizer step. It runs on
+    every process, after the metric writers.
     """
 
     def __init__(self, steps: int):
@@ -27,7 +27,9 @@ class Divergence(Observer):
         self.streaks = {"": 0, "critic_": 0}
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        """Raises Diverged if the policy or the critic took no optimizer step for `steps` steps."""
+        """Raises Diverged if the policy or the critic took no optimizer step in `steps` successive
+        steps. Steps in which a model is frozen are not counted.
+        """
         for model, streak in self.streaks.items():
             skipped = metrics.get(f"{model}skipped_steps", 0.0)
             taken = metrics.get(f"{model}optimizer_steps", 0.0)
@@ -47,13 +49,13 @@ class Divergence(Observer):
 
 
 class MixedGroups(Observer):
-    """Warns once if the rewards of several steps in a row are all equal, so that nothing is
-    learned.
+    """MixedGroups logs a warning once if the rewards of SAME_REWARDS successive steps are all
+    equal, so that the policy learns nothing.
     """
 
     def __init__(self, *, compares_groups: bool):
-        """`compares_groups`: whether only completions of the same prompt are compared with each
-        other.
+        """`compares_groups`: whether the algorithm compares only completions of the same prompt;
+        rewards may then differ between prompts.
         """
         self.compares_groups = compares_groups
         self.streak, self.told = 0, False
@@ -83,11 +85,13 @@ class MixedGroups(Observer):
 
 
 class UndecidedLimit(Observer):
-    """Ends a run if a reward component is undecided for most completions; on every process."""
+    """UndecidedLimit ends a run if a reward component could not be determined for too many
+    completions. It runs on every process.
+    """
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        """Raises RewardError if a component is undecided for more than MOST_UNDECIDED of the
-        completions.
+        """Raises RewardError if a reward component could not be determined for more than the share
+        MOST_UNDECIDED of the completions.
         """
         for name, share in metrics.items():
             if name.startswith("reward_") and name.endswith(UNDECIDED) and share > MOST_UNDECIDED:

@@ -1,4 +1,4 @@
-"""Progress, JSONLines and TensorBoard display and write the metrics of every step."""
+"""Progress, JSONLines and TensorBoard display or write the metrics of every step."""
 
 import math
 import time
@@ -30,9 +30,9 @@ class Progress(Observer):
     def __init__(
         self, steps: int, accuracy: Mapping[str, str], means: Mapping[str, str] | None = None
     ):
-        """`accuracy`: name of an evaluation set ("" if there is only one) -> its accuracy metric;
-        `means`: set -> its mean-score metric, which is shown if its value differs from the
-        accuracy.
+        """`accuracy`: name of an evaluation set ("" for a single set) -> name of its accuracy
+        metric. `means`: name of an evaluation set -> name of its mean-score metric, which is shown
+        if its value differs from the accuracy.
         """
         self.steps = steps
         self.accuracy, self.means = accuracy, means or {}
@@ -62,7 +62,9 @@ class Progress(Observer):
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
 
     def _mean(self, metrics: Metrics, name: str) -> str:
-        """Returns the mean score of a set if it differs from the accuracy."""
+        """Returns the text for the mean score of the evaluation set `name`; "" if it has none or it
+        equals the accuracy.
+        """
         mean = metrics.get(self.means.get(name, ""))
         if mean is None or mean == metrics[self.accuracy[name]]:
             return ""
@@ -70,7 +72,9 @@ class Progress(Observer):
 
 
 def status(metrics: Metrics) -> str:
-    """Returns a one-line summary of a step: reward, response length, speed and loss metrics."""
+    """Returns a one-line summary of a step: reward, response length, speed and loss metrics that
+    the step has.
+    """
     said = []
     if "reward" in metrics:
         said.append(f"reward {metrics['reward']:.3g} ±{metrics.get('spread', 0):.2g}")
@@ -99,7 +103,7 @@ class JSONLines(StepLines):
 
 
 def _finite(metrics: Metrics) -> dict[str, float | None]:
-    """Replaces values that are not finite by None, since JSON has no NaN."""
+    """Returns the metrics with None instead of values that are not finite, since JSON has no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 

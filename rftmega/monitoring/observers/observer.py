@@ -1,4 +1,6 @@
-"""Observer is the base class of all callbacks; trainers don't depend on particular ones."""
+"""Observer is the base class of all callbacks. Trainers call its methods and know no particular
+callback.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +32,7 @@ class Observer:
 
 
 class AtEnd(Observer):
-    """Runs `work` once, after the last step; not if the run was stopped before."""
+    """AtEnd calls `work` once, after the last step, unless the run was stopped before."""
 
     def __init__(self, work: Callable[[], None]):
         self.work = work

@@ -1,4 +1,6 @@
-"""Files in a run's output folder: renaming those of an earlier run, and durable writes."""
+"""Functions for files in a run's output folder: renaming files of an earlier run, and durable
+writes.
+"""
 
 import logging
 import os
@@ -12,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 def set_aside(path: Path) -> None:
-    """Renames the output of an earlier run, metrics.jsonl to metrics.1.jsonl, and logs it."""
+    """Renames an output file or folder of an earlier run, for example metrics.jsonl to
+    metrics.1.jsonl, and logs the new name. Does nothing if `path` does not exist or is an empty
+    folder.
+    """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     number, free = 1, path.with_name(f"{path.stem}.1{path.suffix}")
@@ -25,9 +30,10 @@ def set_aside(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *, warn: bool = False) -> Iterator[None]:
-    """Wraps a block that writes `path`; an OSError, such as a full disk, is reported with the path.
+    """Context manager for a block that writes `path`: reports an OSError, such as a full disk, with
+    the path.
 
-    Raises OutputError; with `warn` logs a warning instead, and the output is lost.
+    Raises OutputError for an OSError; with `warn`, logs a warning instead, and the output is lost.
     """
     try:
         yield
@@ -41,7 +47,7 @@ def writing(path: Path, *, warn: bool = False) -> Iterator[None]:
 
 
 def synchronise(folder: Path) -> None:
-    """Syncs the directory entries of a folder to the disk."""
+    """Writes the directory entries of a folder to the disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

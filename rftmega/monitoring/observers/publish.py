@@ -27,8 +27,9 @@ LONGEST_PARAMETER = 6000
 
 
 class WandB(Observer):
-    """Logs metrics and config to Weights & Biases, configured by wandb's own environment variables
-    (WANDB_MODE=offline: a folder). A resumed run continues under its id in output/wandb.id.
+    """WandB logs metrics and config to Weights & Biases, configured by wandb's own environment
+    variables (WANDB_MODE=offline writes into a folder). A resumed run continues under the id that
+    is stored in output/wandb.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -65,8 +66,9 @@ class WandB(Observer):
 
 @contextmanager
 def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
-    """Makes a package imported within the block use `folder` for its temporary files; files left by
-    a killed run are removed first.
+    """Context manager in whose block the package `of` is imported with `folder` as its folder for
+    temporary files. First removes files that a killed run has left there. Has no effect if the
+    package is already imported.
     """
     if of in sys.modules:  # the package was imported before
         yield
@@ -81,9 +83,9 @@ def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
 
 
 class MLflow(Observer):
-    """Logs metrics, and the options as parameters, to MLflow, configured by its own environment
-    variables (MLFLOW_TRACKING_URI; default: the folder output/mlruns). A resumed run continues
-    under its id in output/mlflow.id.
+    """MLflow logs metrics, and the options as parameters, to MLflow, configured by MLflow's own
+    environment variables (MLFLOW_TRACKING_URI; default: the folder output/mlruns). A resumed run
+    continues under the id that is stored in output/mlflow.id.
     """
 
     def __init__(self, experiment: str, config: RunConfig):
@@ -130,8 +132,9 @@ class MLflow(Observer):
 
 
 class Trackio(Observer):
-    """Logs metrics and config into a file that `trackio show` reads, in trackio's own folder
-    (TRACKIO_DIR). A resumed run continues under its name in output/trackio.id.
+    """Trackio logs metrics and config into a file that `trackio show` reads, in trackio's own
+    folder (TRACKIO_DIR). A resumed run continues under the name that is stored in
+    output/trackio.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -165,7 +168,9 @@ class Trackio(Observer):
 
 
 def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
-    """Returns the run's external id stored in the file; a run that starts anew creates one."""
+    """Returns the id that an external service knows the run by, which is stored in the file `path`.
+    A run that is not resumed stores a new id, returned by `made`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not trainer.resumed:
         set_aside(path)
@@ -175,10 +180,10 @@ def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
 
 
 class Prometheus(Observer):
-    """Serves the last step's metrics at http://host:port/metrics, as gauges rftmega_<metric>, and
-    rftmega_step.
+    """Prometheus serves the last step's metrics at http://host:port/metrics, as gauges
+    rftmega_<metric> and rftmega_step.
 
-    Raises ConfigError at the start if the port can't be opened.
+    Raises ConfigError at the start of the run if the port can't be opened.
     """
 
     def __init__(self, host: str, port: int):

@@ -1,4 +1,6 @@
-"""RunChat records for readers of trajectories how their run converted messages into tokens."""
+"""RunChat stores the settings by which a run converted messages into tokens, for readers of its
+trajectories.
+"""
 
 import json
 from collections.abc import Mapping
@@ -17,8 +19,8 @@ FILE = "chat.json"
 
 @dataclass(frozen=True, slots=True)
 class RunChat:
-    """RunChat holds the settings that convert a run's messages into tokens, besides its
-    tokenizer.
+    """RunChat holds the settings, apart from the tokenizer, by which a run converts messages into
+    tokens.
     """
 
     model: str = ""  # folder of the initial model
@@ -29,7 +31,7 @@ class RunChat:
 
     @classmethod
     def of(cls, config: RunConfig, chat: Any) -> "RunChat":
-        """Reads the options of a run and the data.Chat of its tokenizer."""
+        """Returns the settings of a run. `chat`: the data.Chat of the run's tokenizer."""
         options = config.environment
         path, fields = config.model.path, asdict(chat)
         if isinstance(options, Tools | Agent):
@@ -37,15 +39,16 @@ class RunChat:
         return cls(path, chat=fields)
 
     def write(self, folder: Path) -> None:
-        """Writes chat.json into a folder of trajectories."""
+        """Writes the settings to chat.json in a folder of trajectories."""
         text = json.dumps(asdict(self), ensure_ascii=False, indent=1)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "RunChat":
-        """Reads chat.json of a folder; returns the defaults if there is none, as in older runs.
+        """Returns the settings in chat.json of a folder; the defaults if the file does not exist,
+        as in older runs.
 
-        Raises DataError for an invalid file.
+        Raises DataError if the file is invalid.
         """
         path = folder / FILE
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""RunReports logs events that a user should know of: skipped optimizer steps, and how to continue a
+"""RunReports logs events that the user should know: skipped optimizer steps, and how to continue a
 stopped or complete run.
 """
 
@@ -15,7 +15,9 @@ MODELS = {"": "model", "critic_": "critic"}  # prefix of the metrics -> name of 
 
 
 class RunReports(Observer):
-    """RunReports runs on the main process. `config` is the run's."""
+    """RunReports logs skipped optimizer steps, and how to continue a stopped or complete run. It
+    runs on the main process only.
+    """
 
     def __init__(self, config: RunConfig):
         self.steps, self.code = config.trainer.steps, config.faults.requeue_code

@@ -1,5 +1,5 @@
-"""StepLines writes a file with one JSON object per step, which a resumed run truncates to its
-step.
+"""StepLines writes a file with one JSON object per step; a resumed run removes the lines of later
+steps.
 """
 
 import json
@@ -18,16 +18,19 @@ log = logging.getLogger(__name__)
 
 
 class StepLines(Observer):
-    """Lines are flushed at once, and synced to disk at each checkpoint; a subclass writes them.
+    """StepLines is the base class of observers that write one line per step. Lines are flushed at
+    once, and synced to the disk at each checkpoint.
 
-    A resumed run keeps the lines of the steps before. All other lines, invalid ones included, move
-    to a file beside, metrics.left_out.jsonl.
+    A resumed run keeps the lines up to the step at which it resumes. It moves all other lines,
+    invalid ones included, to a second file in the same folder, for example metrics.left_out.jsonl.
     """
 
     what = "a step"  # content of a line, for a warning
 
     def __init__(self, path: str | Path, *, warn: bool = False):
-        """With `warn` a line that can't be written is skipped with a warning; see `writing`."""
+        """`warn`: a line that can't be written is skipped with a warning instead of an error; see
+        `writing`.
+        """
         self.path, self.warn = Path(path), warn
         self.left_out = self.path.with_name(f"{self.path.stem}.left_out{self.path.suffix}")
 
@@ -41,9 +44,9 @@ class StepLines(Observer):
             self.file = self.path.open("ab", buffering=0)
 
     def _keep_until(self, step: int) -> None:
-        """Keeps the lines up to a step.
+        """Removes all lines from the file except those of the steps up to `step`.
 
-        Writes the other lines to `left_out` first, so that no line is lost on a crash.
+        Writes the removed lines to `left_out` first, so that no line is lost on a crash.
         """
         kept, later, bad = sorted_out(self.path.read_bytes(), step)
         for number in bad:
@@ -66,7 +69,7 @@ class StepLines(Observer):
         draft.rename(self.path)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes the line of a step; its number is under "step"."""
+        """Writes `line`, the JSON object of a step, whose number is under "step"."""
         with writing(self.path, warn=self.warn):
             append(self.file.fileno(), f"{json.dumps(line)}\n".encode())
 
@@ -83,8 +86,8 @@ class StepLines(Observer):
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Appends a line to a file; truncates a line that was written only in part, so that the next
-    one is not joined to it. Raises OSError.
+    """Appends a line to a file. If the line can't be written completely, removes the part that was
+    written, so that the next line is not joined to it, and raises OSError.
     """
     end = os.fstat(descriptor).st_size
     try:
@@ -97,8 +100,9 @@ def append(descriptor: int, line: bytes) -> None:
 
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """Returns the lines up to a step, those after it, and invalid lines by their number: a killed
-    process leaves half a line, a power failure zeros.
+    """Returns (kept, later, invalid): the lines of steps up to `step`, the lines of later steps,
+    and the invalid lines by line number. A killed process leaves an incomplete line, a power
+    failure zeros.
     """
     kept, later, bad = [], [], {}
     for number, line in enumerate(content.split(b"\n"), start=1):

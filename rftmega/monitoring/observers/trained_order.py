@@ -1,4 +1,6 @@
-"""TrainedOrder records the order in which an asynchronous run trains on groups, for a replay."""
+"""TrainedOrder records the order in which an asynchronous run trains on groups, so that the run can
+be replayed.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +11,8 @@ from rftmega.monitoring.observers.step_lines import StepLines
 
 
 class TrainedOrder(StepLines):
-    """Writes a line per step: the groups taken and dropped, and their versions, in the form of
-    `trainer.trained_order.TrainedGroups`.
+    """TrainedOrder writes a line per step: the groups that were trained on and dropped, and their
+    policy versions, with the fields of `trainer.trained_order.TrainedGroups`.
     """
 
     what = "learnt groups"
@@ -18,7 +20,9 @@ class TrainedOrder(StepLines):
     def __init__(
         self, path: str | Path, *, prompts_per_step: int, max_staleness: int, warn: bool = False
     ):
-        """The sizes are part of each line: a run with other sizes can't replay this order."""
+        """`prompts_per_step` and `max_staleness` are written into each line, since a run with other
+        values can't replay this order.
+        """
         super().__init__(path, warn=warn)
         self.sizes = {"prompts_per_step": prompts_per_step, "max_staleness": max_staleness}
 

@@ -1,5 +1,5 @@
-"""Trajectories writes the samples that steps trained on, token by token, as files for `zcat` and
-`tools/view.py`.
+"""Trajectories writes the samples that steps trained on, token by token, into files that `zcat` and
+`tools/view.py` can show.
 """
 
 import gzip
@@ -28,11 +28,11 @@ Grading = Callable[[Sequence[int], Sequence[int]], str | None]
 
 
 class Trajectories(Observer):
-    """Writes folder/step_000123.jsonl.gz, one JSON object per sample (see `records`), after the
-    first and every `every`-th step.
+    """Trajectories writes folder/step_000123.jsonl.gz, one JSON object per sample (see `records`),
+    after the first and every `every`-th step.
 
-    A file is renamed to its final name when it is complete. The oldest files are deleted when all
-    together exceed `most_bytes`; the newest stays.
+    A file gets its final name when it is complete. If all files together exceed `most_bytes`, the
+    oldest ones are deleted; the newest file is always kept.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class Trajectories(Observer):
         grading: Grading | None = None,
         warn: bool = False,
     ):
-        """`decode`: text of token ids; `pieces`: the text of each of them; `chat`: the settings
-        that convert messages into tokens, written beside the files; `grading`: the graded part of a
-        response. With `warn` a file that can't be written is skipped with a warning; see `writing`.
+        """`decode` returns the text of token ids, `pieces` the text of each token. `chat`: the
+        settings by which messages are converted into tokens, written to chat.json. `grading`
+        returns the part of a response that rewards grade. `warn`: a file that can't be written is
+        skipped with a warning instead of an error; see `writing`.
         """
         self.warn = warn
         self.folder = Path(folder)
@@ -58,7 +59,9 @@ class Trajectories(Observer):
         self.every, self.most_bytes = every, most_bytes
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        """Removes files of later steps, which a resumed run repeats."""
+        """Prepares the folder: a new run renames the folder of an earlier run; a resumed run
+        removes the files of the steps that it repeats.
+        """
         with writing(self.folder):
             self._begin(trainer)
 
@@ -111,9 +114,9 @@ def name_of(step: int) -> str:
 
 
 def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Writes one JSON object per line, compressed with gzip; equal lines give equal bytes.
+    """Writes one JSON object per line into a gzip file. Equal lines always give the same bytes.
 
-    Raises OSError, and leaves no partial file.
+    Raises OSError if the file can't be written, and then leaves no partial file.
     """
     draft = path.with_name(f".{path.name}.draft")
     try:
@@ -145,24 +148,24 @@ def records(
     pieces: Callable[[Sequence[int]], list[str]],
     grading: Grading | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields one JSON-serializable object per row.
+    """Yields one JSON-serializable object per row of `samples`.
 
-    Under "tokens" there is a list for each quantity, with a value for each token of the response.
+    "tokens" holds a list for each quantity, with one value per token of the response.
 
     "chosen" is false for tokens that the environment inserted. Log-probs are in nats; "gap" is the
-    engine's minus the trainer's; null stands for values that are unknown or not finite.
+    engine's log-prob minus the trainer's; null stands for values that are unknown or not finite.
 
-    "images" lists the images of the prompt, in which each has one placeholder: digest, path (null
-    for bytes), grid, and a thumbnail in the first object of a file that has it. Waveforms are
-    included, with their frames.
+    "images" lists the prompt's images, each of which has one placeholder in the prompt's text:
+    digest, path (null if the image was given as bytes), grid, and a thumbnail in the first object
+    of a file in which the image occurs. Waveforms are listed with the number of their frames.
 
     "graded" is the part of the response that rewards grade, null if its reasoning is unfinished;
     only a rollout's last trajectory has it.
 
-    "rollout" is the rollout's number; if it has several rows, "trajectory" is the index of this
-    row, from 0, of "trajectories". "turns" have positions among the tokens of the response,
-    "messages" are the prompt's, "measures" those of the environment: each key is present if its
-    value is known.
+    "rollout" is the rollout's number. If a rollout has several rows, "trajectory" is the index of
+    this row, from 0, and "trajectories" the number of rows. "turns" have positions among the tokens
+    of the response, "messages" are the prompt's, and "measures" the environment's. Each of these
+    keys is present only if its value is known.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     shown: set[str] = set()
@@ -215,8 +218,8 @@ def records(
 
 
 def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
-    """Returns for each row the number of its rollout, and, if the rollout has several rows, the
-    row's index and their number.
+    """Returns for each row the number of its rollout ("rollout") and, if the rollout has several
+    rows, the row's index ("trajectory") and the number of rows ("trajectories").
     """
     if samples.rollout is None:
         return [{} for _ in range(len(samples))]
@@ -233,9 +236,10 @@ def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
 
 
 def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
-    """Returns the turns of a row, the messages of its prompt and the environment's measures.
+    """Returns the turns of a row, the messages of its prompt and the measures of its environment;
+    unknown values have no key.
 
-    `first`: position of the response's first token. Unknown values have no key.
+    `first`: position of the response's first token in the row.
     """
     turns: Sequence[Turn] = samples.turns[row] if samples.turns else ()
     counted = {name: rounded(each[row].item(), DIGITS) for name, each in samples.measures.items()}
@@ -250,7 +254,10 @@ def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
 def graded(
     samples: Samples[Ragged], row: int, place: dict[str, int], grading: Grading | None
 ) -> dict[str, Any]:
-    """Returns the graded text of a row: of its last assistant turn, or of all after the prompt."""
+    """Returns {"graded": text} with the part of a row's last assistant turn that `grading` returns,
+    or of the whole response if the row has no turns; an empty dictionary without `grading`, or if
+    the row is not the last of its rollout. `place`: the row's entry of `places_of`.
+    """
     if grading is None or place.get("trajectory", 0) + 1 != place.get("trajectories", 1):
         return {}
     ids = samples.rows.tokens[row].tolist()
@@ -263,7 +270,7 @@ def graded(
 
 
 def described_turn(turn: Turn, first: int) -> dict[str, Any]:
-    """Returns the JSON form of a turn; positions count from token `first` of the row."""
+    """Returns a turn as a JSON object. Its positions are relative to the token `first` of the row."""
     return {
         "role": turn.role,
         "name": turn.name,
@@ -274,7 +281,9 @@ def described_turn(turn: Turn, first: int) -> dict[str, Any]:
 
 
 def messages_in(record: str) -> list[dict[str, Any]]:
-    """Returns the messages of a prompt's record, see Prompt; none if it has no record."""
+    """Returns the messages of a prompt, given as the prompt's record in JSON; an empty list if the
+    record is empty.
+    """
     prompt = json.loads(record).get("prompt") if record else None
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -282,8 +291,8 @@ def messages_in(record: str) -> list[dict[str, Any]]:
 
 
 def described(image: Placed, shown: set[str]) -> dict[str, Any]:
-    """Returns the JSON form of an image, with a thumbnail unless it is in `shown` already, or of a
-    waveform.
+    """Returns an image or a waveform as a JSON object. An image has a thumbnail unless its digest
+    is in `shown`, to which it is then added.
     """
     found: dict[str, Any] = {
         "digest": image.digest,

@@ -1,1 +1,1 @@
-"""Performance of all processes: throughput, stragglers and timelines."""
+"""Performance of all processes: throughput, slow processes (stragglers) and timelines."""

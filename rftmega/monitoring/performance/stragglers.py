@@ -1,4 +1,6 @@
-"""Detection of a process that all others wait for, step after step: a slow device, a busy host."""
+"""Detection of a process for which all others wait in every step, because of a slow device or a
+busy host.
+"""
 
 import logging
 import socket
@@ -18,15 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class Straggler(NamedTuple):
-    """Straggler is the slowest process of a phase."""
+    """Straggler is a phase of a step with the rank of a process that is much slower in it than the
+    others.
+    """
 
     phase: str
     rank: int
 
 
 class Stragglers(Observer):
-    """Stragglers warns of stragglers, on the main process; it runs on every process, after
-    `Throughput`, whose metrics it reads.
+    """Stragglers logs a warning about slow processes, on the main process. It runs on every
+    process, after `Throughput`, whose metrics it reads.
     """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
@@ -56,8 +60,9 @@ class Stragglers(Observer):
 
 
 def stragglers(metrics: Metrics) -> list[Straggler]:
-    """Returns the stragglers of one step's metrics: processes with over TIMES the median's work, if
-    the difference exceeds SHARE of the step.
+    """Returns the slow processes in one step's metrics. In each phase this is the slowest process
+    if its work takes more than TIMES the median and the difference exceeds SHARE of the step's
+    time.
     """
     phases = [name.removeprefix("seconds_") for name in metrics if name.startswith("seconds_")]
     step = sum(metrics[f"seconds_{phase}"] for phase in phases)

@@ -1,5 +1,5 @@
-"""The cost of a step over all processes: throughput, FLOPs, padding, memory, and the slowest
-process.
+"""Performance metrics of a step over all processes: throughput, FLOPs, padding, memory, and the
+slowest process.
 """
 
 from typing import Any
@@ -21,14 +21,14 @@ MEASURED = ("work", "mib", "idle")  # for each phase, by every process
 
 
 class Throughput(Observer):
-    """Throughput adds performance metrics to each step's; on every process, before the metric
-    writers.
+    """Throughput adds performance metrics to each step's metrics. It runs on every process, before
+    the metric writers.
 
-    One small collective per step.
+    It performs one small collective operation per step.
     """
 
     def __init__(self, *, peak_tflops: float | None):
-        """`peak_tflops` of one device; None if unknown."""
+        """`peak_tflops`: peak performance of one device; None if unknown."""
         self.peak_tflops = peak_tflops
         self.phases: dict[str, dict[str, float]] = {}  # of the current step
         recorder.measuring = True
@@ -90,8 +90,9 @@ class Throughput(Observer):
 
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:
-    """Reduces [ranks, phases, measured] to each phase's mean, median (the lower one) and largest
-    work, the rank of the latter, the largest memory, and the mean pipeline idle share.
+    """Returns metrics of the measurements `everybodys` [ranks, phases, MEASURED]: for each phase
+    the mean, the lower median and the maximum of the work (seconds), the rank with the maximum, and
+    the largest memory (MiB); for the update also the mean pipeline idle share.
     """
     found: Metrics = {}
     for name, (work, mib, idle) in zip(phases, everybodys.permute(1, 2, 0), strict=True):

@@ -18,11 +18,11 @@ from rftmega.monitoring.observers.output_files import set_aside
 from rftmega.runtime.device.spans import Span, clock, recorder
 from rftmega.runtime.parallel.clocks import Offset, clock_offsets
 
-PHASES = "phases"  # a thread of its own in the trace
+PHASES = "phases"  # a separate thread in the trace
 
 
 class Told(NamedTuple):
-    """Told holds the spans of one process, its label and the offset of its clock."""
+    """Told holds the recorded spans of one process, its label and the offset of its clock."""
 
     label: str
     spans: Sequence[Span]
@@ -30,12 +30,12 @@ class Told(NamedTuple):
 
 
 class Timeline(Observer):
-    """Writes folder/steps_000003_000005.json after step `last`; on every process, after all other
-    callbacks.
+    """Timeline records the steps `first` to `last` and then writes them, for example to
+    folder/steps_000003_000005.json. It runs on every process, after all other callbacks.
     """
 
     def __init__(self, folder: str | Path, first: int, last: int, *, label: str):
-        """`label`: description of this process."""
+        """`label`: description of this process, which the trace shows."""
         self.folder, self.first, self.last, self.label = Path(folder), first, last, label
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
@@ -78,7 +78,9 @@ class Timeline(Observer):
 
 
 def write(path: Path, everybody: Sequence[Told]) -> None:
-    """Writes one event per line; the file gets its final name when it is complete."""
+    """Writes the trace of all processes, one event per line. The file gets its final name when it
+    is complete.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w") as file:
@@ -89,8 +91,8 @@ def write(path: Path, everybody: Sequence[Told]) -> None:
 
 
 def events(everybody: Sequence[Told]) -> Iterator[dict[str, Any]]:
-    """Yields the trace's events: processes by rank, threads by name, microseconds of the first
-    process's clock since the first span.
+    """Yields the events of the trace. Processes are numbered by rank, threads by the order of their
+    names; times are in microseconds since the first span, by the clock of the first process.
     """
     begin = min(
         (span.begin - told.offset.ahead for told in everybody for span in told.spans), default=0

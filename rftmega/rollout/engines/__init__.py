@@ -1,5 +1,5 @@
 """Inference engines that generate completions: vllm (fast), transformers (the reference
-implementation for tests), scripted (no model).
+implementation for tests), scripted (random completions without a model).
 """
 
 from rftmega.rollout.engines.base import Engine, EngineStatus

@@ -1,5 +1,5 @@
-"""Base class of in-process inference engines: sleep, wake, weight versions, and the refusal to
-generate without pushed weights.
+"""Base class of in-process inference engines: sleep and wake, weight versions, and the refusal to
+generate before weights were pushed.
 """
 
 import sys
@@ -23,7 +23,7 @@ def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: 
 
 
 class EngineStatus(Enum):
-    """EngineStatus tells whether the engine holds device memory."""
+    """EngineStatus is whether an engine has device memory allocated: WAKEUP if so, else SLEEPED."""
 
     SLEEPED = 0
     WAKEUP = 1
@@ -32,7 +32,8 @@ class EngineStatus(Enum):
 class Engine(ABC):
     """Engine is one process's handle of an inference engine.
 
-    `version` is the policy version that it generates with; None before a push.
+    `version` is the version of the policy's weights that the engine generates with; None before a
+    push.
     """
 
     slots = sys.maxsize  # completions that it generates concurrently
@@ -46,10 +47,10 @@ class Engine(ABC):
         self._held: set[str] = {"weights", "kv_cache"}  # what is in device memory
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
-        """Returns the WeightSync from the policy's shards to the engines of all processes; a
-        collective.
+        """Returns the WeightSync that pushes the policy's shards to the engines of all processes; a
+        collective. `bucket_bytes`: most bytes that are sent at a time.
 
-        It plans the push; the engine has no weights afterwards, and sleeps.
+        Planning the push drops the engine's weights and puts the engine to sleep.
         """
         sync = weights.EngineWeights(shards, self, bucket_bytes=bucket_bytes)
         self.sleep()
@@ -58,7 +59,7 @@ class Engine(ABC):
     def adapter_sync(
         self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns the WeightSync that pushes a frozen base model's shards and its adapters
+        """Returns the WeightSync that pushes the shards of a frozen base model and its adapters
         separately; a collective like `weight_sync`.
         """
         base = self.weight_sync(frozen, bucket_bytes=bucket_bytes)
@@ -77,10 +78,10 @@ class Engine(ABC):
         finished: Finished = _nobody,
     ) -> list[Completion]:
         """Generates one completion per prompt, each sampled with its own seed; temperature 0 is
-        greedy.
+        greedy. Returns the completions in the order of the prompts.
 
-        `finished` is called once for every completion, while others are still being generated.
-        Raises as `serve` does.
+        `finished(numbers, completions)` is called when completions end, while other completions are
+        still being generated; a number is the index of a prompt. Raises the same errors as `serve`.
         """
         batch = PromptBatch(prompts, seeds, finished)
         self.serve(batch, sampling=sampling)
@@ -88,8 +89,8 @@ class Engine(ABC):
 
     @spanned("generate")
     def serve(self, requests: Requests, *, sampling: Sampling) -> None:
-        """Serves requests until none are left or they are stopped; unfinished requests are then
-        aborted. Wakes a sleeping engine.
+        """Serves requests until none are left or `requests.stopped` returns True; unfinished
+        requests are then aborted. Wakes a sleeping engine.
 
         Raises EngineError if no weights were pushed since the start or the last sleep; EngineFault
         if the engine broke down, after which `restart` and a push may help.
@@ -103,11 +104,11 @@ class Engine(ABC):
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replaces all weights by `named_tensors` (HF names and shapes); the engine is stale until
-        the last one has arrived.
+        """Replaces all weights by `named_tensors` (HF names and shapes). The engine can't generate
+        until the last tensor has been loaded.
 
-        On a sleeping engine it wakes only the weights' memory, so that the KV cache need not fit
-        beside the trainer yet.
+        On a sleeping engine, allocates memory only for the weights, so that the KV cache need not
+        fit next to the trainer yet.
         """
         self.invalidate()
         self.has_weights = False
@@ -116,23 +117,23 @@ class Engine(ABC):
         self.version, self.has_weights = version, True
 
     def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
-        """Replaces the adapter: `pairs` are its matrices by PEFT name, `said` is PEFT's config.
-        Only engines built for an adapter support this.
+        """Replaces the adapter: `pairs` are its matrices by PEFT name, `said` is PEFT's adapter
+        config. Only engines that were built for an adapter support this.
         """
         self.invalidate()
         self._load_adapter(pairs, said)
         self.version = version
 
     def use_adapter(self, adapter: str) -> None:
-        """Selects the adapter for later requests by name; "" is the policy's. Raises
-        NotImplementedError if the engine was not built for several.
+        """Selects the adapter that later requests are served with, by name; "" is the policy's
+        adapter. Raises NotImplementedError if the engine was not built for several adapters.
         """
         if adapter:
             raise NotImplementedError(f"{type(self).__name__} has no other adapters.")
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads tensors that only record which elements are read, to plan a push; the weights are
-        lost.
+        """Loads tensors that only record which of their elements are read, to plan a push; the
+        engine's weights are lost.
         """
         self.invalidate()
         self.has_weights = False
@@ -140,18 +141,20 @@ class Engine(ABC):
         self._load_weights(named_tensors)
 
     def invalidate(self) -> None:
-        """Invalidates the weights: the engine refuses requests until a complete push."""
+        """Marks the weights as invalid: the engine refuses requests until the
+        next complete push.
+        """
         self.version = None
 
     def restart(self) -> None:
-        """Resets the engine after a fault of this or another engine: it sleeps and waits for a
-        push.
+        """Resets the engine after a fault of this or another engine: puts it to sleep, so that it
+        needs a push.
         """
         self.sleep()
 
     def sleep(self) -> None:
-        """Frees the device memory; weights are dropped, so a push must come before the next
-        request.
+        """Frees the engine's device memory. The weights are dropped, so a push must come before the
+        next request.
         """
         if self._held:
             with span("sleep"):
@@ -159,7 +162,7 @@ class Engine(ABC):
             self._held, self.version, self.has_weights = set(), None, False
 
     def wake(self) -> None:
-        """Allocates the memory again; does nothing if the engine is awake."""
+        """Allocates device memory for weights and KV cache; does nothing if the engine is awake."""
         self._take("weights", "kv_cache")
 
     def _take(self, *parts: str) -> None:

@@ -2,9 +2,9 @@
 them.
 
 vLLM reports routes (`enable_return_routed_experts`) only in its second model runner, which needs
-CUDA or Triton. On a CPU, a hook on each router records them. A step's tokens are ordered by
-request. Tokens found in the prefix cache were routed when the cache was filled, so routes are also
-kept by cache slot.
+CUDA or Triton. On a CPU, a hook on each router records the routes. The tokens of an engine step are
+ordered by request. Tokens found in the prefix cache were routed when the cache was filled, so
+routes are also stored by cache slot.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,9 @@ class CapturedRoutes:
     """CapturedRoutes holds the expert routes of running requests in one process of an engine."""
 
     def __init__(self, model: Any, runner: Any, routed: RoutedModel, row_tokens: int):
-        """`model`: vLLM's module; `runner`: its first model runner, whose steps are watched;
-        `row_tokens`: the most tokens of a request.
+        """`model`: vLLM's module; `runner`: vLLM's first model runner, whose steps are hooked;
+        `routed`: the layers and experts of the MoE model; `row_tokens`: most tokens of a request,
+        prompt and completion together.
         """
         self._runner, self._shape = runner, (len(routed.layers), routed.active)
         self._row_tokens = row_tokens
@@ -54,9 +55,10 @@ class CapturedRoutes:
         return note
 
     def take(self, request: str, fed: int) -> Tensor:
-        """Returns the routes of a finished or aborted request, [fed, layers, experts a token].
+        """Removes and returns the routes of the finished or aborted request `request`, [fed,
+        layers, experts per token]. `fed`: number of tokens that the model processed for it.
 
-        Raises EngineError if they were not captured.
+        Raises EngineError if the routes were not captured.
         """
         found = self._by_request.pop(request, self._nothing(fed))[:fed].clone()
         if fed and bool((found[-1] == self._unknown).any()):
@@ -64,13 +66,13 @@ class CapturedRoutes:
         return found
 
     def forget(self) -> None:
-        """Drops the routes of earlier weights and of abandoned requests."""
+        """Drops all captured routes, since they belong to earlier weights or abandoned requests."""
         self._by_request.clear()
         self._by_slot = self._nothing(0)
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Assigns the step's routes to its requests; `tokens`: the number of tokens computed for
-        each.
+        """Assigns the routes of an engine step to its requests. `tokens`: the number of tokens
+        computed for each request.
         """
         if not self._step:
             return
@@ -91,7 +93,9 @@ class CapturedRoutes:
             begin += count
 
     def _slots(self, number: int, length: int) -> Tensor:
-        """Returns the cache slots of the first `length` positions of request `number`."""
+        """Returns the KV-cache slots of the first `length` positions of request number `number` in
+        the batch.
+        """
         table = self._runner.input_batch.block_table[0]
         positions = torch.arange(length)
         blocks = torch.from_numpy(table.get_numpy_array()[number].copy()).long()

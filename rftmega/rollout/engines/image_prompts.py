@@ -20,10 +20,11 @@ DEPTH = 3  # frames of the video compared at the start
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """Returns vLLM's prompt: one placeholder per image or video, which vLLM's processor expands,
-    and the media under their digests, so that a group's shared image is processed once.
+    """Returns the request as a vLLM prompt: token ids with one placeholder per image or video,
+    which vLLM's processor expands, and the media with their digests, so that an image shared by a
+    group is processed once.
 
-    Raises EngineError for an image given only as patches.
+    Raises EngineError for an image that is given only as patches.
     """
     if not request.images:
         return {"prompt_token_ids": list(request.token_ids)}
@@ -41,7 +42,9 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def decoded_source(image: PlacedImage) -> Any:
-    """Returns the decoded image or video. Raises EngineError for an image given only as patches."""
+    """Returns the decoded image or video. Raises EngineError for an image that is given only as
+    patches.
+    """
     if isinstance(image.source, torch.Tensor):
         raise EngineError(
             "vLLM reads images, and a prompt has one as patches. Give the file, or its bytes."
@@ -51,7 +54,9 @@ def decoded_source(image: PlacedImage) -> Any:
 
 @lru_cache(maxsize=16)  # samples of one group are requested together
 def decoded(source: str | bytes, frames: Frames | None, digest: str) -> Any:
-    """Returns an image, or a video in vLLM's form: the chosen frames and their metadata."""
+    """Returns the image as a PIL image, or the video in vLLM's form: (chosen frames, metadata).
+    `frames`: None for an image. The last results are cached.
+    """
     if frames is None:
         return read_image(source, digest)
     return read_video(str(source), frames, digest), metadata_of(frames)
@@ -69,8 +74,8 @@ def metadata_of(frames: Frames) -> dict[str, Any]:
 
 
 def check_expanded(request: Request, token_ids: Any) -> None:
-    """Raises EngineError if vLLM expanded the prompt to other tokens than the trainer: its
-    processor makes other features of an image.
+    """Raises EngineError if `token_ids`, to which vLLM expanded the request's prompt, differ from
+    the trainer's: vLLM's processor then makes other features of an image.
     """
     if request.images and list(token_ids) != list(request.token_ids):
         raise EngineError(
@@ -80,14 +85,16 @@ def check_expanded(request: Request, token_ids: Any) -> None:
 
 
 def placeholders(processor: ImageProcessor, *, videos: bool) -> dict[str, int]:
-    """Returns the kinds of media to compare, each with its placeholder token."""
+    """Returns the placeholder token of each media kind to compare: "image", and with `videos` also
+    "video".
+    """
     found = {"image": processor.placeholder}
     return found | {"video": processor.video_placeholder} if videos else found
 
 
 def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
-    """Returns checksums of vLLM's patches of a sample of each media kind; `tokens`: the placeholder
-    tokens by kind.
+    """Returns checksums of the patches that vLLM makes of a sample image and video, by media kind.
+    `tokens`: the placeholder token of each media kind to compare.
     """
     image, film = _samples()
     frames = Frames(tuple(range(DEPTH)), DEPTH, 2.0, 1.0, (0,), 1)
@@ -98,9 +105,11 @@ def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
 
 
 def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
-    """Raises EngineError if vLLM makes other patches of the samples than the trainer.
+    """Raises EngineError if the trainer makes other patches of the sample image and video than
+    vLLM. `theirs`: the result of `samples_of_vllm`.
 
-    Image processors of other back-ends scale images differently, which would go unnoticed.
+    Image processors with another backend (e.g. of torchvision) scale images slightly differently,
+    without any error.
     """
     image, film = _samples()
     ours = {"image": _sum(processor.patches_of(image))}
@@ -115,7 +124,7 @@ def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
 
 
 def _samples() -> tuple[Any, np.ndarray]:
-    """Returns a sample image and the frames of a sample video."""
+    """Returns a sample image and the frames of a sample video, both computed."""
     from PIL import Image
 
     width, height = SAMPLE
@@ -125,7 +134,7 @@ def _samples() -> tuple[Any, np.ndarray]:
 
 
 def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
-    """Returns vLLM's model inputs for an image or video."""
+    """Returns the model inputs that vLLM makes of the image or video `content`."""
     from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
     own = renderer.mm_processor
@@ -136,6 +145,6 @@ def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
 
 
 def _sum(patches: torch.Tensor) -> str:
-    """Returns the dtype, shape and SHA-256 of patches."""
+    """Returns a text with dtype, shape and SHA-256 of the patches."""
     content = patches.contiguous().view(torch.uint8).numpy().tobytes()
     return f"{patches.dtype} {list(patches.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -1,4 +1,6 @@
-"""Passes pixels from the trainer's process to a vLLM server through shared memory."""
+"""Passes pixels from the trainer's process to a vLLM server on the same host
+through shared memory.
+"""
 
 import asyncio
 from typing import Any
@@ -10,19 +12,25 @@ from rftmega.rollout.engines.shared_media import SharedPixels
 
 
 class SharedMediaConnector:
-    """SharedMediaConnector replaces vLLM's media connector, which would read files or URLs."""
+    """SharedMediaConnector replaces vLLM's media connector: it reads pixels from shared memory
+    instead of from files or URLs.
+    """
 
     def __init__(self, **given: Any):
-        """Accepts and ignores the arguments of vLLM's connector."""
+        """Accepts the arguments of vLLM's connector and ignores them."""
 
     async def fetch_image_async(self, image_url: str, **given: Any) -> Any:
-        """Returns a PIL image."""
+        """Returns the image as a PIL image. `image_url`: the location in shared memory
+        (`SharedPixels.told`).
+        """
         return await asyncio.to_thread(_image, image_url)
 
     async def fetch_video_async(
         self, video_url: str, **given: Any
     ) -> tuple[np.ndarray, dict[str, Any] | None]:
-        """Returns a video's frames and vLLM's metadata."""
+        """Returns the video's frames [F, H, W, 3] and the metadata that vLLM expects. `video_url`:
+        the location in shared memory (`SharedPixels.told`).
+        """
         return await asyncio.to_thread(_video, video_url)
 
 

@@ -1,5 +1,5 @@
-"""Registers this project's extensions in vLLM's processes (the entry point `vllm.general_plugins`
-in setup.py).
+"""Registers this project's extensions in vLLM's processes, as the entry point
+`vllm.general_plugins` in setup.py.
 """
 
 TRANSPORTS = {  # name of a weight transport -> module and class that receive
@@ -13,8 +13,8 @@ TRANSPORTS = {  # name of a weight transport -> module and class that receive
 
 
 def register() -> None:
-    """Registers the weight transports under their names for `--weight-transfer-config`, and the
-    media connector under its name for VLLM_MEDIA_CONNECTOR.
+    """Registers the weight transports for vLLM's option `--weight-transfer-config`, and the media
+    connector "rftmega" for the variable VLLM_MEDIA_CONNECTOR.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,4 +1,6 @@
-"""Engine without a model: seeded random completions, the same on every process and layout."""
+"""Engine without a model: generates random completions from seeds, equal on every process and
+parallel layout.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -15,7 +17,7 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
 def _first(completion: Completion, tokens: int) -> PartialCompletion:
-    """Returns the first `tokens` tokens of a completion."""
+    """Returns the first `tokens` tokens of a completion as a PartialCompletion."""
     whole = PartialCompletion.of(completion)
     return PartialCompletion(
         whole.token_ids[:tokens], whole.logprobs[:tokens], whole.of_tokens[:tokens]
@@ -23,11 +25,11 @@ def _first(completion: Completion, tokens: int) -> PartialCompletion:
 
 
 class ScriptedEngine(Engine):
-    """ScriptedEngine generates random ids, lengths and log-probs that depend only on the seed; it
-    reads every pushed tensor and keeps none.
+    """ScriptedEngine generates random token ids, lengths and log-probs that depend only on the seed
+    of a request. It reads every pushed tensor and stores none.
 
-    Each step adds one token to each of at most rollout.max_batch completions, started in the order
-    of the requests; `steps` counts the steps.
+    Each step adds one token to each of at most rollout.max_batch completions, which start in the
+    order of the requests; `steps` counts the steps.
     """
 
     def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
@@ -69,7 +71,7 @@ class ScriptedEngine(Engine):
                 break
 
     def _cut(self, request: Request) -> Completion:
-        """Returns the completion, truncated to the request's limit."""
+        """Returns the completion of a request, truncated to the request's token limit."""
         whole = self._completion(request.seed)
         most = request.limit(self.longest)
         if most >= len(whole.token_ids):

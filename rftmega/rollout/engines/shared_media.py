@@ -1,6 +1,6 @@
 """Passes decoded images and videos to vLLM servers of this host through shared memory.
 
-A request contains only their location, so a group's samples share one copy.
+A request contains only the location of the pixels, so all requests of a group share one copy.
 """
 
 import json
@@ -22,7 +22,9 @@ THREADS = 4  # for decoding
 
 
 class SharedPixels(NamedTuple):
-    """SharedPixels is the location of the pixels of an image [H, W, 3] or a video [F, H, W, 3]."""
+    """SharedPixels is the location in shared memory of the pixels of an image [H, W, 3] or a video
+    [F, H, W, 3].
+    """
 
     memory: str
     shape: tuple[int, ...]
@@ -33,7 +35,7 @@ class SharedPixels(NamedTuple):
 
     @staticmethod
     def heard(said: str) -> "SharedPixels":
-        """Parses the result of `told`. Raises ValueError for anything else."""
+        """Parses a location that `told` has written. Raises ValueError for any other text."""
         try:
             found = json.loads(said)
             memory, shape = found["memory"], tuple(map(int, found["shape"]))
@@ -42,13 +44,17 @@ class SharedPixels(NamedTuple):
             raise ValueError(f"{said[:80]!r} names no pixels of ours") from error
 
     def read(self) -> np.ndarray:
-        """Returns a copy of the pixels. Raises ValueError as `shared.attach` does."""
+        """Returns a copy of the pixels. Raises ValueError if the name is not of memory that the
+        trainer created (`shared.attach`).
+        """
         mapped = shared.attach(self.memory, math.prod(self.shape))
         return np.frombuffer(mapped, dtype=np.uint8).reshape(self.shape).copy()
 
 
 class SharedMedia:
-    """SharedMedia holds one copy of each image and video while any request uses it."""
+    """SharedMedia holds one copy in shared memory of each image and video that a running request
+    uses.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, Future[SharedPixels]] = {}
@@ -57,10 +63,11 @@ class SharedMedia:
 
     @asynccontextmanager
     async def shown(self, request: Request) -> AsyncIterator[list[dict[str, str]]]:
-        """Yields the `content_parts` of vLLM's `/inference/v1/generate`, valid within the block.
+        """Yields the entries of `content_parts` for a request to vLLM's `/inference/v1/generate`;
+        the shared memory stays allocated until the block ends.
 
-        Raises DataError for a file that can't be read any more, EngineError for an image given only
-        as patches.
+        Raises DataError for a file that can't be read any more, EngineError for an image that is
+        given only as patches.
         """
         images = images_of(request.images)
         for image in images:

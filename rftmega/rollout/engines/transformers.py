@@ -1,7 +1,5 @@
-"""Reference engine on `transformers`, used as the test oracle: one sequence and one token at a
-time.
-
-It is slow and simple.
+"""Reference engine on `transformers`, which tests compare other engines with: it generates one
+sequence and one token at a time.
 """
 
 from collections import Counter, deque
@@ -62,7 +60,7 @@ KINDS_OF_MEDIA = (
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors of `model` under their safetensors checkpoint names, with each expert
+    """Returns the tensors of `model` under their names in safetensors checkpoints, with each expert
     separate.
 
     transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden]
@@ -94,13 +92,13 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, which tied parameters share."""
+    """Returns the address of a tensor's storage; tied parameters have the same address."""
     return tensor.untyped_storage().data_ptr()
 
 
 class TransformersEngine(Engine):
-    """TransformersEngine generates with a plain fp32 module; the fast engines are tested against
-    it.
+    """TransformersEngine generates with transformers' own fp32 model; the fast engines are tested
+    against it.
     """
 
     slots = 1
@@ -114,7 +112,9 @@ class TransformersEngine(Engine):
         where: torch.device,
         routed: RoutedModel | None = None,
     ):
-        """`routed`: the MoE model whose routes are recorded; None: no routes are recorded."""
+        """`where`: device of the model. `routed`: the MoE model whose expert routes are recorded;
+        None: no routes are recorded.
+        """
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
         self.stop_ids, self.stop = stop_ids, config.stop
@@ -146,8 +146,8 @@ class TransformersEngine(Engine):
                     module.register_forward_hook(self._note_routes)
 
     def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Records the experts that a router has chosen: [tokens, experts a token], largest weight
-        first.
+        """Records the experts that a router has chosen, [tokens, experts per token], largest weight
+        first. This is a forward hook; `told` is the router's output.
         """
         _, weights, experts = told
         order = weights.argsort(dim=-1, descending=True, stable=True)
@@ -164,7 +164,9 @@ class TransformersEngine(Engine):
                 break
 
     def _media(self, request: Request) -> dict[str, Tensor]:
-        """Returns the model inputs for the prompt's images, videos and waveforms."""
+        """Returns the keyword arguments of the model for the prompt's images, videos and waveforms;
+        {} for a text-only model.
+        """
         if self.audio_processor is not None:
             return self._heard(request, self.audio_processor)
         if self.processor is None:
@@ -195,7 +197,8 @@ class TransformersEngine(Engine):
         """Returns position ids [3, 1, tokens] of the prompt and the longest completion; None for a
         text-only model.
 
-        They are passed explicitly, since transformers computes other positions after a long video.
+        The ids are passed explicitly, since transformers computes other positions after a long
+        video.
         """
         if self.processor is None:
             return None
@@ -204,7 +207,9 @@ class TransformersEngine(Engine):
         return found.T[:, None].to(self.where)
 
     def _has_stopped(self, ids: Sequence[int]) -> bool:
-        """Returns whether the completion so far ends in a stop token or contains a stop string."""
+        """Returns whether the completion so far (`ids`) ends in a stop token or contains a stop
+        string.
+        """
         if not ids or ids[-1] in self.stop_ids:
             return bool(ids)
         if not self.stop:
@@ -249,8 +254,8 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads the weights. Raises WeightMismatch if a tensor is unknown, has another shape, or is
-        missing.
+        """Loads the weights into the model. Raises WeightMismatch if a tensor is unknown, has
+        another shape, comes twice or is missing.
         """
         own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model)
         # number of elements still missing, by storage

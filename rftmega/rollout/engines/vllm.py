@@ -1,7 +1,7 @@
-"""vLLM inside the trainer's own processes: an engine spans `rollout.tensor` consecutive ranks.
+"""vLLM inside the trainer's own processes. One engine uses `rollout.tensor` consecutive ranks.
 
-Weights are loaded through vLLM's own reload, since vLLM repacks parameters after loading; never by
-patching.
+Weights are always loaded through vLLM's own reload, since vLLM repacks parameters after loading;
+parameters are never written directly.
 """
 
 import logging
@@ -73,8 +73,8 @@ from rftmega.weights.receivers.reload import (  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
-    """Assigns one core to each local rank: ranks of an engine find their core by it, and must not
-    share one.
+    """Assigns one CPU core to each local rank through vLLM's environment variable, by which the
+    ranks of an engine find their cores; they must not share one.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault(
@@ -84,9 +84,13 @@ def _share_cores(world: World) -> None:
 
 
 def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
-    """Unlinks the engine's shared memory. On a CPU, an engine's ranks communicate through shared
-    memory with the same name in every run, and a leftover would keep the next run from starting. So
-    it is unlinked before a start (a killed run's) and as soon as all ranks have joined.
+    """Deletes the engine's shared memory files. On a CPU, an engine's ranks communicate through
+    shared memory with the same name in every run, and the leftover files of a killed run would keep
+    the next run from starting. So the files are deleted before a start and as soon as all ranks
+    have joined.
+
+    `size`: ranks of the engine. `mine`: whether this engine created the files; otherwise files that
+    a living process maps are kept.
     """
     first = world.rank - world.rank % size
     ranks = "-".join(str(rank) for rank in range(first, first + size))
@@ -97,7 +101,7 @@ def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
 
 
 def _is_mapped(file: Path) -> bool:
-    """Returns whether a living process maps the file."""
+    """Returns whether a living process has mapped the file."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended
             if str(file) in maps.read_text():
@@ -106,12 +110,12 @@ def _is_mapped(file: Path) -> bool:
 
 
 def _itself(model: Any) -> Any:
-    """Returns the model; `LLM.apply_model` needs a function."""
+    """Returns the model unchanged; `LLM.apply_model` needs a function."""
     return model
 
 
 def _logprobs(completion: Any) -> list[float]:
-    """Returns the log-prob of each token of a vLLM completion."""
+    """Returns the log-prob of each sampled token of a vLLM completion."""
     pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return [at[token].logprob for token, at in pairs]
 
@@ -124,8 +128,8 @@ class RunningRequest(NamedTuple):
 
 
 class VLLMEngine(Engine):
-    """VLLMEngine generates token ids, with their log-probs under the sampling distribution, from
-    token ids.
+    """VLLMEngine generates completions with vLLM: token ids from token ids, with log-probs under
+    the sampling distribution.
     """
 
     def __init__(
@@ -144,10 +148,10 @@ class VLLMEngine(Engine):
         """Builds vLLM, whose weights are random until a push; a collective over the engine's
         processes.
 
-        `adapter_rank`: of the adapter that it serves; 0: none. `evaluated`: PEFT folders of further
-        adapters of at most that rank, by name; "": the base model. `routed`: the MoE model whose
-        routes are recorded; None: none are. `unquantised`: modules that keep their precision under
-        rollout.quantization.
+        `adapter_rank`: rank of the LoRA adapter to serve; 0: none. `evaluated`: PEFT folders of
+        further adapters of at most that rank, by name; an empty folder name means the base model.
+        `routed`: the MoE model whose expert routes are recorded; None: no routes are recorded.
+        `unquantised`: modules that keep their precision under rollout.quantization.
         """
         super().__init__()
         self._folder = folder
@@ -219,8 +223,8 @@ class VLLMEngine(Engine):
             self._read_model(world, on_cuda=on_cuda)
 
     def _read_model(self, world: World, *, on_cuda: bool) -> None:
-        """Checks that vLLM processes images and waveforms as the trainer does, and finds the
-        model's parameters.
+        """Checks that vLLM preprocesses images and waveforms as the trainer does, and prepares
+        access to the model's parameters and routers.
         """
         config = self.config
         if sees(self._folder):
@@ -294,8 +298,8 @@ class VLLMEngine(Engine):
         )
 
     def _waiting(self) -> int:
-        """Returns the number of requests that wait for room in the KV cache; new ones may start
-        sooner on another engine.
+        """Returns how many requests wait for space in the KV cache. While any wait, the engine
+        takes no new requests, since these may start sooner on another engine.
         """
         waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[
             1
@@ -303,9 +307,9 @@ class VLLMEngine(Engine):
         return waiting
 
     def _step(self) -> list[Any]:
-        """Runs one step of the engine. Returns the finished outputs.
+        """Runs one step of the engine. Returns the outputs of the requests that finished in it.
 
-        Raises EngineFault for any vLLM error: invalid requests were refused before.
+        Raises EngineFault for any error in vLLM: invalid requests were refused before.
         """
         try:
             outputs: list[Any] = self._llm.llm_engine.step()
@@ -315,12 +319,14 @@ class VLLMEngine(Engine):
 
     @property
     def _runner(self) -> Any:
-        """Returns vLLM's model runner in this process."""
+        """Returns the model runner of vLLM's worker in this process."""
         core = self._llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner
 
     def _routes(self, completion: Any, asked: RunningRequest) -> Tensor | None:
-        """Returns the routes of all tokens fed for a completion; None if they are not recorded."""
+        """Returns the expert routes of all tokens that the model processed for a completion; None
+        if routes are not recorded or the completion is empty.
+        """
         fed = asked.tokens + len(completion.token_ids) - 1
         if self._routed is None or not completion.token_ids:
             return None
@@ -340,7 +346,7 @@ class VLLMEngine(Engine):
         )
 
     def _part(self, number: int, asked: RunningRequest) -> PartialCompletion:
-        """Returns the partial completion of a running request."""
+        """Returns the tokens that running request `number` has so far."""
         processor = self._llm.llm_engine.output_processor
         (known,) = processor.external_req_ids[str(number)]
         output = processor.request_states[known].make_request_output(
@@ -384,7 +390,7 @@ class VLLMEngine(Engine):
             self._forget_computed()
 
     def _forget_computed(self) -> None:
-        """Drops the prefix and encoder caches, which were computed with earlier weights."""
+        """Drops the prefix and encoder caches, which hold results of earlier weights."""
         if self._captured is not None:
             self._captured.forget()
         self._llm.reset_prefix_cache()
@@ -400,7 +406,7 @@ class VLLMEngine(Engine):
             self._llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
-        """Shuts down vLLM and its process groups, also if building it failed."""
+        """Shuts down vLLM and its process groups, also if building vLLM failed."""
         if self._llm is None:
             cleanup_dist_env_and_memory()
         else:

@@ -1,5 +1,5 @@
-"""vLLM arguments that make it compute a model as transformers does, if it would read the folder
-differently.
+"""Arguments with which vLLM computes a model as transformers does, for models whose folder vLLM
+would read differently.
 """
 
 from pathlib import Path
@@ -26,10 +26,11 @@ transformers writes lack it.
 def model_arguments(
     folder: str | Path, *, on_cuda: bool, written_as: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of `vllm.LLM` for the model in `folder`; `written_as`: the
-    quantization_config of pushed weights.
+    """Returns the keyword arguments of `vllm.LLM` for the model in `folder`. `written_as`: the
+    quantization_config of the weights as they are loaded into vLLM; None if these are not
+    quantised.
 
-    On a CPU, vLLM 0.32's rotary kernel rotates interleaved elements (DeepSeek's way) wrongly in
+    On a CPU, vLLM 0.32's rotary kernel rotates interleaved elements (as in DeepSeek) wrongly in
     multi-head queries, so its native torch operations are used.
     """
     config = read_json_object(Path(folder) / "config.json")
@@ -60,15 +61,16 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
 
 
 def sees(folder: str | Path) -> bool:
-    """Returns whether the model has a vision tower."""
+    """Returns whether the model in `folder` has a vision encoder."""
     return bool(read_json_object(Path(folder) / "config.json").get("vision_config"))
 
 
 def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]:
-    """Returns the keyword arguments of `vllm.LLM` that keep prompts in one piece on a CPU.
+    """Returns the keyword arguments of `vllm.LLM` that turn off chunked prefill on a CPU; {} on
+    CUDA.
 
-    After each piece of a prompt, vLLM 0.32 samples a token and then resets the request's generator,
-    which CPU generators do not support.
+    After each chunk of a prompt, vLLM 0.32 samples a token and then resets the request's random
+    generator, which CPU generators do not support.
     """
     if on_cuda:
         return {}
@@ -79,15 +81,18 @@ def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:
-    """Returns the maximum numbers of images and videos in a prompt."""
+    """Returns how many images and how many videos a prompt may have, as vLLM's
+    `limit_mm_per_prompt`.
+    """
     return {"image": max(1, config.max_images), "video": config.max_videos}
 
 
 def stop_strings(config: RolloutConfig) -> dict[str, Any]:
-    """Returns the sampling parameters that end completions at `rollout.stop`.
+    """Returns the arguments of SamplingParams that end completions at the strings in
+    `rollout.stop`.
 
-    A completion keeps all sampled tokens, including the one that completed the string. Without stop
-    strings nothing is detokenized.
+    A completion keeps all sampled tokens, including the token that completed the string. Without
+    stop strings, no text is detokenized.
     """
     if not config.stop:
         return {"detokenize": False}

@@ -15,8 +15,8 @@ SAMPLE = 5000  # samples of the waveform compared at the start
 
 
 class WaveformPrompts:
-    """WaveformPrompts decodes the waveforms of requests for vLLM, whose own processor converts them
-    to frames.
+    """WaveformPrompts decodes the waveforms of requests; vLLM's own processor then computes their
+    feature frames.
     """
 
     def __init__(self, processor: AudioProcessor):
@@ -26,10 +26,11 @@ class WaveformPrompts:
         )  # samples of one group are requested together
 
     def prompt_of(self, request: Request) -> dict[str, Any]:
-        """Returns vLLM's prompt: one placeholder per waveform, which vLLM's processor expands, and
-        the waveforms under their digests, so that a group's shared waveform is processed once.
+        """Returns the request as a vLLM prompt: token ids with one placeholder per waveform, which
+        vLLM's processor expands, and the waveforms with their digests, so that a waveform shared by
+        a group is processed once.
 
-        Raises EngineError for a waveform given only as frames.
+        Raises EngineError for a waveform that is given only as feature frames.
         """
         if not request.images:
             return {"prompt_token_ids": list(request.token_ids)}
@@ -47,7 +48,9 @@ class WaveformPrompts:
         }
 
     def check(self, engine: Any) -> None:
-        """Raises EngineError if vLLM makes other frames of a sample waveform than the trainer."""
+        """Raises EngineError if vLLM computes other feature frames of a sample waveform than the
+        trainer. `engine`: vLLM's LLMEngine.
+        """
         from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
         at = np.arange(SAMPLE)

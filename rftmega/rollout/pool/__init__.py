@@ -1,1 +1,3 @@
-"""Distributes a rollout's requests over all engines and gathers the scored completions."""
+"""Distributes a rollout's requests over all engines and gathers the scored rollouts on every
+process.
+"""

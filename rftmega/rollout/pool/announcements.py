@@ -11,22 +11,25 @@ LOOK = 0.0005  # seconds between polls for the first process's next message
 
 
 class Announcements:
-    """Announcements sends JSON values from the first process of an engine to the others, in order.
+    """Announcements sends JSON values from the first process of an engine to the engine's other
+    processes, in order.
 
-    They go through a store: a collective would block on a first process that broke down.
+    The messages go through a store: a collective would block if the first process broke down.
     """
 
     def __init__(self, board: Any, name: str, *, speaks: bool):
-        """`board`: a store of torch.distributed, in which only these announcements use `name`.
-
-        Only the engine's first process `speaks`.
+        """`board`: a store of torch.distributed, in which only these announcements use keys that
+        begin with `name`. `speaks`: whether this is the engine's first process, which sends the
+        messages.
         """
         self.board, self.name, self.speaks = board, name, speaks
         self._attempt = self._turn = 0
         self._said = list[str]()  # keys in the store
 
     def begin(self) -> None:
-        """Starts a new sequence, also after a fault: earlier messages are ignored."""
+        """Starts a new sequence of messages, at the start and after a fault: earlier messages are
+        ignored.
+        """
         self._attempt, self._turn = self._attempt + 1, 0
 
     def say(self, thing: Any) -> None:
@@ -34,8 +37,8 @@ class Announcements:
         self._set(str(self._turn), json.dumps(thing))
 
     def receive(self) -> Any:
-        """Waits for the first process's next message. Raises EngineFault if that process broke
-        down.
+        """Waits for the next message of the engine's first process, and returns it. Raises
+        EngineFault if that process broke down.
         """
         self._turn += 1
         while not self.board.check([self._key(str(self._turn))]):
@@ -46,12 +49,14 @@ class Announcements:
         return json.loads(self.board.get(self._key(str(self._turn))))
 
     def broke(self) -> None:
-        """Announces that the first process broke down, if this is it."""
+        """If this is the engine's first process, announces to the engine's other processes that it
+        broke down.
+        """
         if self.speaks:
             self._set("broke", "")
 
     def end(self) -> None:
-        """Deletes the messages; every process must have read all of them."""
+        """Deletes the messages from the store; every process must have read all of them."""
         for key in self._said:
             self.board.delete_key(key)
         self._said.clear()

@@ -1,4 +1,4 @@
-"""Weight sync for engines that share devices with the trainer: loads the policy onto the device
+"""Weight sync for engines that share devices with the trainer: moves the policy to the device
 before a push.
 """
 
@@ -15,7 +15,7 @@ sum_of_all: Any = partial(all_reduce, op="sum")
 
 
 class Phases(Protocol):
-    """Phases hands the device over between trainer and engine
+    """Phases switches the device's memory between trainer and engine
     (`run.placement.phases.DevicePhases`).
     """
 
@@ -24,15 +24,19 @@ class Phases(Protocol):
     def push(self) -> None: ...
 
     def pushed(self, buffer_bytes: int) -> Metrics:
-        """Ends the push, whose buffers took so many bytes. Returns memory metrics."""
+        """Ends the push phase. `buffer_bytes`: size of the buffers that the push used. Returns
+        memory metrics.
+        """
 
 
 class ColocatedWeights:
-    """ColocatedWeights is a WeightSync that switches the device to the policy before it pushes."""
+    """ColocatedWeights is a WeightSync that loads the policy onto the device before it pushes the
+    weights.
+    """
 
     def __init__(self, weights: WeightSync, phases: Phases, merged: Sequence[Shard] | None = None):
-        """`merged`: shards whose adapters are merged and rounded for a push, which then reports the
-        rounding loss; None, on all processes alike, if nothing is merged.
+        """`merged`: shards whose adapters are merged into the weights and rounded for a push, which
+        then reports the rounding loss. None (on all processes) if no adapters are merged.
         """
         self.weights, self.phases, self.merged = weights, phases, merged
 
@@ -44,7 +48,10 @@ class ColocatedWeights:
         return metrics | self.phases.pushed(int(metrics["push_buffer_bytes"]))
 
     def push_to_late(self) -> int:
-        """Runs LateWeights.push_to_late; returns 0 if the weight sync is no LateWeights."""
+        """Sends the last push's weights to engines that have joined since then; see LateWeights.
+        Returns the number of engines that received the weights, 0 if the weight sync is no
+        LateWeights.
+        """
         if not isinstance(self.weights, LateWeights):
             return 0
         self.phases.push()

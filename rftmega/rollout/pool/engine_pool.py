@@ -1,7 +1,7 @@
-"""EnginePool presents the engines of all ranks as one RolloutEngine.
+"""EnginePool presents the engines of all processes as one RolloutEngine.
 
-It distributes requests by expected length, gathers completions on every rank, and restarts engines
-that broke down.
+It distributes requests by expected length, gathers the rollouts on every process, and restarts
+engines that broke down.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ Result = TypeVar("Result")
 
 
 class EnginePool:
-    """EnginePool presents all engines of the run as one: it distributes the tasks over them and
-    gives every process every rollout.
+    """EnginePool presents all engines of the run as one RolloutEngine: it distributes the tasks
+    over the engines and returns all rollouts on every process.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class EnginePool:
     ):
         """A collective. Engines that break down are restarted, get the weights again and generate
         the missing completions, up to `restarts` times per generation. `reward_limit`: time limit
-        of a reward in seconds, see RewardWorkers. `repeats` of a rollout: see RunningRollouts.
-        `most_running`: concurrent rollouts per engine, including those that wait for tools.
+        of a reward in seconds, see RewardWorkers. `repeats`: how often a rollout is run again after
+        an InfrastructureFault, see RunningRollouts. `most_running`: concurrent rollouts per engine,
+        including rollouts that wait for tools.
         """
         self.repeats, self.most_running = repeats, most_running
         self.engine, self.phases, self.environment = engine, phases, environment
@@ -82,7 +83,8 @@ class EnginePool:
         self, shards: Sequence[Shard], *, bucket_bytes: int, rounds: bool = False
     ) -> WeightSync:
         """Returns the WeightSync from the policy's shards to all engines; a collective. `rounds`:
-        adapters are merged into lower-precision weights, and a push reports the rounding loss.
+        whether adapters are merged into lower-precision weights; a push then reports the rounding
+        loss.
         """
         sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases, shards if rounds else None)
@@ -91,14 +93,16 @@ class EnginePool:
     def adapter_sync(
         self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns the WeightSync for a frozen model's shards and its adapters; a collective."""
+        """Returns the WeightSync that pushes a frozen model's shards and its adapters separately; a
+        collective.
+        """
         sync = self.engine.adapter_sync(frozen, adapters, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases)
         return self.weights
 
     def close(self) -> None:
-        """Closes the environment and the engine, which must end before the process groups are
-        destroyed.
+        """Closes the environment and the engine. Call it before the process
+        groups are destroyed.
         """
         try:
             if end := getattr(self.environment, "close", None):
@@ -109,8 +113,8 @@ class EnginePool:
 
     @contextmanager
     def answering_with(self, adapter: str) -> Iterator[None]:
-        """Makes the engines generate with the given adapter instead of the policy's within the
-        context.
+        """Makes the engines generate with the adapter named `adapter` instead of the policy's
+        adapter within the context.
         """
         self.engine.use_adapter(adapter)
         try:
@@ -128,14 +132,15 @@ class EnginePool:
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Generates on all engines. Each engine starts with tasks of about the same total expected
-        length, longest first, and takes further tasks when it has room (`requests.order.ordered`,
-        `request_queues`). Each rollout is scored once, in the process that has it.
+        """Generates and scores one rollout per prompt on all engines. Each engine starts with tasks
+        of about the same total expected length, longest first, and takes further tasks when it has
+        room (`requests.order.ordered`, `request_queues`). Each rollout is scored once, in the
+        process that ran it.
 
-        With `enough`, all engines stop after the same number of steps, decided from all rollouts
-        (`stop_consensus.StopConsensus`). Raises on every process EngineFault if restarts did not
-        help, and Preempted if the run is asked to stop: no engine begins another step then. Without
-        `enough`, Preempted has the rollouts so far.
+        With `enough`, all engines stop after the same number of steps, as soon as `enough` returns
+        True for all rollouts so far (`stop_consensus.StopConsensus`). Raises on every process
+        EngineFault if restarts did not help, and Preempted if the run is asked to stop: no engine
+        begins another step then. Without `enough`, Preempted has the rollouts so far.
         """
         lengths = expected_lengths or [float(len(prompt.token_ids)) for prompt in prompts]
         return self._generated(Tasks(prompts, seeds, lengths, sampling), reward, enough)
@@ -147,8 +152,8 @@ class EnginePool:
         enough: Enough | None,
         partials: PartialRollouts | None = None,
     ) -> RolloutArrays:
-        """Generates as `generate` does; with `partials`, continues partial completions and records
-        those that are interrupted now.
+        """Generates as `generate` does. With `partials`, continues the partial completions in it
+        and records completions that are interrupted now.
         """
         name = f"rollout {next(_rollouts)}"
         announced = self._announcements(f"{name}/{self.mine}")
@@ -182,16 +187,22 @@ class EnginePool:
         return found
 
     def _announcements(self, name: str) -> Announcements | None:
-        """Returns the channel between this engine's processes; None if it has only one."""
+        """Returns the channel between this engine's processes; None if the
+        engine has one process.
+        """
         return None if self.alone else Announcements(board(), name, speaks=self.speaks)
 
     def _ordered(self, tasks: Tasks) -> RequestOrder:
-        """Orders the tasks. A single engine starts with all of them."""
+        """Orders the tasks for the engines. If there is only one engine, it
+        starts with all tasks.
+        """
         slots = self.engine.slots if self.engines > 1 else len(tasks)
         return ordered(tasks.prompts, tasks.expected_lengths, self.engines, slots)
 
     def _all(self, pending: PendingRequests) -> RolloutArrays:
-        """Returns all rollouts; if the run is asked to stop, only those with scores."""
+        """Returns the rollouts of all tasks; if the run is asked to stop, only rollouts that have
+        scores (None for the other tasks).
+        """
         own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
         where, rollouts, _ = gathered(own if self.speaks else {}, self.host)
         return in_order(where, rollouts, len(pending.tasks))
@@ -201,9 +212,10 @@ class EnginePool:
         return shared(found, self.host)
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
-        """Returns the result of `work`. After an engine fault, restarts all engines, pushes the
-        weights again and calls `work` again on all processes. Returns the result of `given_up`
-        instead if the run is asked to stop by then: engines may have got the same signal.
+        """Calls `work` on all processes and returns its result. After an engine fault, restarts all
+        engines, pushes the weights again and repeats the call. If the run is asked to stop by the
+        time of a fault, returns the result of `given_up` instead: engines may have received the
+        same signal.
         """
         version, again = self.engine.version, 0
         while True:
@@ -232,15 +244,16 @@ class EnginePool:
                 again += 1
 
     def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:
-        """Returns the rollouts of this process by place; if the run is asked to stop, only those
-        with scores.
+        """Runs this process's part of the tasks. Returns its rollouts by task index; if the run is
+        asked to stop, only rollouts that have scores.
         """
         whole = pending.go_on(self._asked_to_stop()) and pending.judging.settled(preemption.asked)
         return pending.judging.scored() if whole else pending.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
-        """Returns the stop condition of one rollout. An engine's processes step together, so they
-        must stop at the same step.
+        """Returns a function to call after each engine step, which returns whether the run is asked
+        to stop. The processes of an engine step together, so the function returns True on all of
+        them at the same step.
         """
         steps = itertools.count(1)
         return (
@@ -250,8 +263,8 @@ class EnginePool:
         )
 
     def _ask_until(self, pending: PendingRequests, enough: Enough) -> Sequence[Rollout | None]:
-        """Returns the rollouts of all tasks; this process's engine generates those that its queue
-        gets.
+        """Returns the rollouts of all tasks, None where there is none, once they suffice. This
+        process's engine generates the tasks that its queue is assigned.
         """
         assert isinstance(pending.queue, Dealt)
         together = StopConsensus(
@@ -281,7 +294,9 @@ class EnginePool:
 
 
 async def _ended(end: Callable[[], Any]) -> None:
-    """Closes an environment, whose `close` may be a coroutine function."""
+    """Closes an environment by calling `end`, its `close` method, which may be a coroutine
+    function.
+    """
     if inspect.isawaitable(found := end()):
         await found
 
@@ -291,9 +306,9 @@ def _give_up() -> Sequence[Rollout | None]:
 
 
 def _agreed(work: Callable[[], Result]) -> Result:
-    """Calls `work` on every process and returns its result.
+    """Calls `work` on every process and returns this process's result; a collective.
 
-    Raises EngineFault on all processes if any raised it.
+    Raises EngineFault on all processes if `work` raised it on any.
     """
     try:
         told, result = "", work()
@@ -305,9 +320,10 @@ def _agreed(work: Callable[[], Result]) -> Result:
 
 
 class ServerPool(EnginePool):
-    """ServerPool presents servers, to which only the first process connects. The other processes
-    poll: one collective over a whole rollout would time out. An early stop is decided by time: from
-    the scored rollouts that have arrived.
+    """ServerPool presents servers as one RolloutEngine. Only the first process connects to the
+    servers; the other processes poll, since one collective over a whole rollout would time out.
+    With `enough`, generation stops as soon as the scored rollouts that have arrived suffice, so it
+    depends on time.
     """
 
     def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:

@@ -1,4 +1,4 @@
-"""Gathers the rollouts of all processes, with one copy per host."""
+"""Gathers the rollouts of all processes, with one copy in shared memory per host."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from rftmega.runtime.parallel.host_memory import HostMemory
 def gathered(
     own: Mapping[int, Rollout], host: HostMemory, *said: Any
 ) -> tuple[dict[int, int], RolloutArrays, list[tuple[Any, ...]]]:
-    """Gathers the rollouts that each process has of some tasks, and the values that each has
-    `said`.
+    """Gathers the rollouts of all processes, and the values `said` of each process; a collective.
+    `own`: this process's rollouts, by the index of the task.
 
-    Returns the index of each task's rollout, the rollouts, and the values in the order of ranks. A
-    collective.
+    Returns (index in the gathered rollouts by task, the rollouts, the processes' values in the
+    order of ranks).
     """
     arrays = RolloutArrays.of([*own.values()])
     columns = [arrays.columns[name] for name in COLUMNS]
@@ -53,8 +53,8 @@ def _gathered_routes(
     shape: Sequence[int],
     host: HostMemory,
 ) -> Tensor:
-    """Gathers expert routes [sum of sizes, *shape]; those of a process without routes are marked
-    unknown.
+    """Gathers the expert routes of all processes' tokens into [sum of sizes, *shape]. A process
+    without routes (`own` None) gets rows that are marked unknown.
     """
     mine = sizes[dist.get_rank() if len(sizes) > 1 else 0]
     if own is None:
@@ -65,7 +65,9 @@ def _gathered_routes(
 
 
 def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> RolloutArrays:
-    """Returns one rollout for each of `tasks` tasks, or None if there is none."""
+    """Returns the rollouts in the order of the tasks, None for a task without a rollout. `where`:
+    index in `rollouts` by task; `tasks`: number of tasks.
+    """
     numbers = [where.get(task) for task in range(tasks)]
     return RolloutArrays(
         rollouts.columns, [None if n is None else rollouts.places[n] for n in numbers]
@@ -73,5 +75,5 @@ def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> R
 
 
 def shared(rollouts: Sequence[Rollout | None], host: HostMemory) -> RolloutArrays:
-    """Returns the rollouts, which every process has, stored once per host."""
+    """Returns rollouts that every process has, as arrays stored once per host; a collective."""
     return host.once(lambda: RolloutArrays.of(rollouts))

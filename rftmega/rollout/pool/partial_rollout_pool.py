@@ -1,5 +1,5 @@
-"""Partial rollouts on engines that share devices with the trainer: unfinished completions continue
-in the next step.
+"""Partial rollouts on engines that share devices with the trainer: completions that are unfinished
+at the end of a step continue in the next step.
 """
 
 import math
@@ -27,18 +27,18 @@ Sample = tuple[int, int]  # a group's number, and the index of its rollout
 
 class PartialRolloutPool(EnginePool):
     """PartialRolloutPool is a RolloutEngine and a RolloutStream whose engines generate only while
-    groups are awaited. When enough groups have ended, the engines stop. Unfinished completions keep
-    their tokens and continue when groups are next awaited, under the newest weights. (Kimi k1.5,
-    arXiv:2501.12599, calls it partial rollouts.)
+    the trainer waits for groups. When enough groups have ended, the engines stop. Unfinished
+    completions keep their tokens and continue at the next wait, with the newest weights (partial
+    rollouts, Kimi k1.5, arXiv:2501.12599).
 
-    Engines stop after the same number of steps, so the same run takes the same groups. Every
+    All engines stop after the same number of steps, so repeated runs take the same groups. Every
     process has all rollouts.
     """
 
     pauses_between_takes = True
 
     def __init__(self, *arguments: Any, **options: Any):
-        """A collective. The arguments are EnginePool's."""
+        """Builds the pool; a collective. `arguments` and `options`: see EnginePool."""
         super().__init__(*arguments, **options)
         self._groups: dict[int, RolloutGroup] = {}  # in progress, in the order in which they began
         # groups that end in one generation are in the order in which they began
@@ -56,8 +56,8 @@ class PartialRolloutPool(EnginePool):
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: Reward | None
     ) -> None:
-        """Starts groups. All groups in progress continue with the sampling and the reward given
-        last.
+        """Starts groups. All groups in progress continue with the `sampling` and `reward` of the
+        last call.
         """
         self._sampling, self._reward = sampling, reward
         self._groups |= {group.number: group for group in groups}
@@ -107,8 +107,8 @@ class PartialRolloutPool(EnginePool):
         }
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
-        """Restores unfinished rollouts. They start again if the token limits of completions have
-        changed.
+        """Restores the unfinished rollouts of a checkpoint. If the token limits of completions have
+        changed, nothing is restored and these rollouts start again.
         """
         if not state or state["limits"] != self._limits:
             return
@@ -130,7 +130,9 @@ class PartialRolloutPool(EnginePool):
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def _generate_until(self, enough: Callable[[Mapping[int, Any]], bool]) -> None:
-        """Generates the groups in progress until `enough` of them, by number, have ended."""
+        """Generates the groups in progress until `enough`, called with the ended groups by number,
+        returns True.
+        """
         if enough(self._ended):
             return
         samples = [
@@ -180,7 +182,9 @@ class PartialRolloutPool(EnginePool):
         return TakenGroups(self.forget(numbers), shared(rollouts, self.host))
 
     def _first_version(self, number: int) -> float:
-        """Returns the oldest weight version of a group's tokens; infinity if it has no tokens."""
+        """Returns the oldest weight version of the tokens of group `number`; infinity if the group
+        has no tokens yet.
+        """
         samples = _samples_of(self._groups[number])
         rollouts = self._ended.get(number) or [
             self._whole[sample] for sample in samples if sample in self._whole

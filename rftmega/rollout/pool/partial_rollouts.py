@@ -1,4 +1,6 @@
-"""Stores the completions of interrupted rollouts, so that they continue in a later generation."""
+"""Stores the completions of interrupted rollouts, so that these rollouts continue in a later
+generation.
+"""
 
 import hashlib
 from array import array
@@ -15,7 +17,9 @@ from rftmega.runtime.parallel.host_memory import HostMemory
 
 
 class CachedCompletion(NamedTuple):
-    """Answered is a full or partial completion, with the digest of its context."""
+    """CachedCompletion is a full or partial completion of one turn, with the digest of its context
+    (the tokens before it).
+    """
 
     context: bytes
     completion: PartialCompletion
@@ -25,18 +29,20 @@ PartialRollout = Mapping[int, CachedCompletion]  # by turn
 
 
 class PartialRollouts:
-    """PartialRollouts holds the completions of one generation's rollouts in one process: earlier
-    ones, and newly recorded ones.
+    """PartialRollouts holds the completions of one generation's rollouts in one process:
+    completions of earlier generations, and completions recorded in this generation.
     """
 
     def __init__(self, before: Mapping[int, PartialRollout]):
-        """`before`: earlier completions, by the place of the task."""
+        """`before`: completions of earlier generations, by the index of the
+        task and then by turn.
+        """
         self._found = {place: dict(turns) for place, turns in before.items()}
         self._noted: set[int] = set()
 
     def known(self, place: int, turn: int, context: bytes) -> PartialCompletion:
-        """Returns the known completion of a turn; NOTHING if it has another context, for example
-        because a tool now replied differently.
+        """Returns the recorded completion of a turn. Returns NOTHING if there is none or it has
+        another context, for example because a tool has now replied differently.
         """
         found = self._found.get(place, {}).get(turn)
         return NOTHING if found is None or found.context != context else found.completion
@@ -47,17 +53,21 @@ class PartialRollouts:
 
     @property
     def noted(self) -> dict[int, PartialRollout]:
-        """Returns the rollouts with newly recorded completions, by place."""
+        """Returns the rollouts with completions recorded in this generation, by the index of the
+        task.
+        """
         return {place: self._found[place] for place in sorted(self._noted)}
 
 
 def digest(context: Sequence[int]) -> bytes:
-    """Returns a 16-byte hash of a context."""
+    """Returns a 16-byte hash of a context (token ids)."""
     return hashlib.blake2b(np.asarray(context, np.int32).tobytes(), digest_size=16).digest()
 
 
 def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int, PartialRollout]:
-    """Gathers the partial rollouts of all processes, each held by one. A collective."""
+    """Gathers the partial rollouts of all processes; a collective. Each rollout must be on one
+    process only. Returns all rollouts on every process, by the index of the task.
+    """
     packed = packed_partials(own)
     columns = packed.pop("columns")
     told = gather_objects((packed["answers"], packed["routes"], len(columns[0])))
@@ -68,8 +78,9 @@ def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int,
 
 
 def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
-    """Returns [place, turn, digest, tokens, reason] of each completion, and three columns of all
-    tokens: ids, log-probs and versions.
+    """Serialises partial rollouts. Returns a dict: "answers" has [task index, turn, digest, tokens,
+    reason] of each completion, "columns" the ids, log-probs and versions of all tokens, "routes"
+    the expert routes of each completion.
     """
     completions, parts = [], [NOTHING]
     for place, turns in rollouts.items():
@@ -87,7 +98,7 @@ def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
 
 
 def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
-    """Reverses `packed_partials`."""
+    """Returns the partial rollouts that `packed_partials` serialised."""
     ids, logprobs, versions = packed["columns"]
     routes = packed.get("routes") or [None] * len(packed["answers"])
     found: dict[int, dict[int, CachedCompletion]] = {}

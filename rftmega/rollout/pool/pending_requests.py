@@ -1,5 +1,5 @@
-"""Tracks one engine's requests in one generation across engine faults: finished rollouts are not
-run again.
+"""Tracks the requests of one engine during one generation, also across engine faults: finished
+rollouts are not run again.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ TOOLS = 0.1  # seconds between checks for a stop request, while rollouts wait fo
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks holds all prompts of a generation, with their seeds and the expected lengths of their
-    completions.
+    """Tasks holds all prompts of a generation, with the seed of each and the expected length of its
+    completion in tokens.
     """
 
     prompts: Sequence[Prompt]
@@ -44,10 +44,11 @@ class Tasks:
 
 class PendingRequests:
     """PendingRequests is the source of requests for this process's engine
-    (`rollout.requests.Requests`), and holds its scored rollouts so far (`judging`). Use it as a
-    context manager.
+    (`rollout.requests.Requests`), and holds the scored rollouts that have ended (`judging`). Use it
+    as a context manager.
 
-    The environment runs in the engine's first process, which announces the requests to the others.
+    The environment runs in the engine's first process, which announces the requests to the engine's
+    other processes.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class PendingRequests:
         partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
-        """Takes all tasks of the generation; `queue` assigns them to engines.
+        """`tasks`: all tasks of the generation; `queue`: assigns the tasks to engines.
 
-        `announced`: None if the engine has one process. `reward_limit`: see RewardWorkers.
-        `repeats`, `partials`, `loop`: see RunningRollouts. `most_running`: see EnginePool.
+        `announced`: the channel between the engine's processes; None if the engine has one process.
+        `reward_limit`: see RewardWorkers. `repeats`, `partials`, `loop`: see RunningRollouts.
+        `most_running`: see EnginePool.
         """
         self.repeats, self.most_running = repeats, most_running
         self.engine, self.tasks, self.queue, self.environment = engine, tasks, queue, environment
@@ -90,11 +92,11 @@ class PendingRequests:
         self.judging.__exit__(kind, error, trace)
 
     def go_on(self, stop: Stop = lambda: False) -> bool:
-        """Runs the unfinished tasks of this engine and takes more, until none are left or `stop`
-        returns True. Returns whether none are left.
+        """Runs the unfinished tasks of this engine and takes further tasks, until none are left or
+        `stop` returns True. Returns whether none are left.
 
-        Raises EngineFault if the engine broke down; called again after its restart, it continues
-        from there.
+        Raises EngineFault if the engine broke down. After a restart of the engine, call it again to
+        run the tasks that have not ended.
         """
         there = self.judging.answered
         self._left = [place for place in self.queue.given if place not in there]
@@ -131,10 +133,11 @@ class PendingRequests:
                 self._running = None
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns the rollouts' new requests, and starts further rollouts if there is room.
+        """Returns the new requests of the running rollouts, and starts further rollouts if the
+        engine has room.
 
-        There are no new requests between two completions, unless a rollout waits for something else
-        or a task was dealt.
+        Returns () without looking if no completion has ended since the last call, unless a rollout
+        waits for a tool or a task was assigned.
         """
         if not (self._news or self._every or self.queue.waiting):
             return ()
@@ -148,7 +151,7 @@ class PendingRequests:
         return asked
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Passes completions to their rollouts."""
+        """Passes completions to the rollouts that requested them."""
         mark()
         self._news = True
         self._in_engine -= len(numbers)
@@ -165,9 +168,9 @@ class PendingRequests:
             self._running.broken_off(parts)
 
     def _taken(self, room: int, running: RunningRollouts) -> list[Request]:
-        """Starts rollouts until there is no room. Returns their requests.
+        """Starts rollouts while the engine has room. Returns the requests of all rollouts.
 
-        If the engine would be idle and rollouts wait for something else, waits for a request.
+        If the engine would be idle while rollouts wait for tools, waits for a request.
         """
         running.advance()
         self._collect(running)
@@ -185,10 +188,11 @@ class PendingRequests:
             asked += running.asked()
 
     def _more(self, room: int, running: RunningRollouts) -> Sequence[int]:
-        """Returns the places of rollouts to start now.
+        """Returns the indices of the tasks whose rollouts should start now. `room`: number of
+        further requests that the engine can begin.
 
-        Rollouts that wait for tools occupy no engine slot, but resources elsewhere; those that have
-        not sent a request yet may all send one at once.
+        Rollouts that wait for tools occupy no engine slot, but resources elsewhere, so their number
+        is limited; rollouts that have not sent a request yet may all send one at once.
         """
         free = max(self.most_running - len(running), 0)
         if self._left:
@@ -198,7 +202,7 @@ class PendingRequests:
         return self.queue.take(wanted) if wanted > 0 else ()
 
     def _collect(self, running: RunningRollouts) -> None:
-        """Submits the rollouts that have ended for scoring."""
+        """Submits the rollouts that have ended to the reward."""
         if ended := running.ended():
             self.judging.finished(list(ended), list(ended.values()))
 

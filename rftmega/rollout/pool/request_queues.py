@@ -1,9 +1,10 @@
-"""Queues that assign unstarted tasks to engines with room, so that no engine idles while others
-have waiting tasks.
+"""Queues that assign tasks that have not begun to engines with room, so that no engine is idle
+while other engines have waiting tasks.
 
-Each engine starts with its own share from `requests.order.ordered`, without communication. The rest
-is a list that is equal on all processes; these classes decide which engine gets its next piece.
-Seeds depend on the place, so completions are the same on any engine.
+Each engine starts with its first share from `requests.order.ordered`, without communication. The
+remaining tasks are a list of lists that is equal on all processes; these classes decide which
+engine gets the next list. Seeds depend on the task's index, so completions are the same on any
+engine.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +18,8 @@ from rftmega.rollout.requests.order import RequestOrder
 class Queue(ABC):
     """Queue holds the tasks of engine number `mine`, on each of its processes.
 
-    The engine's first process takes tasks; the others set `begun` to the number it has begun.
+    The engine's first process takes tasks; on the other processes, `begun` is set to the number of
+    tasks that the engine has begun.
     """
 
     def __init__(self, order: RequestOrder, mine: int):
@@ -28,38 +30,38 @@ class Queue(ABC):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Returns whether this engine is known to get no more tasks."""
+        """Returns whether this engine is certain to get no more tasks."""
 
     @property
     @abstractmethod
     def waiting(self) -> bool:
-        """Returns whether this engine has tasks that it has not begun."""
+        """Returns whether this engine was assigned tasks that it has not begun."""
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
-        """Returns the places that the engine should begin now, given room for so many completions;
-        a piece may exceed that.
+        """Returns the indices of the tasks that the engine should begin now. `room`: completions
+        that the engine can begin; there may be a few more tasks than that.
         """
 
     def begin(self) -> None:
-        """Records that the engine begins all `given` tasks without completions, at first or after a
-        restart.
+        """Records that the engine begins all assigned tasks (`given`) that have not ended, at the
+        start or after a restart.
         """
         self.begun = len(self.given)
 
     def end(self) -> None:  # noqa: B027  most need no cleanup
-        """Closes the queue: every process has finished the rollout."""
+        """Closes the queue. Call it when every process has finished the generation."""
 
 
 class Counted(Queue):
-    """Counted lets engines with room take pieces by a shared counter, without waiting for each
-    other.
+    """Counted is a queue in which an engine with room takes the next tasks at once, through a
+    counter that all processes share.
     """
 
     waiting = False
 
     def __init__(self, order: RequestOrder, mine: int, *, board: Any, name: str):
-        """`board`: a store of torch.distributed, in which only this counter uses `name`."""
+        """`board`: a store of torch.distributed, in which only this counter uses the key `name`."""
         super().__init__(order, mine)
         self.board, self.name = board, name
         self._rest, self._empty = order.rest, not order.rest
@@ -83,13 +85,13 @@ class Counted(Queue):
 
 
 class Dealt(Queue):
-    """Dealt assigns pieces when engines decide together whether they have enough
-    (`stop_consensus`). The assignment does not depend on time, so runs are reproducible: the same
-    requests end with the same completions.
+    """Dealt is a queue whose tasks are assigned when the engines together decide whether there are
+    enough rollouts (`stop_consensus`). The assignment does not depend on time, so runs are
+    reproducible: the same requests end with the same completions.
     """
 
     def __init__(self, order: RequestOrder, mine: int, *, slots: int):
-        """`slots`: completions that an engine generates concurrently."""
+        """`slots`: number of completions that an engine generates concurrently."""
         super().__init__(order, mine)
         self.slots = slots
         self._rest = deque(order.rest)
@@ -108,16 +110,15 @@ class Dealt(Queue):
         return self.begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
-        """Returns how many requests the engine has room for, of which `answered` are finished. The
-        number finished `lately`, since the last decision, is added: about as many will finish until
-        the next one.
+        """Returns how many more tasks the engine has room for. `answered`: number of its finished
+        tasks; `lately`: number of tasks finished since the last decision, which is added to the
+        room, since about as many will finish until the next decision.
         """
         return self.slots + lately - (len(self.given) - answered)
 
     def deal(self, rooms: Sequence[int]) -> bool:
-        """Deals pieces to engines with room. Returns whether any was dealt.
-
-        All processes pass the same `rooms`, by engine.
+        """Assigns tasks to the engines with the most room. Returns whether any were assigned.
+        `rooms`: the room of each engine, equal on all processes.
         """
         left, before = list(rooms), len(self._rest)
         while self._rest and (most := max(left)) > 0:

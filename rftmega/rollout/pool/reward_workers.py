@@ -1,4 +1,4 @@
-"""Scores finished rollouts while the engine still generates others."""
+"""Scores finished rollouts while the engine still generates other rollouts."""
 
 import math
 import queue
@@ -24,15 +24,17 @@ Scores = list[dict[str, float]]
 
 
 class FinishedBatch(NamedTuple):
-    """FinishedBatch holds rollouts that finished together; `scores` is None without a reward."""
+    """FinishedBatch holds rollouts that finished together. `scores` has their pending scores; it is
+    None if there is no reward.
+    """
 
     places: Sequence[int]
     rollouts: Sequence[Rollout]
     scores: Future[Scores] | None
 
     def scored(self) -> dict[int, Rollout]:
-        """Returns the scored rollouts by place. Waits for the scores; raises the reward's
-        exception.
+        """Returns the rollouts with their scores, by the index of the task. Waits for the scores;
+        raises the reward's exception.
         """
         if self.scores is None:
             return dict(zip(self.places, self.rollouts, strict=True))
@@ -41,8 +43,8 @@ class FinishedBatch(NamedTuple):
 
 
 class Threads:
-    """Threads runs work in a few daemon threads, which the process does not wait for at exit: a
-    reward may never return.
+    """Threads runs work in at most `most` daemon threads, which the process does not wait for at
+    exit, since a reward may never return.
     """
 
     def __init__(self, most: int):
@@ -67,7 +69,7 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Ends each thread after its current work."""
+        """Ends each thread after the work submitted so far."""
         for _ in range(self.started):
             self.queue.put(None)
 
@@ -77,8 +79,8 @@ class Threads:
 
 
 class RewardWorkers:
-    """RewardWorkers scores finished rollouts in its own threads, or stores them unscored if there
-    is no reward. Use it as a context manager.
+    """RewardWorkers scores finished rollouts in its own threads; without a reward, it stores the
+    rollouts unscored. Use it as a context manager.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class RewardWorkers:
         self._threads.close()
 
     def finished(self, places: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Scores rollouts of the prompts at `places`; lost rollouts get no score."""
+        """Starts scoring rollouts of the prompts at the indices `places`; lost rollouts get no
+        score.
+        """
         lost = [number for number, rollout in enumerate(rollouts) if rollout.lost]
         if lost and self.reward is not None:
             unscored = [replace(rollouts[number], scores={}) for number in lost]
@@ -130,12 +134,12 @@ class RewardWorkers:
 
     @property
     def answered(self) -> set[int]:
-        """Returns the places of all finished rollouts, scored or not."""
+        """Returns the task indices of all finished rollouts, scored or not."""
         return {place for report in self.reports for place in report.places}
 
     def settled(self, stop: Callable[[], bool], first: int = 0, end: int | None = None) -> bool:
-        """Waits until the batches from `first` to `end` have their scores, or `stop` returns True.
-        Returns whether they have them.
+        """Waits until the batches with numbers from `first` up to `end` (exclusive) have their
+        scores, or `stop` returns True. Returns whether all of these batches have their scores.
 
         Raises RewardError if the reward takes longer than the limit.
         """
@@ -147,7 +151,7 @@ class RewardWorkers:
         return True
 
     def ready(self) -> dict[int, Rollout]:
-        """Returns the rollouts that have their scores by now, by place."""
+        """Returns the rollouts that have their scores by now, by the index of the task."""
         done = [
             report.scored()
             for report in self.reports
@@ -156,9 +160,8 @@ class RewardWorkers:
         return {place: rollout for scored in done for place, rollout in scored.items()}
 
     def scored(self, first: int = 0, end: int | None = None) -> dict[int, Rollout]:
-        """Returns the rollouts of all batches, or of those from `first` to `end`, by place.
-
-        Waits for their scores.
+        """Waits for the scores of the batches with numbers from `first` up to `end` (exclusive;
+        default: all batches). Returns their rollouts, by the index of the task.
         """
         self.settled(lambda: False, first, end)
         return {

@@ -1,4 +1,4 @@
-"""Runs one rollout of an environment, and repeats it after an infrastructure fault."""
+"""Runs one rollout of an environment, and runs it again after an infrastructure fault."""
 
 import logging
 from collections.abc import Callable
@@ -13,18 +13,21 @@ log = logging.getLogger(__name__)
 
 
 class RolloutAttempts:
-    """RolloutAttempts runs rollouts and refuses trajectories that can't be trained on."""
+    """RolloutAttempts runs rollouts and refuses invalid trajectories, which can't be trained on."""
 
     def __init__(self, environment: Environment, *, row_tokens: int, repeats: int):
-        """`row_tokens`: the engine's limit on prompt and completion together. `repeats`: times that
-        a rollout is run again after an InfrastructureFault, before it is lost.
+        """`row_tokens`: the engine's limit on prompt and completion together. `repeats`: how often
+        a rollout is run again after an InfrastructureFault, before the rollout is lost.
         """
         self.environment, self.row_tokens, self.repeats = environment, row_tokens, repeats
 
     async def run(self, task: Prompt, new_model: Callable[[], Model]) -> Rollout:
-        """Returns the rollout. Each attempt gets a new model, and so the same seeds.
+        """Runs a rollout of `task` and returns it, marked as lost if all attempts failed with an
+        InfrastructureFault. `new_model` creates the model for an attempt, so each attempt has the
+        same seeds.
 
-        Raises the environment's exceptions; ValueError for a trajectory that can't be trained on.
+        Raises the environment's other exceptions, and ValueError for a trajectory that can't be
+        trained on.
         """
         repeats = 0
         while True:
@@ -41,7 +44,9 @@ class RolloutAttempts:
             return rollout
 
     def failure(self, error: BaseException, task: Prompt) -> str:
-        """Returns the message for an environment that raised any other exception."""
+        """Returns the message for a user whose environment raised an exception other than
+        InfrastructureFault.
+        """
         return (
             f"The environment {type(self.environment).__name__} failed with {described(error, call=True)} in a rollout of prompt "
             f"{task.index}. Mend it, or let it catch what a tool may raise."

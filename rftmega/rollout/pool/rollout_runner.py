@@ -1,4 +1,4 @@
-"""Asynchronous rollouts on servers, in a background thread."""
+"""Runs rollouts on servers asynchronously, in a background thread."""
 
 import asyncio
 import itertools
@@ -24,7 +24,9 @@ LOOK_SECONDS = 0.2  # between a waiting caller's checks for a stop request
 
 
 class Begun(NamedTuple):
-    """Begun is a group in progress, with its sampling parameters and reward."""
+    """Begun is a group in progress, with the sampling parameters and reward
+    that it was begun with.
+    """
 
     group: RolloutGroup
     sampling: Sampling
@@ -32,7 +34,7 @@ class Begun(NamedTuple):
 
 
 class StreamModel:
-    """StreamModel is the model that one rollout of a RolloutRunner calls."""
+    """StreamModel is the model that the environment calls in one rollout of a RolloutRunner."""
 
     def __init__(self, runner: "RolloutRunner", number: int, prompt: Prompt, seed: int, how: Begun):
         self._runner, self._number, self._prompt, self._seed = runner, number, prompt, seed
@@ -52,8 +54,8 @@ class StreamModel:
 
 
 class RolloutRunner:
-    """RolloutRunner accepts groups from any thread and keeps finished groups, in the order in which
-    they ended, until they are taken.
+    """RolloutRunner runs groups that any thread may begin. It keeps ended groups until they are
+    taken, in the order in which they ended.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class RolloutRunner:
         reward_limit: float = math.inf,
         loop: asyncio.AbstractEventLoop,
     ):
-        """`most_running`: concurrent rollouts. `reward_limit`: seconds that a reward may take. The
-        other arguments are those of RunningRollouts.
+        """`most_running`: most concurrent rollouts. `reward_limit`: seconds that a reward may take.
+        `row_tokens`, `repeats`, `loop`: see RunningRollouts.
         """
         self.client, self.row_tokens, self.reward_limit = client, row_tokens, reward_limit
         self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
@@ -88,8 +90,8 @@ class RolloutRunner:
         self._loop.call_soon_threadsafe(self._begin, begun)
 
     def wait(self, enough: Callable[[Collection[int]], bool], stop: Callable[[], bool]) -> bool:
-        """Waits until `enough`, called with the numbers of ended groups in order, returns True, or
-        `stop` does. Returns whether enough groups have ended.
+        """Waits until `enough`, called with the numbers of ended groups in the order in which they
+        ended, returns True, or `stop` returns True. Returns whether `enough` did.
 
         Raises the exception of a failed rollout or reward.
         """
@@ -104,29 +106,31 @@ class RolloutRunner:
                 self._news.wait(LOOK_SECONDS)
 
     def take(self, number: int) -> list[Rollout]:
-        """Removes and returns an ended group."""
+        """Removes group `number`, which must have ended, and returns its rollouts."""
         with self._news:
             return self._ended.pop(number)
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns the ended groups that were not taken."""
+        """Returns the rollouts of the ended groups that were not taken, by group number."""
         with self._news:
             return dict(self._ended)
 
     def put(self, number: int, rollouts: list[Rollout]) -> None:
-        """Adds a group that had ended before a resume."""
+        """Adds the rollouts of a group that had already ended when the run was saved, after a
+        resume.
+        """
         with self._news:
             self._ended[number] = rollouts
 
     def drop(self, number: int) -> None:
-        """Cancels a group, or forgets it if it has ended."""
+        """Cancels group `number` if it is in progress; drops its rollouts if it has ended."""
         with self._news:
             self._ended.pop(number, None)
         self._loop.call_soon_threadsafe(self._drop, number)
 
     def before(self, version: int) -> list[int]:
-        """Returns the numbers of groups with tokens of a version older than `version`, or that may
-        get some.
+        """Returns the numbers of groups that have or may get tokens of a weight version older than
+        `version`.
         """
         with self._news:
             ended = list(self._ended.items())
@@ -138,7 +142,9 @@ class RolloutRunner:
         return found
 
     def close(self) -> None:
-        """Cancels unfinished rollouts. Afterwards others may run the loop."""
+        """Cancels unfinished rollouts and ends the thread. Afterwards the event loop may be run
+        elsewhere.
+        """
         ending = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,4 +1,6 @@
-"""Runs an environment's coroutines in the thread of the engine that generates their completions."""
+"""Runs an environment's coroutines in the same thread as the engine that generates their
+completions.
+"""
 
 import asyncio
 import sys
@@ -19,8 +21,8 @@ PASSES = 8  # of the event loop between two engine steps, while rollouts wait fo
 
 
 def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
-    """Raises ContextTooLong if a context leaves no room for a completion; ValueError if it is
-    empty.
+    """Raises ContextTooLong if a context of `token_ids` leaves no room for a completion within
+    `row_tokens`; ValueError if the context is empty.
     """
     if not len(token_ids):
         raise ValueError("the model was asked with no token")
@@ -32,7 +34,7 @@ def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
 
 
 class RolloutModel:
-    """RolloutModel is the model that one rollout of RunningRollouts calls."""
+    """RolloutModel is the model that the environment calls in one rollout of RunningRollouts."""
 
     def __init__(self, running: "RunningRollouts", place: int, seed: int):
         self._running, self._place, self._seed = running, place, seed
@@ -59,8 +61,8 @@ class Outstanding(NamedTuple):
 
 
 class RunningRollouts:
-    """RunningRollouts runs one coroutine per rollout. They run when the engine's thread calls
-    `advance`, and await the engine in between.
+    """RunningRollouts runs one coroutine per rollout. The coroutines run when the engine's thread
+    calls `advance`; between these calls they wait for completions or tools.
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class RunningRollouts:
         partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
-        """Takes the prompt of each rollout, the seed of its first turn, and the expected length of
-        its completion. `row_tokens`: the engine's limit on prompt and completion together.
-        `sampling`: the distribution that it samples tokens from. `repeats`: times that a rollout is
-        run again after an InfrastructureFault, before it is lost. `partials`: partial completions
-        to continue and to record; None: none. `loop`: one for the whole run, since objects of the
-        environment may be bound to it; None: a new one.
+        """`seeds`: seed of each rollout's first turn; `expected_lengths`: expected number of tokens
+        of each rollout's completion. `row_tokens`: the engine's limit on prompt and completion
+        together. `sampling`: the sampling parameters. `repeats`: how often a rollout is run again
+        after an InfrastructureFault, before the rollout is lost. `partials`: partial completions to
+        continue and to record; None: no completions are continued or recorded. `loop`: an event
+        loop for the whole run, since objects of the environment may be bound to it; None: a new
+        loop.
         """
         self.row_tokens, self.sampling = row_tokens, sampling
         self.prompts, self.seeds = prompts, seeds
@@ -106,30 +109,34 @@ class RunningRollouts:
 
     @property
     def silent(self) -> int:
-        """Returns the number of rollouts that have begun and not sent a request yet."""
+        """Returns the number of rollouts that have begun and have not sent a request yet."""
         return len(self._silent)
 
     @property
     def waiting(self) -> bool:
-        """Returns whether a rollout waits for anything other than the engine."""
+        """Returns whether a rollout waits for something other than the engine, e.g. a tool."""
         return len(self._tasks) > len(self._completions) + len(self._new)
 
     def begin(self, places: Sequence[int]) -> None:
-        """Starts the rollouts of the tasks at `places`."""
+        """Starts the rollouts of the tasks at the indices `places`."""
         self._silent |= set(places)
         for place in places:
             self._tasks[place] = self._loop.create_task(self._run(place))
         self.advance()
 
     def asked(self) -> list[Request]:
-        """Returns the requests since the last call, which are numbered in this order."""
+        """Returns the requests that rollouts have sent since the last call. Requests are numbered
+        in this order.
+        """
         self._completions |= enumerate(self._new, start=self._numbers)
         self._numbers += len(self._new)
         asked, self._asked, self._new = self._asked, [], []
         return asked
 
     def resume(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Passes completions to the rollouts that requested them, which then continue."""
+        """Passes completions to the rollouts that requested them, by request number; these rollouts
+        then continue.
+        """
         for number, completion in zip(numbers, completions, strict=True):
             asked = self._completions.pop(number)
             if self.partials is not None:
@@ -140,7 +147,7 @@ class RunningRollouts:
         self.advance()
 
     def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
-        """Records partial completions, by the number of the request."""
+        """Records the partial completions of aborted requests, by request number."""
         assert self.partials is not None
         for number, part in parts.items():
             self._noted(self._completions[number], self.partials, part)
@@ -154,7 +161,8 @@ class RunningRollouts:
             self.advance()
 
     def advance(self) -> None:
-        """Runs all coroutines that can run now, as long as new requests come or rollouts end.
+        """Runs all coroutines that can run now, until no more requests are sent and no more
+        rollouts end.
 
         Raises EnvironmentFailed if an environment raised an exception.
         """
@@ -169,20 +177,21 @@ class RunningRollouts:
             raise EnvironmentFailed(self._attempts.failure(error, self.prompts[place])) from error
 
     def ended(self) -> dict[int, Rollout]:
-        """Returns the rollouts that have ended since the last call, by place."""
+        """Returns the rollouts that have ended since the last call, by the index of the task."""
         ended, self._ended = self._ended, {}
         return ended
 
     def close(self) -> None:
-        """Cancels unfinished rollouts, and all other tasks that an environment started."""
+        """Cancels unfinished rollouts, and all other asyncio tasks that an environment started."""
         self._closing = True
         self._loop.run_until_complete(self._broken_off(asyncio.all_tasks(self._loop)))
 
     async def completion(
         self, place: int, token_ids: Sequence[int], turn: int, seed: int, most: int = 0
     ) -> Completion:
-        """Requests at most `most` tokens from the engine (0: no limit of its own) and awaits the
-        completion; of a partial completion, only the rest is requested.
+        """Requests a completion of `token_ids` with at most `most` tokens (0: the engine's limit)
+        and awaits it. If a partial completion of the same turn is known, requests only the missing
+        tokens.
 
         Raises ContextTooLong if the context leaves no room for a completion.
         """
@@ -211,7 +220,9 @@ class RunningRollouts:
     def _noted(
         asked: Outstanding, partials: PartialRollouts, more: PartialCompletion
     ) -> PartialCompletion:
-        """Extends a completion by the newly generated part, and records and returns it."""
+        """Appends the newly generated tokens `more` to the completion of a request, records the
+        result in `partials` and returns it.
+        """
         completion = asked.before.with_more(more)
         partials.note(asked.place, asked.turn, asked.context, completion)
         return completion

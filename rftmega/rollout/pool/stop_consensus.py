@@ -1,5 +1,5 @@
-"""Stops a rollout on all engines together once the finished rollouts suffice, and deals out tasks
-until then.
+"""Stops a generation on all engines at the same step once the finished rollouts suffice, and
+assigns tasks to engines until then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,16 @@ EVERY = 16  # engine steps from one decision to the next
 
 class StopConsensus:
     """StopConsensus collects the finished rollouts of all processes; every process calls it after
-    each step of its engine.
+    each step of its engine. A call returns whether the generation ends.
 
-    Decisions fall after the same steps of every engine, whatever time these took, and use the
-    rollouts finished by the previous decision, waiting for their scores. So the same requests end
-    with the same completions in every run, and rewards have EVERY steps of time before an engine
-    waits for them. (A tool with varying latency changes what is finished at a decision.) A request
-    to stop the run also ends it: `given_up`.
+    Decisions are made after the same steps of every engine, however long these took, and use the
+    rollouts that had finished by the previous decision, waiting for their scores. So the same
+    requests end with the same completions in every run, and rewards have EVERY steps of time before
+    an engine waits for them. (A tool with varying latency changes which rollouts are finished at a
+    decision.) A request to stop the run also ends the generation, with `given_up` set.
 
-    At each decision, engines with room are dealt unstarted tasks (`request_queues.Dealt`).
+    At each decision, engines with room are assigned tasks that have not begun
+    (`request_queues.Dealt`).
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class StopConsensus:
         speaks: bool,
         processes: int,
     ):
-        """`requests`: number of all tasks of the rollout; `queue`: those of this process's engine;
-        `processes`: number of processes per engine, one of which `speaks` for it.
+        """`requests`: number of all tasks of the generation; `queue`: the tasks of this process's
+        engine; `processes`: number of processes per engine; `speaks`: whether this is its engine's
+        first process.
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.host, self.speaks, self.processes = host, speaks, processes
@@ -55,8 +57,9 @@ class StopConsensus:
         return self._steps == EVERY and self._decide(idle=False)
 
     def wait(self, *, broken: bool = False) -> bool:
-        """Takes part in decisions while this process's engine is idle. Returns whether it was dealt
-        a task; a `broken` engine gets none.
+        """Takes part in decisions while this process's engine is idle. Returns True when the engine
+        was assigned a task, False when the generation ends. `broken`: the engine broke down and is
+        assigned no task.
         """
         while not self.over and not self.given_up:
             self._decide(idle=True, broken=broken)
@@ -65,7 +68,7 @@ class StopConsensus:
         return False
 
     def finish(self) -> None:
-        """Shares the rollouts that have ended since the last decision, scores included; a
+        """Gathers the rollouts that have ended since the last decision, with their scores; a
         collective.
         """
         own = self.judging.scored(self._told) if self.speaks else {}
@@ -73,7 +76,9 @@ class StopConsensus:
         self._note(where, rollouts)
 
     def _decide(self, *, idle: bool, broken: bool = False) -> bool:
-        """Makes one decision; a collective. Returns whether the rollout ends."""
+        """Makes one decision; a collective. Returns whether the generation ends. `idle`: this
+        process's engine has no requests; `broken`: it broke down.
+        """
         self._steps = 0
         asked, own = preemption.asked(), dict[int, Rollout]()
         if self.speaks and self.judging.settled(preemption.asked, self._told, self._finished):

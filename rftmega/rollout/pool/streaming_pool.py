@@ -1,4 +1,6 @@
-"""Asynchronous training: a pool of servers that generate continuously."""
+"""Asynchronous training: a pool of servers that generate continuously, also while the trainer
+trains.
+"""
 
 import math
 import time
@@ -24,16 +26,18 @@ OTHERS = -1  # groups that are no tasks of the run get numbers below this
 
 
 class StreamingPool(ServerPool):
-    """StreamingPool is a RolloutEngine and a RolloutStream over the same servers: groups run
-    independently of the trainer and are taken when they have ended.
+    """StreamingPool is a RolloutEngine and a RolloutStream over the same servers: groups of
+    rollouts run independently of the trainer, which takes groups that have ended.
 
-    The first process runs them; all processes know which are in progress.
+    The first process runs the groups; all processes know which groups are in progress.
     """
 
     pauses_between_takes = False
 
     def __init__(self, engine: ServerEngine, *arguments: Any, reward_limit: float, **options: Any):
-        """A collective. The arguments are EnginePool's."""
+        """Builds the pool and, on the first process, starts its RolloutRunner; a collective.
+        `arguments` and `options`: see EnginePool. `reward_limit`: seconds that a reward may take.
+        """
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)
         self._under_way: dict[int, RolloutGroup] = {}
         self._others = OTHERS
@@ -98,7 +102,7 @@ class StreamingPool(ServerPool):
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Implements RolloutEngine.generate alongside the groups in progress; does not support
+        """Implements RolloutEngine.generate while the groups in progress continue; does not support
         `enough`.
         """
         assert enough is None, "validation refuses what would ask for it"
@@ -110,20 +114,22 @@ class StreamingPool(ServerPool):
         return self.take_these([group.number for group in groups]).rollouts
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns the ended groups that were not taken, on the first process."""
+        """Returns the rollouts of ended groups that were not taken yet, by group number; {} except
+        on the first process.
+        """
         if self._runner is None:
             return {}
         ended = self._runner.ended()
         return {number: found for number, found in ended.items() if number in self._under_way}
 
     def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
-        """Adds a group that had ended before a resume."""
+        """Adds a group that had already ended when the run was saved, after a resume."""
         self._under_way[group.number] = group
         if self._runner is not None:
             self._runner.put(group.number, list(rollouts))
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Removes and returns groups, ended or not."""
+        """Removes groups, whether ended or in progress, and returns them."""
         if self._runner is not None:
             for number in numbers:
                 self._runner.drop(number)
@@ -153,8 +159,9 @@ class StreamingPool(ServerPool):
         return TakenGroups(groups, in_order(where, rollouts, count))
 
     def _wait(self, enough: Callable[[Collection[int]], bool], *, late: bool = True) -> None:
-        """Waits on every process until enough groups have ended. With `late`, servers that have
-        joined since the last push get its weights meanwhile.
+        """Waits on every process until `enough`, called with the numbers of the ended groups,
+        returns True. With `late`, servers that have joined since the last push get its weights
+        during the wait.
 
         Raises Preempted if the run is asked to stop first, EngineFault if no server is left and
         restarts did not help.
@@ -197,6 +204,8 @@ class StreamingPool(ServerPool):
         self._late_tried = time.monotonic()
 
     def _has_late(self) -> bool:
-        """Returns whether there are servers without the last push, and it is time to try again."""
+        """Returns whether some servers lack the last push and enough time has passed to try to push
+        to them again.
+        """
         waited = time.monotonic() - self._late_tried
         return waited > self._late_wait and bool(self._server_group.late)

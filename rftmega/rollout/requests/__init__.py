@@ -1,4 +1,4 @@
-"""Requests to engines: their content, order and partial completions."""
+"""Requests to engines: their content, their order, and partial completions."""
 
 from rftmega.rollout.requests.request import Finished, PromptBatch, Request, Requests
 

@@ -1,4 +1,4 @@
-"""Reference implementation of the distribution that a `Sampling` samples from; fast engines are
+"""Reference implementation of the token distribution that a `Sampling` describes; fast engines are
 tested against it.
 """
 
@@ -10,8 +10,8 @@ from rftmega.core.types import Sampling
 
 
 def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Returns the log-probs [V] of the sampling distribution; -inf for tokens that are never
-    sampled.
+    """Returns the log-probs [V] of the sampling distribution for the logits of one position; -inf
+    for tokens that are never sampled.
     """
     logp = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
     if not sampling.temperature:

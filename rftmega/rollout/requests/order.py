@@ -1,5 +1,5 @@
-"""Orders requests for engines: the first share of each engine, and then the rest, longest first,
-for balanced load.
+"""Orders requests for engines, longest first, for balanced load: each engine gets a first share,
+and further requests when it has room.
 """
 
 import itertools
@@ -15,11 +15,11 @@ PIECES = 4
 
 
 class RequestOrder(NamedTuple):
-    """RequestOrder holds the places of requests: those that each engine begins at once, and the
-    rest in the order in which they should begin.
+    """RequestOrder holds the indices of requests: `first` has the requests that each engine begins
+    at once, `rest` the remaining requests in the order in which they should begin.
 
-    An engine with room takes a piece of the rest: neighbours with the same prompt, which share its
-    prefix cache on one engine.
+    An engine with room takes one list of `rest` at a time: neighbouring requests with the same
+    prompt, which share their prefix cache on one engine.
     """
 
     first: list[list[int]]
@@ -32,12 +32,14 @@ def ordered(
     engines: int,
     slots: int,
 ) -> RequestOrder:
-    """Orders requests, the longest expected first. Engines get requests of about the same total
-    expected length, of which each begins `slots`, or more by the rest of its last piece.
+    """Orders requests by `expected`, their expected numbers of tokens, longest first. The `engines`
+    engines are assigned requests of about the same total expected length; an engine begins the
+    first `slots` of its requests at once, or a few more if these share a prompt.
 
-    The engine with the least load gets the next piece (Graham, Bounds on multiprocessing timing
-    anomalies, 1969). Pieces shrink towards the end (Polychronopoulos and Kuck, Guided
-    self-scheduling, 1987), so that no engine runs alone at the end.
+    Requests are assigned in groups of neighbours with equal prompts, each to the engine with the
+    least load (Graham, Bounds on multiprocessing timing anomalies, 1969). The groups get smaller
+    towards the end (Polychronopoulos and Kuck, Guided self-scheduling, 1987), so that no engine
+    runs alone at the end.
     """
     runs = [
         list(run)
@@ -61,7 +63,9 @@ def ordered(
 
 
 def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[list[int]]:
-    """Yields pieces of the runs, each of at most `largest` of the number left, and at least one."""
+    """Splits runs of requests and yields the parts. `largest` returns the most requests of a part,
+    given the number of requests left; a part has at least one.
+    """
     left = sum(len(run) for run in runs)
     for run in runs:
         begin = 0
@@ -73,7 +77,7 @@ def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[l
 
 
 class Waiting:
-    """Waiting holds the unstarted requests when one process serves all engines."""
+    """Waiting holds the requests that have not begun, when one process serves all engines."""
 
     def __init__(self, order: RequestOrder):
         self._own = [deque(places) for places in order.first]
@@ -82,19 +86,19 @@ class Waiting:
         self._rest = deque(order.rest)
 
     def add(self, number: int, place: int) -> None:
-        """Adds a further turn, which only engine `number` may begin."""
+        """Adds request `place`, a later turn of a rollout; only engine `number` may begin it."""
         self._further[number].append(place)
 
     def withdrawn(self, number: int) -> list[int]:
-        """Removes and returns the further turns that engine `number` has not begun."""
+        """Removes and returns the later turns that engine `number` has not begun."""
         left = list(self._further[number])
         self._further[number].clear()
         return left
 
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Yields (engine number, place) of the requests to begin, given the `room` of each engine:
-        first the engine's further turns and own requests, then a piece of the rest, and finally
-        requests that another engine has no room for.
+        """Yields (engine number, request index) of the requests to begin. `room`: how many requests
+        each engine can begin. An engine first gets its later turns and its own share, then a list
+        of `RequestOrder.rest`, and finally requests from the share of an engine without room.
         """
         left = dict(room)
         for take in (self._next, self._anothers):

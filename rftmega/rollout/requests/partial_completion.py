@@ -1,4 +1,6 @@
-"""A completion that an engine generated in one or several pieces."""
+"""A completion that an engine generated in one or several parts, possibly with different weight
+versions.
+"""
 
 from array import array
 from dataclasses import dataclass, field
@@ -12,8 +14,8 @@ from rftmega.core.types import Completion
 
 @dataclass(frozen=True)
 class PartialCompletion:
-    """PartialCompletion has a weight version and a log-prob per token, and a finish reason: stop,
-    length, or abort if it can continue.
+    """PartialCompletion is a completion or the first part of one, with a weight version and
+    log-prob per token. `reason` is stop, length, or abort if it can be continued.
     """
 
     token_ids: "array[Any]" = field(default_factory=lambda: array("i"))
@@ -24,7 +26,7 @@ class PartialCompletion:
 
     @staticmethod
     def of(completion: Completion) -> "PartialCompletion":
-        """Converts a finished completion."""
+        """Converts a finished Completion."""
         versions = completion.versions or array("i", [completion.policy_version]) * len(
             completion.token_ids
         )
@@ -37,7 +39,7 @@ class PartialCompletion:
         )
 
     def with_more(self, more: "PartialCompletion") -> "PartialCompletion":
-        """Returns the completion extended by `more`."""
+        """Returns this completion with the tokens of `more` appended."""
         return PartialCompletion(
             self.token_ids + more.token_ids,
             self.logprobs + more.logprobs,
@@ -51,7 +53,7 @@ class PartialCompletion:
         return set(self.of_tokens)
 
     def whole(self) -> Completion:
-        """Returns the finished completion."""
+        """Returns the finished completion as a Completion."""
         assert self.reason in ("stop", "length"), self.reason
         newest = self.of_tokens[-1]
         mixed = self.of_tokens if len(self.versions) > 1 else ()

@@ -1,4 +1,4 @@
-"""Requests for completions, and the interface through which an engine gets them."""
+"""Requests for completions, and the interface through which an engine receives them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
 class Request(NamedTuple):
-    """Request is a request to an engine for one completion."""
+    """Request asks an engine for one completion of `token_ids`."""
 
     token_ids: Sequence[int]
     seed: int
@@ -21,43 +21,48 @@ class Request(NamedTuple):
     answered: int = 0  # number of tokens at the end of `token_ids` that begin the completion
 
     def limit(self, longest: int) -> int:
-        """Returns how many more tokens the completion may have, on an engine that generates at most
-        `longest`.
+        """Returns how many more tokens the completion may have. `longest`: the engine's own limit
+        on a completion.
         """
         return (min(self.most, longest) if self.most else longest) - self.answered
 
 
 class Requests(Protocol):
-    """Requests is an engine's source of requests, also while it serves others.
+    """Requests is the source from which an engine takes requests, also while it serves earlier
+    ones.
 
-    Every process of an engine calls it after the same steps.
+    If an engine has several processes, each of them calls every method after the same engine steps.
     """
 
     wants_parts: bool  # whether `broken_off` should be called
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns further requests for an engine with room for `room` more, sometimes a few more;
-        none if there are none now.
+        """Returns further requests for an engine that can begin `room` more, sometimes a few more
+        than `room`; [] if there are none at the moment.
 
-        Requests are numbered in this order. An engine without unfinished requests that gets none is
-        done.
+        Requests are numbered in the order in which they are returned. An engine is done if it has
+        no unfinished requests and gets none.
         """
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Receives completions as soon as they are finished, each once."""
+        """Receives completions as soon as they are finished, with the numbers of their requests;
+        each completion is passed once.
+        """
 
     def stopped(self) -> bool:
-        """Returns, after an engine step, whether the engine should abort unfinished requests."""
+        """Returns whether the engine should stop and abort its unfinished requests; called after
+        each engine step.
+        """
 
     def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
-        """Receives the partial completions of aborted requests, by number."""
+        """Receives the partial completions of aborted requests, by request number."""
 
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
 class PromptBatch:
-    """PromptBatch is a Requests whose requests are all available at once."""
+    """PromptBatch is a Requests for a list of prompts that are all available from the start."""
 
     wants_parts = False
 

@@ -1,4 +1,4 @@
-"""Multiplexed WebSocket connection to one server: requests out, completions back."""
+"""WebSocket connection to one server that carries many requests at the same time."""
 
 import asyncio
 import itertools
@@ -26,11 +26,13 @@ class Disconnected(ConnectionError):
 
 
 class CompletionRefused(EngineError):
-    """CompletionRefused is raised for a request that every server would refuse."""
+    """CompletionRefused is raised for an invalid request, which every server would refuse."""
 
 
 class ServerConnection:
-    """ServerConnection is one WebSocket, opened at the first request, in one event loop."""
+    """ServerConnection is one WebSocket to a server, for use in one event loop. It is opened at the
+    first request.
+    """
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
@@ -55,10 +57,12 @@ class ServerConnection:
         salt: str = "",
         adapter: int = 0,
     ) -> protocol.ServerReply:
-        """Returns the server's completion. Cancelling the call cancels the request.
+        """Requests a completion of `token_ids` and returns it. Cancelling the call cancels the
+        request. `sampling`: arguments of vLLM's SamplingParams; `salt`: requests with different
+        salts share no prefix cache; `adapter`: number of the adapter, 0 for the base model.
 
         Raises Disconnected if the connection can't be opened or breaks; CompletionRefused if the
-        server can't serve such a request; EngineError if it fails otherwise.
+        request is invalid; EngineError if the server fails otherwise.
         """
         prompt = protocol.integers(token_ids)
         number = protocol.numbered(next(self._sequence), prompt)
@@ -109,8 +113,8 @@ class ServerConnection:
             self._reading = asyncio.create_task(self._read(self._socket))
 
     def _say(self, message: protocol.Ask | protocol.Cancel) -> None:
-        """Queues a message; all queued messages are sent together, since each send costs more than
-        its content.
+        """Queues a message for sending. All queued messages are sent together, since each send
+        costs more than its content.
         """
         self._unsent.append(message)
         if self._sending is None or self._sending.done():
@@ -138,8 +142,8 @@ class ServerConnection:
             self._broke(f"broke off ({error!r})")
 
     def _told(self, reply: protocol.ServerReply | protocol.Failure) -> None:
-        """Passes a reply to its caller. Raises ProtocolError for a reply to no pending or cancelled
-        request.
+        """Passes a reply to the caller that waits for it; ignores the reply to a cancelled request.
+        Raises ProtocolError for a reply to an unknown request.
         """
         waiting = self._waiting.get(reply.number)
         if waiting is None or waiting.done():

@@ -1,4 +1,4 @@
-"""Health of one server: a circuit breaker that decides whether it gets requests."""
+"""Health of one server: a circuit breaker that decides whether the server gets requests."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 15.0  # seconds before the next probe; doubled a
 
 
 class ServerState(StrEnum):
-    """ServerState is the state of one server; only a healthy server gets requests."""
+    """ServerState is the state of one server. Only a healthy server gets requests."""
 
     HEALTHY = "healthy"  # has the newest weights, and responds
     SUSPECT = "suspect"  # failed a request, and must pass a probe first
@@ -20,9 +20,9 @@ class ServerState(StrEnum):
 
 class ServerHealth:
     """ServerHealth is a circuit breaker: a server that failed gets no requests (open), then a
-    one-token probe (half-open), and all requests again once it passes (closed).
+    one-token probe (half-open), and all requests again once it passes the probe (closed).
 
-    It has the newest weights as long as it misses no push.
+    The server counts as having the newest weights until it misses a push.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -36,25 +36,27 @@ class ServerHealth:
         self._current = False  # has the newest weights
 
     def came(self) -> None:
-        """Records that the server responds, with unknown weights."""
+        """Records that the server has started or come back: it responds, with unknown weights."""
         self.starts += 1
         self.landings = 0
         self.state, self._current, self._probes = ServerState.STALE, False, 0
         self._fruitless = 0
 
     def landed(self) -> None:
-        """Records that the server has a complete push."""
+        """Records that the server has received a complete push."""
         self.landings += 1
         self.state, self._current, self._probes = ServerState.HEALTHY, True, 0
 
     def missed(self) -> None:
-        """Records that the server missed a push that others may have."""
+        """Records that the server missed a push that other servers may have received."""
         self._current = False
         if self.state is ServerState.HEALTHY:
             self.state = ServerState.STALE
 
     def failed(self) -> bool:
-        """Records a failed request. Returns whether that is new information."""
+        """Records a failed request. Returns False if the server was already known to be unusable,
+        else True.
+        """
         if self.state in (ServerState.SUSPECT, ServerState.DEAD, ServerState.RESTARTING):
             return False
         self.faults += 1
@@ -67,7 +69,7 @@ class ServerHealth:
         return True
 
     def answered(self, tokens: int) -> None:
-        """Records a completion."""
+        """Records a valid completion of `tokens` tokens."""
         self.requests += 1
         self.tokens += tokens
         self._fruitless = 0
@@ -77,7 +79,7 @@ class ServerHealth:
         self.state, self._current = ServerState.DEAD, False
 
     def absent(self) -> None:
-        """Records that the server does not respond or may not be used; it is tried again later."""
+        """Records that the server does not respond or may not be used. It is tried again later."""
         self.died()
         self._probes += 1
         self._wait_for_next_probe()
@@ -92,7 +94,7 @@ class ServerHealth:
         return waits and self._clock() >= self._next_probe
 
     def probed(self, answered: bool) -> None:
-        """Records the result of a probe."""
+        """Records the result of a probe: `answered` is whether the server replied in time."""
         if answered:
             self._probes = 0
             self.state = ServerState.HEALTHY if self._current else ServerState.STALE

@@ -33,8 +33,8 @@ PASSING = re.compile(
 
 
 class Server(ServerClient):
-    """Server is a `vllm serve` process, listening on loopback by default. It ends with the process
-    that started it.
+    """Server is a `vllm serve` process that this process starts, listening on loopback by default.
+    The server ends with the process that started it.
     """
 
     own = True
@@ -49,10 +49,11 @@ class Server(ServerClient):
         port: int = 0,
         tls: tuple[str, str] | None = None,
     ):
-        """Starts the process and returns at once; call `wait` next.
+        """Starts the server process and returns at once; call `wait` next.
 
-        `environment`: contains the key that the server requires. `host`: the address of this host
-        that it listens on. `port`: 0 for a free one. `tls`: certificate and key files for https.
+        `environment`: the server's environment variables, with the key that it requires. `log`:
+        file for its output. `host`: the address of this host on which it listens. `port`: 0 for a
+        free port. `tls`: certificate and key files for https.
         """
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,9 +85,9 @@ class Server(ServerClient):
         self._closing = Finalize(self, _end, (self._process,), exitpriority=1)
 
     def wait(self) -> None:
-        """Waits until the server responds. If it does not start, raises EngineError, with the end
-        of its log, for permanent causes (an option, the model), and EngineFault for transient ones
-        (killed, too slow, no memory or port).
+        """Waits until the server responds. If the server does not start, raises EngineError, with
+        the end of its log, for permanent causes (an option, the model), and EngineFault for
+        transient causes (killed, too slow, no memory or port).
         """
         begin = time.monotonic()
         while time.monotonic() - begin < server_client.START_SECONDS:
@@ -102,7 +103,7 @@ class Server(ServerClient):
         raise self.fault("did not come up")
 
     def close(self) -> None:
-        """Ends the server and its child processes."""
+        """Ends the server process and its child processes."""
         self._closing()
 
     @property
@@ -110,15 +111,16 @@ class Server(ServerClient):
         return self._process.poll() is None
 
     def _refuses(self) -> bool:
-        """Returns whether another start would fail the same way: exit code 2 is argparse's, and
-        vLLM's checks raise the errors in MISTAKE.
+        """Returns whether starting the server again would fail the same way: the exit code is 2,
+        which argparse uses for invalid arguments, or the log shows an error in MISTAKE, which
+        vLLM's checks raise.
         """
         said = self._said()[self._begin :].decode(errors="replace")
         code = self._process.poll()
         return code == 2 or (code == 1 and bool(MISTAKE.search(said)) and not PASSING.search(said))
 
     def _said(self) -> bytes:
-        """Returns the server's log, or a message if it can't be read."""
+        """Returns the content of the server's log, or a message if the log can't be read."""
         try:
             return self.log.read_bytes()
         except OSError as error:
@@ -131,7 +133,9 @@ class Server(ServerClient):
 
 
 def _believes(certificate: str) -> ssl.SSLContext:
-    """Returns an SSL context that trusts only this certificate, for any host name and issuer."""
+    """Returns an SSL context that trusts only the certificate in this file, for any host name and
+    issuer.
+    """
     believed = ssl.create_default_context(cafile=certificate)
     believed.check_hostname = False
     believed.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -139,7 +143,7 @@ def _believes(certificate: str) -> ssl.SSLContext:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a server's whole session, including stopped processes."""
+    """Ends all processes of a server's session, including stopped ones."""
     process.terminate()
     with suppress(ProcessLookupError):
         # after SIGTERM, so that a continued process only ends

@@ -1,4 +1,4 @@
-"""Client of one vLLM server."""
+"""HTTP and WebSocket client of one vLLM server."""
 
 import asyncio
 import ssl
@@ -38,7 +38,9 @@ Told = TypeVar("Told", str, int)
 
 
 class Connections(NamedTuple):
-    """Connections holds one event loop's HTTP client and WebSocket to one server."""
+    """Connections holds the HTTP client and the WebSocket to one server, for
+    use in one event loop.
+    """
 
     server: "ServerClient"
     client: httpx.AsyncClient
@@ -50,9 +52,10 @@ class Connections(NamedTuple):
 
 
 class ServerClient:
-    """ServerClient is the trainer's client of one server: its address and its requests.
+    """ServerClient is the trainer's client of one server: it has the server's address and sends its
+    requests.
 
-    This class is for servers that are started and ended by others.
+    This class is for servers that the run does not start itself.
     """
 
     own = False  # whether this process started it
@@ -71,26 +74,32 @@ class ServerClient:
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
     ):
-        """`address`: http://HOST:PORT, or https. `tls`: the trusted certificates."""
+        """`address`: the server's URL, http://HOST:PORT or https. `headers`: sent with every
+        request. `tls`: the trusted certificates; None for the system's.
+        """
         self.address, self.headers, self.tls = address, dict(headers), tls
 
     @property
     def host(self) -> str:
-        """Returns the address of the server's host."""
+        """Returns the host part of the server's address."""
         return urlsplit(self.address).hostname or ""
 
     @property
     def verified(self) -> ssl.SSLContext | bool:
-        """Returns how the server's certificate is verified (httpx's `verify`)."""
+        """Returns how to verify the server's certificate, as httpx's argument `verify`."""
         return self.tls or self.address.startswith("https:")
 
     @property
     def alive(self) -> bool:
-        """Returns whether the server may respond: always True here, as only a request can tell."""
+        """Returns whether the server's process may be alive: always True here, as only a request
+        can show it.
+        """
         return True
 
     def wait(self) -> None:
-        """Waits for the server to respond. Raises EngineFault if it does not in START_SECONDS."""
+        """Waits until the server responds. Raises EngineFault if it does not respond within
+        START_SECONDS.
+        """
         begin = time.monotonic()
         while time.monotonic() - begin < START_SECONDS:
             if self.there():
@@ -99,9 +108,9 @@ class ServerClient:
         raise self.fault(f"did not come up in {START_SECONDS:g} s")
 
     def there(self) -> bool:
-        """Returns whether the server responds.
+        """Returns whether the server responds to a health check.
 
-        Raises EngineError if it rejects the key.
+        Raises EngineError if the server rejects the key.
         """
         try:
             reply = self._asked("GET", "/health", HEALTH_SECONDS)
@@ -116,8 +125,8 @@ class ServerClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> None:
-        """Sends a POST request. Raises EngineError if the reply is an error, EngineFault if there
-        is none.
+        """Sends a POST request to `path` with the JSON `body`. `seconds`: time limit; None: a limit
+        by path. Raises EngineError if the reply is an error, EngineFault if there is no reply.
         """
         limit = seconds or (LONG_SECONDS if path in self.long else CONTROL_SECONDS)
         self._post(path, limit, json=body)
@@ -141,8 +150,8 @@ class ServerClient:
         parameters: Mapping[str, Any] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> dict[str, Any]:
-        """Returns the JSON object of a GET request. Raises EngineFault if there is none within
-        `seconds`.
+        """Sends a GET request of `path` and returns the JSON object in the reply. Raises
+        EngineFault if the request fails, takes longer than `seconds` or returns no JSON object.
         """
         reply = self._asked("GET", path, seconds, params=parameters)
         if reply.status != httpx.codes.OK:
@@ -150,10 +159,11 @@ class ServerClient:
         return self._read(path, reply)
 
     def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
-        """Returns checksums of the server's patches of sample images
-        (`image_prompts.samples_of_vllm`).
+        """Returns checksums of the patches that the server makes of sample images and videos, by
+        media kind (`image_prompts.samples_of_vllm`). `tokens`: the placeholder token of each media
+        kind.
 
-        Raises EngineFault if it does not respond.
+        Raises EngineFault if the server does not respond.
         """
         found = self.told(auth.SAMPLES, dict(tokens))
         return {kind: str(checksum) for kind, checksum in found.items()}
@@ -170,19 +180,22 @@ class ServerClient:
             )
 
     def identity(self) -> str:
-        """Returns an id that changes with each start and each owner. Raises EngineFault if the
-        reply has none.
+        """Returns an id of the server that changes when the server restarts or gets a new owner.
+        Raises EngineFault if the reply lacks the id.
         """
         return self._told_of(auth.IDENTITY, "identity", str)
 
     def workers(self) -> int:
-        """Returns the number of model processes. Raises EngineFault if the reply has none."""
+        """Returns the number of the server's model processes. Raises EngineFault if the reply lacks
+        the number.
+        """
         return self._told_of("/get_world_size", "world_size", int)
 
     def claim(self, name: str) -> None:
-        """Claims the server for `run`, or renews the lease. `name`: shown to other runs.
+        """Claims the server for this run, or renews the run's lease. `name`: description of this
+        run, shown to other runs.
 
-        Raises ServerTaken if another run holds it.
+        Raises ServerTaken if another run holds the server.
         """
         told = {"run": self.run, "name": name}
         reply = self._asked("POST", ownership.OWNER, HEALTH_SECONDS, json=told)
@@ -192,21 +205,25 @@ class ServerClient:
         self._read(ownership.OWNER, reply)
 
     def release(self) -> None:
-        """Releases the server for other runs."""
+        """Ends this run's lease, so that other runs can claim the server."""
         self.post(ownership.OWNER[1:], {"run": self.run, "name": ""}, HEALTH_SECONDS)
 
     # steps of a push; each raises EngineError if it fails
 
     def stop(self, on_update: str) -> None:
-        """Pauses the server for new weights, as `rollout.on_update` says."""
+        """Pauses the server before it gets new weights, in the way that the option
+        rollout.on_update (`on_update`) selects.
+        """
         self.post(PAUSES[on_update])
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Initialises the server's weight transfer."""
+        """Initialises the server's weight transfer with `init_info`, which depends on the
+        transport.
+        """
         self.post(EXPECT, {"init_info": init_info})
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """Transfers the weights of a push to the server."""
+        """Transfers the weights of a push to the server. `update_info` depends on the transport."""
         if self.updating:  # an earlier push broke off; a failed worker may have ended it
             with suppress(EngineError):
                 self.post("finish_weight_update")
@@ -215,13 +232,13 @@ class ServerClient:
         self.post("update_weights", {"update_info": update_info})
 
     def land(self, version: int) -> None:
-        """Activates the transferred push and resumes generation."""
+        """Ends the transfer of push `version`, and resumes generation with its weights."""
         self.post("finish_weight_update", {"weight_version": self.named(version)})
         self.updating = False
         self.post("resume")
 
     def land_adapters(self, version: int, payload: bytes) -> None:
-        """Loads these adapters beside the base model's weights and resumes generation."""
+        """Loads the adapters in `payload` on top of the base model, and resumes generation."""
         if self.updating:
             self.post("finish_weight_update")  # first, since it drops all adapters
             self.updating = False
@@ -231,16 +248,17 @@ class ServerClient:
         self.post("resume")
 
     def named(self, version: int) -> str:
-        """Returns the version string that the server reports for a push."""
+        """Returns the version string that the server reports for the weights of push `version`."""
         return weight_version.named(version, self.run)
 
     def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
-        """Aborts all running requests."""
+        """Aborts all running requests of the server."""
         self.post("abort_requests", {}, seconds)
 
     def probe(self, *, paused: bool = False) -> None:
-        """Requests one token, or, if the server is `paused` for a push, only a status, since it may
-        hold half of the weights. Raises EngineError if there is no reply within PROBE_SECONDS.
+        """Tests the server: requests one token or, if the server is `paused` for a push, only a
+        status, since its weights may be half replaced. Raises EngineError if there is no valid
+        reply within PROBE_SECONDS.
         """
         if paused:
             self.told("/is_paused", seconds=PROBE_SECONDS)
@@ -252,10 +270,11 @@ class ServerClient:
     async def generate(
         self, connections: Connections, body: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Returns the server's reply to a request with one choice.
+        """Sends the request `body` for one completion over HTTP. Returns the server's reply, a JSON
+        object.
 
-        Raises EngineFault if it breaks off, fails, exceeds `seconds` or sends no JSON object;
-        EngineError if it refuses the request.
+        Raises EngineFault if the server breaks off, fails, exceeds `seconds` or sends no JSON
+        object; EngineError if it refuses the request.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -283,8 +302,8 @@ class ServerClient:
         salt: str = "",
         adapter: int = 0,
     ) -> protocol.ServerReply:
-        """Returns the completion of these tokens; see ServerConnection.ask. `sampling`: arguments
-        of vLLM's SamplingParams.
+        """Requests a completion of `token_ids` over the WebSocket, and returns it; see
+        ServerConnection.ask. `sampling`: arguments of vLLM's SamplingParams.
 
         Raises EngineFault if the server breaks off, fails or exceeds `seconds`; EngineError if it
         refuses the request.
@@ -302,7 +321,7 @@ class ServerClient:
             raise self.fault(f"failed while generating: {error}") from error
 
     def connections(self) -> Connections:
-        """Returns new connections for one event loop; they open at the first request."""
+        """Returns new Connections for one event loop; each connects at its first request."""
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(None, connect=30.0)
         # trust_env=False: no proxy may see the key
@@ -312,7 +331,7 @@ class ServerClient:
         return Connections(self, client, ServerConnection(self.address, self.headers, tls=self.tls))
 
     def close(self) -> None:
-        """Aborts the server's requests and releases it; the server keeps running."""
+        """Aborts the server's requests and releases the server, which keeps running."""
         with suppress(EngineError):
             self.abort_all(PROBE_SECONDS)
             self.release()
@@ -321,7 +340,7 @@ class ServerClient:
         return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """Returns a hint on where to find the cause of a failure."""
+        """Returns a hint for error messages on where to find the cause of a failure."""
         return "Its log is where it was started."
 
     def _asked(self, method: str, path: str, seconds: float, **content: Any) -> HTTPReply:
@@ -338,7 +357,9 @@ class ServerClient:
             raise self.fault(f"does not answer ({error!r})") from error
 
     def _read(self, path: str, reply: HTTPReply) -> dict[str, Any]:
-        """Returns the JSON object in a reply. Raises EngineFault if it has none."""
+        """Returns the JSON object in a reply to a request of `path`. Raises EngineFault if the
+        reply is no JSON object.
+        """
         try:
             return reply.read()
         except ValueError as error:
@@ -347,8 +368,8 @@ class ServerClient:
             ) from error
 
     def _told_of(self, path: str, name: str, kind: type[Told]) -> Told:
-        """Returns one field of a GET reply. Raises EngineFault if it is missing, empty or of
-        another type.
+        """Returns the field `name` of the reply to a GET request of `path`. Raises EngineFault if
+        the field is missing, empty or not of type `kind`.
         """
         found = self.told(path).get(name)
         if type(found) is not kind or not found:

@@ -1,4 +1,4 @@
-"""Presents vLLM or SGLang servers, on this host or others, as one engine: requests go over HTTP and
+"""Presents vLLM or SGLang servers, on this host or others, as one engine. Requests go over HTTP and
 WebSockets, weights through shared memory, a process group or files.
 """
 
@@ -63,8 +63,8 @@ MESSAGE_SECONDS = 120.0  # time limit of one message of a push
 class ServerEngine(Engine):
     """ServerEngine presents all servers of the run as one engine.
 
-    Only the first process starts, finds and connects to servers; the others only know the weight
-    version.
+    Only the first process starts, finds and connects to servers; the other processes only know the
+    weight version.
     """
 
     vocabulary = LARGEST_ID
@@ -85,11 +85,12 @@ class ServerEngine(Engine):
         vocabulary: int = LARGEST_ID,
         run: str = "",
     ):
-        """Starts or finds servers, whose weights are random until the first push. `adapter_rank`:
-        of the served adapter; 0: none. `routed`: the MoE model whose routes servers return; None:
-        they return none. `unquantised`: modules that keep their precision under
-        rollout.quantization. `vocabulary`: number of valid token ids. `run`: id of the run that
-        owns servers and pushes; remote servers have one owner at a time.
+        """Starts or finds servers, whose weights are random until the first push. `logs`: folder
+        for the logs of started servers. `adapter_rank`: rank of the LoRA adapter to serve; 0: none.
+        `routed`: the MoE model whose expert routes servers return; None: they return no routes.
+        `unquantised`: modules that keep their precision under rollout.quantization. `vocabulary`:
+        number of valid token ids. `run`: id of the run that owns servers and pushes; remote servers
+        have one owner at a time.
         """
         super().__init__()
         self.stop_ids, self.config, self.vocabulary = list(stop_ids), config, vocabulary
@@ -135,7 +136,7 @@ class ServerEngine(Engine):
 
     @property
     def healthy(self) -> list[ServerClient]:
-        """Returns the healthy servers."""
+        """Returns the clients of the servers that respond and have the newest weights."""
         return self.server_group.healthy
 
     def _elsewhere(self, address: str) -> ServerClient:
@@ -145,7 +146,7 @@ class ServerEngine(Engine):
         return server
 
     def _kind(self) -> type[ServerClient]:
-        """Returns the client class for remote servers."""
+        """Returns the client class for the remote servers of this config."""
         if not engine_of(self.config).started_here:
             return SGLangClient
         return StockClient if self.config.transport == "checkpoint" else ServerClient
@@ -159,7 +160,9 @@ class ServerEngine(Engine):
         return server
 
     def _check(self, server: ServerClient) -> None:
-        """Raises EngineError for a server that does not fit the run."""
+        """Raises EngineError if a server does not fit the run: its version or image processing
+        differs, or another run holds it. Claims a remote server.
+        """
         if not server.own:
             server.refuse_other_version()
         if self._processor is not None:
@@ -169,7 +172,7 @@ class ServerEngine(Engine):
 
     @property
     def _called(self) -> str:
-        """Returns the description of this run for other runs."""
+        """Returns the description of this run that is shown to other runs."""
         return f"that of {self._logs.parent.absolute()} on {socket.gethostname()}"
 
     def _check_samples(self, server: ServerClient, processor: ImageProcessor) -> None:
@@ -210,21 +213,23 @@ class ServerEngine(Engine):
         return ServedAdapters(base, adapters, self, bucket_bytes=bucket_bytes)
 
     def _holds(self, member: ServerGroupMember) -> bool:
-        """Returns whether a server already has the frozen base model."""
+        """Returns whether a server already has the frozen base model, so that it needs only
+        adapters.
+        """
         return self._adapter != NONE and member.health.landings > 0
 
     def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
-        """Records a server's failure: it gets no requests until it passes a probe or, if its
-        weights are stale, gets a push.
+        """Records a server's failure. The server gets no requests until it passes a probe and, if
+        its weights are stale, receives a push.
         """
         self.server_group.note_fault(server, fault)
         if isinstance(fault, StaleReply) and (member := self.server_group.of(server)) is not None:
             member.health.missed()
 
     def restart(self) -> None:
-        """Replaces own servers that died or hang; all servers then wait for a push.
+        """Restarts servers of this run that died or hang; all servers then need a push.
 
-        Raises EngineFault if a server does not start: since it did before, the cause may be
+        Raises EngineFault if a server does not start: since it started before, the cause may be
         transient.
         """
         self.invalidate()
@@ -245,14 +250,14 @@ class ServerEngine(Engine):
     # a push through shared memory, which all servers take or none
 
     def expect(self, names: Sequence[str]) -> None:
-        """Sends the servers the names of the tensors of a push."""
+        """Sends all servers the names of the tensors that every push contains."""
         self._names = {"init_info": {"names": list(names)}}
         self._all(EXPECT, self._names)
 
     def begin(self) -> None:
-        """Begins a push: pauses generation until the push is complete.
+        """Begins a push: pauses generation on all servers until the push is complete.
 
-        Own servers that have died since are restarted.
+        Servers of this run that have died are restarted first.
         """
         self.restart()
         self._all(PAUSES[self.config.on_update])
@@ -271,11 +276,13 @@ class ServerEngine(Engine):
         return not all(map(self._holds, self.server_group.reachable))
 
     def take(self, bucket: dict[str, Any]) -> None:
-        """Sends a bucket to all servers and waits until they have read it."""
+        """Sends all servers without the weights the description of a bucket, and waits until they
+        have read it from shared memory.
+        """
         self._lacking("update_weights", {"update_info": bucket})
 
     def finish(self, version: int) -> None:
-        """Ends a push after its last bucket: the servers resume, under `version`."""
+        """Ends a push after its last bucket: the servers resume generation under `version`."""
         self.newest = version
         if self._adapter != NONE:
             self._lacking("finish_weight_update")
@@ -292,9 +299,10 @@ class ServerEngine(Engine):
             member.health.landed()
 
     def _adapted(self, version: int) -> None:
-        """Sends all servers the adapters. A server that does not take them gets no requests.
+        """Sends the adapters to all servers. A server that does not accept the adapters gets no
+        requests.
 
-        Raises EngineFault if no server takes them.
+        Raises EngineFault if no server accepts the adapters.
         """
 
         def adapt(member: ServerGroupMember) -> bool:
@@ -309,21 +317,24 @@ class ServerEngine(Engine):
             raise EngineFault(f"No server has the adapters of push {version}.")
 
     def _lacking(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Sends a request to the reachable servers without base-model weights."""
+        """Sends a POST request to the reachable servers that need weights through shared memory:
+        all servers, or with adapters only servers without the base model.
+        """
         lacking = [each for each in self.server_group.reachable if not self._holds(each)]
         post_to_each(lacking, path, body, self.server_group.note_fault)
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Sends a request to the reachable servers, and records which fail."""
+        """Sends a POST request to all reachable servers, and records the servers that fail."""
         post_to_each(self.server_group.reachable, path, body, self.server_group.note_fault)
 
     # a push that servers take independently
 
     def waiting(self) -> list[WaitingEngine]:
-        """Returns the servers that can take a push, paused for it as rollout.on_update says.
+        """Returns the servers that can receive a push, paused for it in the way that
+        rollout.on_update selects.
 
-        Waits if all servers are remote and have ended: their owner restarts them. Raises
-        EngineFault if there is none.
+        If all servers are remote and have ended, waits until one is back. Raises EngineFault if
+        there is none.
         """
         self.server_group.pushing = True
         errors = self.server_group.renew()
@@ -339,7 +350,9 @@ class ServerEngine(Engine):
         return found
 
     def late(self) -> list[WaitingEngine]:
-        """Returns the remote servers without the last push, paused for it."""
+        """Returns the remote servers that lack the last push, paused so that
+        they can receive it.
+        """
         self.server_group.pushing = True
         return self._all_stopped(self.server_group.late)
 
@@ -352,7 +365,9 @@ class ServerEngine(Engine):
         return [each for each in stopped if each is not None]
 
     def _stopped(self, member: ServerGroupMember) -> WaitingEngine | None:
-        """Pauses a server for new weights. Returns None if that fails."""
+        """Pauses a server for new weights, and returns its WaitingEngine. Returns None if the
+        server fails, which is recorded.
+        """
         try:
             member.server.stop(self.config.on_update)
             member.paused = True
@@ -366,11 +381,13 @@ class ServerEngine(Engine):
         self.server_group.named(name).server.join(init_info)
 
     def receive(self, name: str, update_info: dict[str, Any]) -> None:
-        """Transfers a push to a server. Raises EngineError if that fails."""
+        """Transfers a push to the server `name`. Raises EngineError if the transfer fails."""
         self.server_group.named(name).server.take(update_info)
 
     def land(self, name: str, version: int) -> None:
-        """Activates a push on a server, with the adapters if there are any."""
+        """Makes the server `name` generate with the transferred weights, with the adapters if there
+        are any.
+        """
         member = self.server_group.named(name)
         if self._adapter == NONE:
             member.server.land(version)
@@ -384,15 +401,17 @@ class ServerEngine(Engine):
             self.server_group.note_miss(self.server_group.named(name), error)
 
     def measures(self) -> Metrics:
-        """Returns metrics of the servers' state."""
+        """Returns metrics of the servers: the number in each state, and the requests and tokens of
+        each server.
+        """
         return self.server_group.measures()
 
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
-        """Distributes requests over the servers: each starts with requests of about the same total
-        length, samples of a group together, and takes more when it has room
-        (`requests.order.ordered`); an idle server takes what another has not begun. Later turns of
-        a rollout go to the same server. A server that fails gets no more requests, while the others
-        continue.
+        """Distributes requests over the servers: each server starts with requests of about the same
+        total length, samples of a group together, and gets more when it has room
+        (`requests.order.ordered`); an idle server gets requests that another server has not begun.
+        Later turns of a rollout go to the same server. A server that fails gets no more requests,
+        while the other servers continue.
         """
         if not self.servers:
             return
@@ -415,7 +434,9 @@ class ServerEngine(Engine):
             each_at_once(self._aborted, self.server_group.reachable)
 
     def _aborted(self, member: ServerGroupMember) -> None:
-        """Aborts a server's requests. Raises EngineFault if it does not respond."""
+        """Aborts a server's requests. Raises EngineFault if the server does not respond, and
+        records the failure.
+        """
         try:
             member.server.abort_all()
         except EngineFault as fault:
@@ -440,11 +461,11 @@ class ServerEngine(Engine):
         sampling: Sampling,
         before: PartialCompletion = NOTHING,
     ) -> PartialCompletion:
-        """Requests the continuation of `before` from a server. Returns `before` with the new
-        tokens.
+        """Requests the continuation of `before` from a server. Returns `before` with the new tokens
+        appended.
 
-        Raises EngineFault if the server fails or its reply is invalid, StaleReply if it generated
-        with weights that are not the run's, EngineError if it refuses the request.
+        Raises EngineFault if the server fails or its reply is invalid, StaleReply if the server
+        generated with weights of another push or run, EngineError if it refuses the request.
         """
         parameters = self._parameters(request, sampling)
         begun = len(before.token_ids)
@@ -513,9 +534,9 @@ class ServerEngine(Engine):
 
 
 def _given_key() -> str:
-    """Returns the key of remote servers from the environment.
+    """Returns the authentication key of remote servers from the environment.
 
-    Raises EngineError if there is none.
+    Raises EngineError if the key is missing or invalid.
     """
     try:
         return auth.given_key()

@@ -1,4 +1,6 @@
-"""The servers of a run: membership, health, and which have the newest weights."""
+"""The servers of a run: which ones belong to it, their health, and which have
+the newest weights.
+"""
 
 import logging
 import threading
@@ -26,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class ServerGroupMember:
-    """ServerGroupMember is a server with its health, identity and lease."""
+    """ServerGroupMember is a server of the run with its health, process identity and lease."""
 
     def __init__(self, number: int, server: ServerClient):
-        """`number`: its number in the group, which it keeps over restarts."""
+        """`number`: the server's number in the group, which it keeps when it is restarted."""
         self.number, self.server = number, server
         self.health = ServerHealth()
         self.paused = False  # a push began without ending
@@ -39,7 +41,7 @@ class ServerGroupMember:
 
     @property
     def name(self) -> str:
-        """Returns a name that is unique per start of any server."""
+        """Returns a name of the server that is unique for each of its starts."""
         return f"server-{self.number}-start-{self.health.starts}"
 
     @property
@@ -47,8 +49,8 @@ class ServerGroupMember:
         return self.health.state
 
     def note_taken(self, error: ServerTaken) -> None:
-        """Records that another run holds the server. Sets `refusal` if that run has renewed its
-        lease since it was first found to hold it.
+        """Records that another run holds the server. Sets `refusal` if the other run has renewed
+        its lease since this run first found the server taken.
         """
         now = time.monotonic()
         self.taken = self.taken or now
@@ -58,7 +60,7 @@ class ServerGroupMember:
 
 
 class ServerGroup:
-    """ServerGroup starts, finds, probes and restarts servers."""
+    """ServerGroup manages the servers of a run: it starts, finds, probes and restarts servers."""
 
     def __init__(
         self,
@@ -71,11 +73,11 @@ class ServerGroup:
         check: Callable[[ServerClient], None] = lambda server: None,
         keep: Callable[[ServerClient], None] = lambda server: None,
     ):
-        """`start`: starts own server number n, of `own` in all. `client`: creates the client of a
-        remote server; `addresses`: of permanent remote servers; `server_list`: a file with further
-        ones, one per line, read before each push. `check`: raises EngineError for a server that
-        does not fit the run. `keep`: renews the lease of a remote server; raises ServerTaken if
-        another run holds it.
+        """`start`: starts the run's own server with a given number, of `own` in all. `client`:
+        creates the client of a remote server. `addresses`: addresses of permanent remote servers.
+        `server_list`: a file with further addresses, one per line, read before each push. `check`:
+        raises EngineError for a server that does not fit the run. `keep`: renews the lease of a
+        remote server; raises ServerTaken if another run holds the server.
         """
         self._start, self._client, self._check, self._keep = start, client, check, keep
         self._addresses = [address_of(address) for address in addresses]
@@ -96,8 +98,8 @@ class ServerGroup:
     def wait(self) -> None:
         """Waits until all local servers and at least one remote server are ready.
 
-        Raises the error of a local server, and EngineError if no remote server becomes usable
-        within START_SECONDS.
+        Raises the error of a local server that does not start, and EngineError if no remote server
+        becomes usable within START_SECONDS.
         """
         for member in self.members:
             member.server.wait()
@@ -109,11 +111,11 @@ class ServerGroup:
         self.wait_for_remote_server()
 
     def wait_for_remote_server(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """If servers are remote, waits until one of them can be given weights, or `stop` returns
+        """If servers are remote, waits until one of them can receive weights, or `stop` returns
         True.
 
-        Raises EngineError if none can within START_SECONDS, and ServerTaken if other running runs
-        hold all of them.
+        Raises EngineError if no server can within START_SECONDS, and ServerTaken if other running
+        runs hold all servers.
         """
         if self._client is None:
             return
@@ -144,12 +146,12 @@ class ServerGroup:
 
     @property
     def healthy(self) -> list[ServerClient]:
-        """Returns the servers that respond and have the newest weights."""
+        """Returns the clients of the servers that respond and have the newest weights."""
         return [each.server for each in self.members if each.state is ServerState.HEALTHY]
 
     @property
     def reachable(self) -> list[ServerGroupMember]:
-        """Returns the members that can be given weights."""
+        """Returns the servers that respond, so that they can receive weights."""
         there = (ServerState.HEALTHY, ServerState.STALE)
         return [each for each in self.members if each.state in there]
 
@@ -160,38 +162,42 @@ class ServerGroup:
         return [each for each in stale if not each.server.own]
 
     def of(self, server: ServerClient) -> ServerGroupMember | None:
-        """Returns a server's member; None if it has left."""
+        """Returns the member with this client; None if the server has left the group."""
         return next((each for each in self.members if each.server is server), None)
 
     def named(self, name: str) -> ServerGroupMember:
-        """Returns the member of this name. Raises EngineFault if it has left or restarted since."""
+        """Returns the member with this name. Raises EngineFault if the server has left the group or
+        was restarted.
+        """
         found = next((each for each in self.members if each.name == name), None)
         if found is None:
             raise EngineFault(f"{name} has left.")
         return found
 
     def note_fault(self, server: ServerClient, fault: EngineError) -> None:
-        """Records a server's failure: it gets no requests until it passes a probe."""
+        """Records a server's failure: the server gets no requests until it passes a probe."""
         if (member := self.of(server)) is not None and member.health.failed():
             log.warning("server %d is asked nothing more: %s", member.number, fault)
 
     def note_miss(self, member: ServerGroupMember, error: EngineError) -> None:
-        """Records that a server missed a push: it gets no requests until it has a complete one."""
+        """Records that a server missed a push: the server gets no requests until it has received a
+        complete push.
+        """
         log.warning("server %d has no weights: %s", member.number, error)
         if isinstance(error, EngineFault):
             member.health.failed()
         member.health.missed()
 
     def note_completion(self, server: ServerClient, tokens: int) -> None:
-        """Records a valid completion."""
+        """Records that a server returned a valid completion of `tokens` tokens."""
         if (member := self.of(server)) is not None:
             member.health.answered(tokens)
 
     def renew(self) -> list[EngineError]:
-        """Restarts own servers that died or hang, applies the server list, and checks whether dead
-        remote servers are back.
+        """Restarts servers of this run that died or hang, applies the server list, and checks
+        whether dead remote servers are back.
 
-        Returns the errors of servers that did not start; those are dead.
+        Returns the errors of servers that did not start; these servers are marked dead.
         """
         with self._looking:
             self._follow_server_list()
@@ -206,8 +212,8 @@ class ServerGroup:
             return [error for error in each_at_once(self._came_up, dead) if error is not None]
 
     def find_remote_servers(self) -> None:
-        """Applies the server list and admits remote servers that have joined; does not touch
-        healthy servers, nor any during a push (`pushing`).
+        """Applies the server list and admits remote servers that have joined. Healthy servers stay
+        unchanged; during a push (`pushing`), does nothing.
         """
         if self._client is None:
             return
@@ -219,7 +225,7 @@ class ServerGroup:
             each_at_once(self._look_at, [each for each in self.members if each.state in away])
 
     def probe(self, member: ServerGroupMember) -> None:
-        """Probes a server and records the result."""
+        """Probes a server and records the result in its health."""
         try:
             member.server.probe(paused=member.paused)  # by an interrupted push
         except EngineError as error:
@@ -231,7 +237,9 @@ class ServerGroup:
             member.health.probed(True)
 
     def measures(self) -> Metrics:
-        """Returns the number of servers in each state, and the work of each server."""
+        """Returns metrics: the number of servers in each state, faults and starts, and the requests
+        and tokens of each server.
+        """
         states = Counter(each.state for each in self.members)
         seen = {f"servers_{state}": float(states[state]) for state in ServerState}
         seen["server_faults"] = float(sum(each.health.faults for each in self.members))
@@ -265,7 +273,9 @@ class ServerGroup:
             log.debug("server %d was not kept: %s", member.number, error)
 
     def _look_at(self, member: ServerGroupMember) -> None:
-        """Updates the state of a server."""
+        """Checks a server and updates its state: probes a suspect server, and readmits one that was
+        restarted or has come back.
+        """
         server, health = member.server, member.health
         if server.own:
             if not server.alive:
@@ -283,7 +293,7 @@ class ServerGroup:
             self._came_back(member)
 
     def _came_back(self, member: ServerGroupMember) -> None:
-        """Admits a remote server if it responds and fits."""
+        """Admits a remote server if it responds and fits the run."""
         if member.state is ServerState.DEAD and not member.health.probe_is_due:
             return
         stale, member.refusal = member.state is ServerState.STALE, None
@@ -308,8 +318,8 @@ class ServerGroup:
         log.info("server %d at %s has come", member.number, member.server.address)
 
     def _identify(self, member: ServerGroupMember) -> None:
-        """Records the server's process identity. Raises EngineError if another member is the same
-        process.
+        """Records the identity of a server's process. Raises EngineError if another member has the
+        same identity, i.e. one server has two addresses.
         """
         identity = member.server.identity()
         with self._taking_in:
@@ -337,7 +347,9 @@ class ServerGroup:
         return None
 
     def _follow_server_list(self) -> None:
-        """Adds servers whose addresses are new, and removes those whose addresses are gone."""
+        """Applies the server list: adds servers with new addresses, and removes servers whose
+        addresses are gone.
+        """
         if self._client is None:
             return
         look = (
@@ -363,7 +375,7 @@ class ServerGroup:
 def each_at_once(
     work: Callable[[ServerGroupMember], Any], members: Sequence[ServerGroupMember]
 ) -> list[Any]:
-    """Runs `work` for all members concurrently. Returns the results."""
+    """Runs `work` for all members concurrently. Returns the results in the order of `members`."""
     with ThreadPoolExecutor(max(1, len(members))) as pool:
         return list(pool.map(work, members))
 
@@ -374,8 +386,8 @@ def post_to_each(
     body: Mapping[str, Any] | None,
     failed: Callable[[ServerClient, EngineError], None],
 ) -> None:
-    """Sends a request to all members concurrently. A fault is passed to `failed` and raised as
-    EngineFault.
+    """Sends a POST request to all members concurrently. If a server fails, calls `failed` with its
+    client and the fault, and raises the EngineFault.
     """
 
     def post(member: ServerGroupMember) -> None:

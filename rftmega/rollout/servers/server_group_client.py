@@ -1,4 +1,4 @@
-"""Sends requests to all servers from one event loop, across pushes and while servers join and
+"""Sends requests to all servers from one event loop, also during pushes and while servers join and
 leave.
 """
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class ServerGroupClient:
-    """ServerGroupClient sends each request to a server with room, and retries on another one after
-    a failure: with the same seed, continuing from the tokens generated so far.
+    """ServerGroupClient sends each request to a server with room. After a failure, it continues the
+    request on another server, from the tokens generated so far.
     """
 
     def __init__(self, engine: ServerEngine):
-        """`engine`: provides the servers and the state of pushes."""
+        """`engine`: provides the servers and the version of the last push."""
         self.engine = engine
         self._connections: dict[ServerClient, Connections] = {}
         self._busy: Counter[ServerClient] = Counter()
@@ -39,7 +39,7 @@ class ServerGroupClient:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether no server is left that could serve requests."""
+        """Returns whether no healthy server is left although weights were pushed."""
         return self.engine.version is not None and not self.engine.healthy
 
     async def complete(
@@ -48,10 +48,11 @@ class ServerGroupClient:
         sampling: Sampling,
         begun: Callable[[int], None] = lambda version: None,
     ) -> Completion:
-        """Returns the completion, whose tokens may be of several weight versions. `begun` is called
-        with the newest version each time a server starts on the request.
+        """Returns the completion of a request; its tokens may be of several weight versions.
+        `begun` is called with the newest version each time a server starts on the request.
 
-        Waits for a server if there is none. Raises EngineError if the servers refuse the request.
+        Waits while there is no server with room. Raises EngineError if the servers refuse the
+        request.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -79,7 +80,7 @@ class ServerGroupClient:
         return found.whole()
 
     def forget(self, rollout: int) -> None:
-        """Forgets a rollout that has ended."""
+        """Forgets which server the rollout `rollout` used, after it has ended."""
         self._home.pop(rollout, None)
 
     async def close(self) -> None:
@@ -93,8 +94,9 @@ class ServerGroupClient:
     async def _part(
         self, server: ServerClient, request: Request, sampling: Sampling, before: PartialCompletion
     ) -> PartialCompletion:
-        """Sends a request to one server. Raises EngineFault if it fails or is no longer healthy: a
-        server that missed a push stays paused.
+        """Sends a request to `server`, to continue `before`. Returns `before` with the new tokens.
+        Raises EngineFault if the server fails or stops being healthy: a server that missed a push
+        stays paused.
         """
         asking = asyncio.ensure_future(
             self.engine.part(self._connections_to(server), request, sampling, before)
@@ -108,8 +110,8 @@ class ServerGroupClient:
             asking.cancel()
 
     async def _watch(self) -> None:
-        """Probes servers that failed, so that recovered ones get requests again, and finds new
-        servers.
+        """Probes servers that failed, so that recovered servers get requests again, and looks for
+        new servers; runs until cancelled.
         """
         looked = time.monotonic()
         while True:
@@ -128,8 +130,8 @@ class ServerGroupClient:
                     await asyncio.to_thread(self.engine.server_group.probe, member)
 
     async def _server_for(self, request: Request) -> ServerClient:
-        """Returns the rollout's server, or the one with fewest requests; waits until one has
-        weights and room.
+        """Returns the server that the rollout used before or, for a new rollout, the server with
+        the fewest requests. Waits until one has weights and room.
         """
         most = self.engine.config.max_batch
         while True:

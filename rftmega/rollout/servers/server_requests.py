@@ -21,7 +21,7 @@ Ask = Callable[[Connections, Request], Coroutine[Any, Any, Completion]]
 class ServerRequests:
     """ServerRequests distributes the requests of one generation over the servers.
 
-    `faults`: server number -> the fault it failed with.
+    `faults`: the fault of each failed server, by its number.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class ServerRequests:
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
 
     def hold(self, requests: Requests, ask: Ask) -> bool:
-        """Serves requests until none is left that a server could serve, or they are stopped.
-        Returns whether they were stopped. The event loop does not run during calls of `requests`.
+        """Serves requests until none is left that a server could serve, or `requests.stopped`
+        returns True. Returns whether the requests were stopped. `ask` sends a request to a server.
+        The event loop does not run during calls of `requests`.
         """
         room = self.most * len(self.servers)
         known = list(requests.take(room))
@@ -71,15 +72,17 @@ class ServerRequests:
         return len(self.faults) == len(self._connections)
 
     def close(self) -> bool:
-        """Cancels running requests. Returns whether there were any."""
+        """Cancels running requests and closes the connections. Returns whether any requests were
+        running.
+        """
         for task in self._running:
             task.cancel()
         self.runner.run(self._closed())
         return bool(self._running)
 
     def _room(self) -> dict[int, int]:
-        """Returns the number of further requests that each server has room for; failed servers have
-        none.
+        """Returns how many further requests each server has room for, by server number; failed
+        servers are left out.
         """
         busy = Counter(number for number, _ in self._running.values())
         healthy = [number for number in range(len(self.servers)) if number not in self.faults]
@@ -88,14 +91,18 @@ class ServerRequests:
     def _ask_elsewhere(
         self, unanswered: Sequence[int], known: Sequence[Request], waiting: Waiting
     ) -> None:
-        """Moves the requests of failed servers, running and queued, to other servers."""
+        """Queues the requests of failed servers for other servers: `unanswered`, the requests that
+        had begun, and the requests still queued for a failed server.
+        """
         for number in self.faults:
             unanswered = [*unanswered, *waiting.withdrawn(number)]
         for place in unanswered:
             waiting.add(self._home_of(known[place]), place)
 
     def _home_of(self, request: Request) -> int:
-        """Returns the rollout's server; for a new rollout, the server with the fewest rollouts."""
+        """Returns the number of the server that the request's rollout used before; for a new
+        rollout, or if that server failed, the server with the fewest rollouts.
+        """
         if self._home.get(request.rollout, -1) not in self._room():
             room = self._room()
             homes = Counter(self._home.values())
@@ -103,7 +110,9 @@ class ServerRequests:
         return self._home[request.rollout]
 
     def _ended(self, task: asyncio.Task[Completion]) -> tuple[int, Completion | None]:
-        """Returns the number and completion of a request; None if its server failed."""
+        """Returns the index and completion of an ended request. If its server failed, records the
+        fault and returns None as the completion.
+        """
         number, place = self._running.pop(task)
         try:
             return place, task.result()
@@ -112,7 +121,9 @@ class ServerRequests:
             return place, None
 
     async def _some(self) -> set[asyncio.Task[Completion]]:
-        """Waits up to LOOK_SECONDS for a completion."""
+        """Waits up to LOOK_SECONDS for a request to end. Returns the tasks of the requests that
+        have ended.
+        """
         done, _ = await asyncio.wait(
             self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )

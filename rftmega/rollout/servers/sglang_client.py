@@ -1,6 +1,7 @@
 """Client of an SGLang server, for the API of SGLang 0.5.23.
 
-It was tested against a stand-in made from SGLang's request classes, never against SGLang itself.
+The client was tested against a stand-in made from SGLang's request classes, never against SGLang
+itself.
 """
 
 import logging
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class SGLangClient(ServerClient):
-    """SGLangClient is the client of an SGLang server that others started."""
+    """SGLangClient is the client of an SGLang server that the run did not start itself."""
 
     kind = "SGLang"
     generates = "generate"
@@ -42,7 +43,9 @@ class SGLangClient(ServerClient):
     _begun = False  # whether the update of the next `take` has begun
 
     def refuse_other_version(self) -> None:
-        """Raises EngineError unless the server runs SGLang VERSION."""
+        """Raises EngineError unless the server runs the SGLang version in VERSION; logs a warning
+        if its sampling is not deterministic.
+        """
         known = self._info()
         theirs = known.get("version")
         if theirs != VERSION:
@@ -63,10 +66,10 @@ class SGLangClient(ServerClient):
         return self._told_of(INFO, "tp_size", int)
 
     def claim(self, name: str) -> None:
-        """Does nothing: a server without this package has no leases."""
+        """Does nothing: an SGLang server has no leases."""
 
     def release(self) -> None:
-        """Does nothing: the server was not claimed."""
+        """Does nothing: an SGLang server has no leases."""
 
     def probe(self, *, paused: bool = False) -> None:
         if paused:  # a paused server only serves requests that need no engine
@@ -84,11 +87,11 @@ class SGLangClient(ServerClient):
             self._begin()
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Joins a process group for weights. `init_info`: the fields of
-        InitWeightsUpdateGroupReqInput.
+        """Makes the server join a process group that broadcasts weights. `init_info`: the fields of
+        SGLang's InitWeightsUpdateGroupReqInput.
 
-        Raises EngineError if the server has data-parallel replicas or pipeline stages, which SGLang
-        does not send to.
+        Raises EngineError if the server has data-parallel replicas or pipeline stages, to which
+        SGLang does not pass the broadcast weights.
         """
         known = self._info()
         if known.get("dp_size", 1) != 1 or known.get("pp_size", 1) != 1:
@@ -128,7 +131,7 @@ class SGLangClient(ServerClient):
         self.updating = False
 
     def _begin(self) -> None:
-        """Begins an update, after ending an interrupted one."""
+        """Begins a weight update on the server, after ending an interrupted update."""
         if self.updating:
             with suppress(EngineError):
                 self.post("end_weight_update", {})

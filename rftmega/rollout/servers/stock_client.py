@@ -1,4 +1,4 @@
-"""Client of a stock vLLM server, which does not have this package."""
+"""Client of a stock vLLM server, i.e. one that runs without this package."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +9,14 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StockClient(ServerClient):
-    """StockClient is the client of a vLLM server of the trainer's version that others started."""
+    """StockClient is the client of a stock vLLM server, of the trainer's vLLM version, that the run
+    did not start itself.
+    """
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """Reloads the weights from `update_info["weights_path"]`, a Hugging Face folder."""
+        """Makes the server reload its weights from `update_info["weights_path"]`, a Hugging Face
+        folder.
+        """
         loaded = {"weights_path": update_info["weights_path"]}
         self.post("collective_rpc", {"method": "reload_weights", "kwargs": loaded})
 
@@ -24,10 +28,10 @@ class StockClient(ServerClient):
         return ""  # a restart, or another run, shows in the version of its completions
 
     def claim(self, name: str) -> None:
-        """Does nothing: a server without this package has no leases."""
+        """Does nothing: a stock server has no leases."""
 
     def release(self) -> None:
-        """Does nothing: the server was not claimed."""
+        """Does nothing: a stock server has no leases."""
 
     async def ask(
         self,

@@ -1,5 +1,5 @@
-"""Merges LoRA adapters into a model's folder, and extracts the nearest adapters from the difference
-of two folders. A model is read one tensor at a time.
+"""Merges LoRA adapters into a model's weights, and approximates the difference of two models by
+adapters. Models are read one tensor at a time.
 """
 
 import math
@@ -36,13 +36,15 @@ from rftmega.run.conversion.target import (
 )
 
 EXACT = 1024  # rows or columns up to which all singular values are computed
-SPARE, ROUNDS = 16, 6  # of the randomised method (Halko et al., arXiv:0909.4061) for larger ones
+# oversampling and iterations of the randomised SVD of larger matrices (Halko et al.,
+# arXiv:0909.4061)
+SPARE, ROUNDS = 16, 6
 
 
 class Merged(NamedTuple):
-    """Merged is the outcome of a merge."""
+    """Merged describes a finished merge of adapters."""
 
-    pairs: int
+    pairs: int  # number of merged pairs (A, B)
     lost: float  # norm of the rounding error / norm of the merged products
     changed: str | None  # fields of config.json that were changed
 
@@ -52,9 +54,9 @@ class Merged(NamedTuple):
 
 
 class Extracted(NamedTuple):
-    """Extracted is the outcome of an extraction."""
+    """Extracted describes a finished extraction of adapters."""
 
-    pairs: int
+    pairs: int  # number of extracted pairs (A, B)
     lost: float  # norm of the residual / norm of the difference, over the adapted weights
     beside: list[str]  # names of other tensors that differ, which adapters can't represent
 
@@ -68,11 +70,12 @@ class Extracted(NamedTuple):
 def merge(
     source: Path, adapter: Path, target: Path, *, progress: Progress = lambda _: None
 ) -> Merged:
-    """Writes the model of `source` with the pairs of a PEFT folder added to its weights: in
-    float32, rounded once to the weight's dtype. Resumes an interrupted merge.
+    """Writes to `target` the model of `source` with the adapters of the PEFT folder `adapter`
+    added to its weights, in float32 and rounded once to each weight's dtype. Resumes an interrupted
+    merge.
 
-    Raises CheckpointError for an adapter of another kind, for one on a module that the model lacks,
-    or for one on an embedding tied to the LM head.
+    Raises CheckpointError for an adapter of an unsupported type, on a module that the model lacks,
+    or on an embedding tied to the LM head.
     """
     files, pairs = HFFolder(source), PEFTFolder(adapter)
     modules = set(pairs.modules)
@@ -111,8 +114,8 @@ def merge(
 
 
 def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
-    """Raises CheckpointError if the adapter was trained on other frozen weights than those of
-    `files`.
+    """Raises CheckpointError if the PEFT folder has a copy of a frozen weight that differs from the
+    weight in `files`.
     """
     for name in files.names:
         shape = files.shape_of(name)
@@ -128,7 +131,7 @@ def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
 def _merged_file(
     path: Path, wanted: Sequence[PlannedTensor], files: HFFolder, pairs: PEFTFolder
 ) -> dict[str, Any]:
-    """Writes one file of a merged model, and logs it as finished."""
+    """Writes one file of a merged model. Returns its entry of the progress log, after adding it."""
     modules = set(pairs.modules)
     squares = {"added": 0.0, "lost": 0.0}
 
@@ -159,13 +162,13 @@ def extract(
     targets: Sequence[str] = HF_TARGETS,
     progress: Progress = lambda _: None,
 ) -> Extracted:
-    """Writes a PEFT folder whose pairs are the best rank-`rank` approximation of the difference
-    between two folders' weights (Eckart and Young, doi:10.1007/BF02288367), for the linear layers
-    in `targets`.
+    """Writes to `target` a PEFT folder whose pairs are the best rank-`rank` approximation of the
+    difference between the weights of `base` and `trained` (Eckart and Young,
+    doi:10.1007/BF02288367), for the layers in `targets`.
 
     Raises CheckpointError for folders of different models; ConfigError for a rank that a layer
     can't have, for a target that the model lacks, for an embedding tied to the LM head, or if no
-    such layer differs.
+    layer in `targets` differs.
     """
     if rank < 1:
         raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
@@ -237,7 +240,9 @@ def _target(name: str) -> str:
 
 
 def _tied_embedding(files: HFFolder, modules: Iterable[str]) -> str:
-    """Returns the embedding among the modules if it is tied to the LM head, otherwise ""."""
+    """Returns the name of the embedding if it is among `modules` and tied to the LM head, otherwise
+    "".
+    """
     found = next((name for name in modules if name.rpartition(".")[2] == EMBEDDING), "")
     config = read_json_object(files.folder / "config.json") if found else {}
     untied = HEAD + WEIGHT in files and not config.get("tie_word_embeddings")
@@ -262,5 +267,5 @@ def _square(matrix: Tensor) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """Returns the ratio of two norms that are given as squares."""
+    """Returns the ratio of two norms, given their squares; 0 if `whole` is 0."""
     return math.sqrt(part / whole) if whole else 0.0

@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """Room is a memory budget shared by threads: a request for more than is left waits, unless all
-    of the budget is free.
+    """Room is a memory budget shared by threads: a request for more bytes than are left waits until
+    they are free, or until no other thread has any.
 
     Freed memory stays with the process and is reused, since the kernel takes longer to supply fresh
     pages than a copy takes. Around a tensor larger than SPARE it is returned to the kernel.
@@ -51,7 +51,7 @@ class Room:
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yields the results of `work` over `items`, in order.
 
-    Two items run at a time, so that disk and processor are busy together.
+    Two items are processed at a time, so that disk and processor are busy simultaneously.
     """
     pool = ThreadPoolExecutor(2)
     try:

@@ -62,15 +62,15 @@ from rftmega.run.conversion.target import (
 )
 from rftmega.runtime.parallel.topology import Topology
 
-# the most tensor-parallel ranks (and every divisor) that read no more of a dense tensor than they
-# hold, whatever layout was given
+# Dense tensors are always cut so finely that each of up to FINEST tensor-parallel ranks (a divisor
+# of it) reads only its own share.
 FINEST = 8
 OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 class SourceModel:
-    """SourceModel is the weight mapping and the Megatron names of a model whose weights are not
-    loaded.
+    """SourceModel holds the weight conversion rules and the Megatron modules of a model, without
+    loading its weights.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, value_head: bool, head_bias: bool):
@@ -96,13 +96,13 @@ class SourceModel:
 def to_megatron(
     source: Path, target: Path, parallel: ParallelConfig, *, progress: Progress = lambda _: None
 ) -> str | None:
-    """Converts an HF folder to a distributed checkpoint, cut into pieces that ranks of `parallel`
-    read whole. Resumes an interrupted conversion.
+    """Converts an HF folder to a distributed checkpoint. Tensors are split into stored blocks such
+    that every rank of the layout `parallel` reads whole blocks. Resumes an interrupted conversion.
 
-    Returns the changes to config.json, as `copy_companions` does.
+    Returns a text about the changes made to config.json, or None if there are none.
 
-    Raises CheckpointError for a folder that its config.json does not describe, ConfigError for an
-    impossible layout.
+    Raises CheckpointError if the tensors of `source` do not match its config.json, ConfigError for
+    an impossible layout.
     """
     hf_config = read_hf_config(source)
     files = open_folder(source, hf_config)
@@ -184,7 +184,8 @@ def refuse_mixed(files: HFFolder, model: SourceModel) -> None:
 def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
     """Converts a distributed checkpoint to an HF folder, one tensor at a time.
 
-    Returns the changes to config.json, as `to_megatron` does. Resumes an interrupted conversion.
+    Resumes an interrupted conversion. Returns a text about the changes made to config.json, or None
+    if there are none.
     """
     tensors = CheckpointTensors(source)
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
@@ -224,10 +225,11 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
 
 
 def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) -> int:
-    """Compares all tensors of two folders of either kind by checksum. Returns their number.
+    """Compares by checksum all tensors of two folders, each a Hugging Face folder or a distributed
+    checkpoint. Returns the number of tensors.
 
-    Raises CheckpointError if names, shapes, dtypes or contents differ; it names the first such
-    tensor.
+    Raises CheckpointError if names, shapes, dtypes or contents differ; the error names the first
+    tensor that differs.
     """
     a, b = (tensors_of(folder) for folder in (first, second))
     names = [{tensor.name: tensor for tensor in side.planned} for side in (a, b)]
@@ -293,7 +295,10 @@ class CheckpointTensors:
         ]
 
     def named(self, names: set[str], room: Room) -> Generator[tuple[str, Tensor], None, None]:
-        """Yields the tensors with these names, in the order of `planned`."""
+        """Yields (name, tensor) for each of `names`, in the order of `planned`.
+
+        `room`: the memory budget that the tensors are taken from.
+        """
         for item, pieces in self._exported:
             if names.isdisjoint(item.hf_names):
                 continue
@@ -318,8 +323,9 @@ class CheckpointTensors:
 
 
 def told_left_out(folder: Path) -> str | None:
-    """Describes the tensors that a conversion of this folder omits, by name (a layer omitted as a
-    whole, and tensors that recur in each layer, as one entry); None if there are none.
+    """Returns a text that lists the tensors that a conversion of `folder` omits, or None if it
+    omits none. A layer omitted as a whole is one entry, and so are tensors that recur in each
+    layer.
     """
     if is_distributed(folder):
         return None
@@ -346,7 +352,7 @@ def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:
 
 
 def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
-    """Yields lists of (tensor, its number), one per file of up to FILE_BYTES."""
+    """Yields, for each file of up to FILE_BYTES, a list of (tensor, its index in `bound`)."""
     group: list[tuple[Bound, int]] = []
     size = 0
     for number, item in enumerate(bound):
@@ -366,7 +372,8 @@ def _boxes(
     sums: dict[str, str],
     room: Room,
 ) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
-    """Yields (key, offset, box), each split as the ranks of `parallel` will read it.
+    """Yields (key, offset, block) for each block of a checkpoint tensor; tensors are split as the
+    ranks of `parallel` will read them.
 
     Adds the checksums of the source tensors to `sums`.
     """
@@ -386,7 +393,7 @@ def _boxes(
 
 def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
     """Returns the unsharded Megatron tensor, with each HF tensor read directly into its rows, and
-    the checksums of the HF tensors.
+    HF name -> checksum.
     """
     rule = item.rule
     places = list(located(rule, 0, 1))
@@ -410,9 +417,10 @@ def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
 
 
 def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:
-    """Returns the edges at which a tensor is cut. A piece is read whole, for its checksum, so none
-    may straddle two ranks' shares: of the given layout or, for non-expert tensors, of FINEST ranks
-    or fewer.
+    """Returns the indices along the sharded dimension, of `size`, at which a tensor is cut into
+    stored blocks. A block is read whole, for its checksum, so none may span the shares of two
+    ranks: neither in the layout `parallel` nor, for non-expert tensors, with a divisor of FINEST
+    ranks.
     """
     if isinstance(rule, Replicated):
         return [0, size]

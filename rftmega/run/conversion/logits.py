@@ -11,8 +11,8 @@ from rftmega.runtime.parallel.topology import Topology
 
 
 def logit_difference(folder: Path, converted: Path) -> float:
-    """Returns the largest fp32 logit difference over a row of 64 tokens: `folder` in transformers
-    against `converted` in Megatron.
+    """Returns the largest absolute difference of fp32 logits over one sequence of 64 tokens, between
+    `folder` in transformers and `converted` in Megatron.
     """
     config = RunConfig(model=ModelConfig(path=str(converted), dtype="float32"))
     manager = MegatronModelManager(config, Topology.create(ParallelConfig(), seed=0))

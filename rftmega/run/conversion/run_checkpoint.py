@@ -1,4 +1,7 @@
-"""Finds and lists a run's own checkpoint, and writes it as a Hugging Face folder."""
+"""Finds the training checkpoint of a run, lists it, and exports its model as a Hugging Face folder.
+
+Also lists Megatron's distributed checkpoints.
+"""
 
 import sys
 from pathlib import Path
@@ -13,8 +16,8 @@ from rftmega.core.errors import ConfigError
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Returns the folder itself if it is a training checkpoint, or the latest checkpoint in it;
-    None if it is neither.
+    """Returns the latest training checkpoint in `folder` or its checkpoints/, or `folder` itself if
+    it is one; None if there is none.
     """
     if not folder.is_dir() or (folder / "config.json").is_file():
         return None
@@ -28,7 +31,11 @@ def checkpoint_in(folder: Path) -> Path | None:
 def write_model(
     checkpoint: Path, target: Path, name: str, base: Path | None, *, verify: bool
 ) -> int:
-    """Writes the model of this name (see `trained.SavedModel`) and prints its step. Returns 0."""
+    """Writes the model `name` of a training checkpoint (see `trained.SavedModel`) to `target`, and
+    prints its step. Returns the exit code 0.
+
+    Raises ConfigError if `verify` is set.
+    """
     from rftmega.run.conversion import trained
     from rftmega.run.conversion.progress_bar import progress_bar
 
@@ -47,8 +54,10 @@ def write_model(
 
 
 def shown(folder: Path, *, tensors: bool, check: bool) -> int:
-    """Prints the models of a checkpoint, the inputs of its run, and the command that
-    converts it.
+    """Prints the models of a training checkpoint, the inputs of its run, and the command that
+    converts it. Returns the exit code 0.
+
+    `tensors`: also print each tensor; `check`: also verify all checksums.
     """
     reader, say = TrainingReader(folder), sys.stdout.write
     manifest = reader.manifest
@@ -76,8 +85,8 @@ def shown(folder: Path, *, tensors: bool, check: bool) -> int:
 
 
 def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str, str]]:
-    """Prints a summary of a Megatron distributed checkpoint. Returns (name, shape, dtype, pieces)
-    of its tensors.
+    """Prints a summary of a Megatron distributed checkpoint. Returns (name, shape, dtype, text with
+    the number of stored blocks) for each tensor.
     """
     reader = Reader(folder)
     layout = reader.manifest["layout"] or "one rank"
@@ -95,7 +104,7 @@ def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str
 
 
 def check_pieces(reader: Reader) -> None:
-    """Reads every piece. Raises CheckpointError if the checksum of one does not match."""
+    """Reads every stored block. Raises CheckpointError if the checksum of a block does not match."""
     pieces = [box for boxes in reader.stored.values() for box in boxes]
     for box in tqdm(pieces, unit="piece", file=sys.stderr):
         target = torch.empty(box.shape, dtype=getattr(torch, box.dtype))

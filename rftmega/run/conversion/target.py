@@ -14,7 +14,7 @@ from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.runtime.parallel.folder_lock import FILE as LOCK
 from rftmega.runtime.parallel.folder_lock import locked
 
-FILE_BYTES = 512 * 2**20  # of one file of weights
+FILE_BYTES = 512 * 2**20  # maximum size of one file of weights
 Progress = Callable[[int], object]  # called with the number of bytes finished
 
 
@@ -22,9 +22,9 @@ Progress = Callable[[int], object]  # called with the number of bytes finished
 def written_alone(target: Path) -> Iterator[None]:
     """Locks `target` against other conversions within a `with` block.
 
-    Raises LockedError if another conversion holds it or the folder can't be used, and
-    CheckpointError for an I/O error such as a full disk; drafts are removed then, and finished
-    files stay.
+    Raises LockedError if another conversion holds the lock or the folder can't be used, and
+    CheckpointError for an I/O error such as a full disk. After an error, incomplete files are
+    removed and finished files are kept.
     """
     with locked(target, "conversion"):
         try:
@@ -48,16 +48,19 @@ def _remove_drafts(target: Path) -> None:
 
 
 def fingerprint(files: HFFolder) -> str:
-    """Computes a fingerprint of the source; a conversion is resumed only if it is unchanged."""
+    """Returns a hash of the names, sizes and modification times of the source's files; a conversion
+    is resumed only if they are unchanged.
+    """
     said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files.files]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Opens `target`, new or interrupted. Returns file -> log entry of each file that is finished.
+    """Opens `target`, a new folder or one of an interrupted conversion. Returns file name -> log
+    entry of each finished file.
 
-    The first line of PROGRESS describes the job; then it has one line per finished file. Raises
-    CheckpointError if `target` holds anything else.
+    The first line of the log PROGRESS is `job`, each following line the entry of a finished file.
+    Raises CheckpointError if `target` is the conversion of another job, or holds other files.
     """
     log = target / PROGRESS
     if log.is_file():
@@ -80,7 +83,8 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _noted(log: Path) -> list[dict[str, Any]]:
     """Returns the entries of a log.
 
-    An incomplete line, or zeros after a power loss, are skipped: that file is converted again.
+    Lines that are incomplete, or zeros after a power loss, are skipped: the files that they were
+    about are converted again.
     """
     found: list[dict[str, Any]] = []
     for line in log.read_bytes().split(b"\n")[:-1]:

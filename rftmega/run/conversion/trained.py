@@ -1,4 +1,4 @@
-"""Writes a model of a run's own checkpoint as a Hugging Face folder, for any training backend and
+"""Writes a model of a training checkpoint as a Hugging Face folder, for any training backend and
 layout: one tensor at a time, without a GPU.
 """
 
@@ -40,10 +40,11 @@ class SavedModel:
     """
 
     def __init__(self, checkpoint: Path, name: str = "", base: Path | None = None):
-        """`name`: of the model; "": the trained model that is not the critic. `base`: the folder
-        that the run started from; None: the path stored in the checkpoint.
+        """`name`: name of the model in the checkpoint; "" selects the trained model that is not the
+        critic. `base`: the folder that the run started from; None: the path stored in the
+        checkpoint.
 
-        Raises CheckpointError if there is no such model or folder.
+        Raises CheckpointError if the checkpoint has no model `name`, or the base folder is missing.
         """
         self.reader = TrainingReader(checkpoint)
         models: dict[str, Any] = self.reader.manifest["models"]
@@ -69,8 +70,8 @@ class SavedModel:
         return sum(tensor.bytes for tensor in self.planned)
 
     def frozen(self) -> tuple[FolderTensors, list[PlannedTensor]] | None:
-        """Returns the base folder of a model with a frozen vision tower and the tensors of the
-        tower, or None for other models.
+        """Returns the base folder and its tensors that the checkpoint omits, if the vision tower is
+        frozen; None otherwise.
         """
         if not self.reader.manifest["config"]["model"].get("freeze_vision"):
             return None
@@ -79,15 +80,17 @@ class SavedModel:
         return files, [each for each in files.planned if each.name not in own | {HEAD}]
 
     def tensors(self, planned: list[PlannedTensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of `planned`, verified as they are read."""
+        """Yields (name, tensor) for each of `planned`; checksums are verified on reading."""
         for name, *_ in planned:
             yield name, self.reader.whole(f"{self.name}/{WEIGHTS}/{name}")
 
 
 def to_hf(model: SavedModel, target: Path, *, progress: Progress = lambda _: None) -> str | None:
     """Writes the model into the folder `target`. Adapters are written to `target`_adapter in PEFT's
-    format and merged in `target`. Resumes an interrupted conversion. Returns the changes to
-    config.json.
+    format and merged in `target`. Resumes an interrupted conversion.
+
+    Returns a text about the adapters, or about the changes made to config.json (None if there are
+    none).
     """
     if "adapters" in model.said:
         return _adapted(model, target, progress)
@@ -132,7 +135,11 @@ def _stream(
 
 
 def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
-    """Writes adapters, and merges them into the weights that they were trained on."""
+    """Writes the adapters, and merges them into the weights that they were trained on. Returns a
+    text about both.
+
+    Raises CheckpointError for a model that only a run can export, or if the base weights differ.
+    """
     whole = peft_folder.trained_whole(tensor.name for tensor in model.planned)
     chosen, lora = model.said["adapters"], model.reader.manifest["config"]["model"]["lora"]
     if whole or chosen.get("base_on_host"):
@@ -164,7 +171,7 @@ def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
 
 
 def _sum_of(model: SavedModel) -> int:
-    """Returns the checksum of the base's weights as `checkpoint.frozen_weights.sum_of`
+    """Returns the checksum of the base model's weights, as `checkpoint.frozen_weights.sum_of`
     computes it.
     """
     known = model.said["hf_config"].get("model_type") in FAMILIES

@@ -1,4 +1,4 @@
-"""Backend and Trainable: the interfaces through which placement, weight sync and checkpoints see a
+"""Backend and Trainable: the interfaces through which placement, weight sync and checkpoints use a
 model, whichever framework built it.
 """
 
@@ -26,18 +26,18 @@ class Trainable(TrainedModel, Protocol):
 
     @property
     def path(self) -> str:
-        """Returns the Hugging Face folder that it was built from."""
+        """Returns the path of the Hugging Face folder that the model was built from."""
 
     @property
     def description(self) -> ModelDescription: ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of its forward pass."""
+        """Returns the dtype of the model's forward pass."""
 
     @property
     def layout(self) -> str:
-        """Returns a description of the layout, such as "tensor 2 x data 2"."""
+        """Returns a description of the model's parallel layout, such as "tensor 2 x data 2"."""
 
     @property
     def label(self) -> str:
@@ -48,17 +48,19 @@ class Trainable(TrainedModel, Protocol):
 
     @property
     def replica_group(self) -> Any:
-        """Returns the process group that together holds one model replica; None: all processes."""
+        """Returns the group of the processes that together hold one replica of the model; None means
+        all processes.
+        """
 
     @property
     def classifier(self) -> bool:
-        """Returns whether it is a value model."""
+        """Returns whether the model is a value model, which is exported as a classifier."""
 
     def shards(self) -> Sequence[Shard]:
         """Returns this process's shards of the model."""
 
     def frozen_shards(self) -> Sequence[Shard]:
-        """Returns this process's shards of the model without the contribution of adapters."""
+        """Returns this process's shards of the model's weights without the adapters' contribution."""
 
     def adapters(self) -> TrainedAdapters | None:
         """Returns this process's shards of the adapters; None if all weights are trained."""
@@ -89,6 +91,6 @@ class Backend(Protocol):
         """
 
     def value_model(self, config: RunConfig, *, role: Role) -> TrainableValues:
-        """Builds `config.model` with a value head; role "reward": without an optimizer, for scoring
-        only.
+        """Builds and loads `config.model` with a value head. A critic gets an optimizer; a reward
+        model (role "reward") only scores, and has none.
         """

@@ -1,4 +1,4 @@
-"""Wraps the policy and value models of a colocated run: they are moved to the device before use."""
+"""Wraps the policy and value models of a run such that each is moved to the device before use."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class ColocatedPolicy:
 
 class ColocatedValues:
     """ColocatedValues moves a value model's state to the device before each computation; `name` is
-    its name in DevicePhases.
+    the model's name in DevicePhases.
     """
 
     def __init__(self, model: TrainableValues, phases: DevicePhases, name: str):

@@ -24,8 +24,11 @@ def create(
     stop_ids: Sequence[int],
     experts: Experts | None = None,
 ) -> Engine:
-    """Returns the engine on this process; it holds no weights until the first push. `experts`: of
-    the policy, if it is a MoE.
+    """Builds this process's engine, or its client of separate servers. Returns the engine, which has
+    no weights before the first push.
+
+    `vocabulary`: number of token ids; `stop_ids`: tokens that end a completion; `experts`: the
+    experts of a MoE policy, else None.
     """
     routed = None
     if config.rollout.router_replay == "engine" and experts is not None:
@@ -69,7 +72,9 @@ def _vllm(config: RunConfig, world: World, **named: Any) -> Engine:
 
 
 def _servers(config: RunConfig, world: World, **named: Any) -> Engine:
-    """Returns the engine that servers are together: of vLLM, or remote ones of SGLang."""
+    """Returns a ServerEngine, which presents vLLM servers, or remote SGLang servers, as one
+    engine.
+    """
     from rftmega.rollout.servers.server_engine import ServerEngine
 
     return ServerEngine(
@@ -89,13 +94,15 @@ COLOCATED = {"scripted": _scripted, "transformers": _transformers, "vllm": _vllm
 
 
 def unquantised(config: RunConfig) -> list[str]:
-    """Returns the modules that keep their precision under rollout.quantization; [] without it."""
+    """Returns the names of the modules that keep their precision under rollout.quantization; an
+    empty list without quantization.
+    """
     return [] if config.rollout.quantization == "none" else modules_kept(config.model.path)
 
 
 def modules_kept(folder: str) -> list[str]:
-    """Returns the modules with a matrix that quantization of linear layers leaves unchanged:
-    embeddings, LM heads, routers.
+    """Returns the names of the modules with a matrix that quantization of linear layers leaves
+    unchanged: embeddings, LM heads, routers.
     """
     description = describe(read_hf_config(folder))
     experts = description.experts.number if description.experts else 0

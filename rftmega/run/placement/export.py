@@ -33,8 +33,8 @@ def export(model: Trainable, folder: str | Path, trainer: TrainerConfig) -> None
 
 
 def rehearse(model: Trainable, config: RunConfig) -> None:
-    """Runs every step of the final `export` except gathering and writing the weights, if the run is
-    to export its model.
+    """Runs every step of the final `export` except gathering and writing the weights, if
+    trainer.export is set.
 
     A collective, called when the model is built. Raises CheckpointError, on all processes, if the
     export would fail.
@@ -75,8 +75,8 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
 
 
 def _tell_rounding(model: Trainable, folder: str | Path, *, write: bool) -> None:
-    """Logs the share of the adapters that is lost by rounding when they are merged into
-    low-precision weights; a collective.
+    """Logs which share of the adapters' contribution is lost by rounding when they are merged into
+    low-precision weights; a collective. `write`: whether this process logs.
     """
     if model.dtype == torch.float32:
         return
@@ -95,7 +95,11 @@ def _tell_rounding(model: Trainable, folder: str | Path, *, write: bool) -> None
 def _export_adapters(
     exporter: weights.Exporter, adapters: TrainedAdapters, base: str, target: Path, *, write: bool
 ) -> None:
-    """Writes the adapters on the model of `base`, and its value head, in PEFT's format."""
+    """Writes the adapters, and a value head if there is one, to `target` in PEFT's format; a
+    collective.
+
+    `base`: folder of the frozen model; `write`: whether this process writes.
+    """
     whole = peft_folder.trained_whole(each.name for each in exporter.planned)
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:

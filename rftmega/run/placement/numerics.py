@@ -1,5 +1,5 @@
-"""EngineNumerics describes how closely engine and trainer can agree numerically, and reduces the
-processes' verdicts to a common one.
+"""EngineNumerics holds the properties of the policy that decide how closely the log-probs of engine
+and trainer can agree, and reduces the verdicts of all processes to a common one.
 """
 
 from rftmega.run.placement.backend import Trainable

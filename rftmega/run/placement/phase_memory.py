@@ -1,4 +1,4 @@
-"""Measures the memory of each phase of a run, and reports it beside the prediction."""
+"""Measures the memory of each phase of a run, and reports it together with the predicted memory."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ Predicted = Mapping[str, Mapping[str, int]]  # phase -> kind -> bytes
 
 
 def predicted(config: RunConfig, world: World) -> Predicted:
-    """Predicts with `rftmega.run.planning` the bytes that this process holds at the end of each
-    phase.
+    """Predicts with `rftmega.run.planning` how many bytes of each kind this process holds at the end
+    of each phase. Returns phase -> kind -> bytes.
     """
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
@@ -43,9 +43,9 @@ def predicted(config: RunConfig, world: World) -> Predicted:
 class Memory:
     """Memory measures this process's memory, phase by phase, in MiB.
 
-    `take` returns the maximum of each phase, which may run several times in a step:
-    memory_<phase>_<kind>_mib, of live tensors by kind, and memory_<phase>_<kind>_mib_predicted;
-    memory_<phase>_<name>_mib, of `device.memory`.
+    Metrics are memory_<phase>_<kind>_mib (live tensors of a kind such as gradients),
+    memory_<phase>_<kind>_mib_predicted, and memory_<phase>_<name>_mib (values of the device's
+    `memory`). If a phase runs several times before `take`, its maximum is reported.
     """
 
     def __init__(self, models: Mapping[str, Residency], predicted: Predicted):
@@ -58,9 +58,10 @@ class Memory:
         device.current().forget_peak()
 
     def end(self, **more: int) -> None:
-        """Measures the current phase, once: Adam has no state before its first step.
+        """Measures the memory at the end of the phase that `begin` has named; has no effect if none
+        has begun.
 
-        `more`: further bytes by kind.
+        `more`: kind -> bytes to add to the measured ones.
         """
         if self._phase is None:
             return

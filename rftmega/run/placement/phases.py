@@ -25,9 +25,10 @@ class DevicePhases:
         engine: Engine | None = None,
         predicted: Predicted | None = None,
     ):
-        """`models` by name, "policy" among them. Without `offload` they always stay on the device.
-        `engine` may be set once it has started; None: it has devices of its own. `predicted` bytes
-        are reported beside the measured ones.
+        """`models`: name -> the model's movable state; one is "policy". Without `offload`, models
+        always stay on the device. `engine` may be set later, when it has started; it stays None if
+        the engine has separate devices. `predicted`: phase -> kind -> bytes, reported with the
+        measured bytes.
         """
         self.models = models
         self.engine = engine
@@ -43,7 +44,7 @@ class DevicePhases:
         device.current().release_unused()
 
     def rollout(self) -> None:
-        """Frees memory for the engine, which wakes by itself."""
+        """Frees device memory for the engine, which wakes by itself."""
         self._hold("rollout")
 
     def score(self, model: str = POLICY) -> None:
@@ -54,7 +55,7 @@ class DevicePhases:
     def update(self, model: str = POLICY) -> None:
         """Moves a model and its optimizer state to the device for training.
 
-        Consecutive calls, one per mini-batch, move it only once.
+        Consecutive calls for one model, one per mini-batch, move it only once.
         """
         self._engine_sleeps()
         if self._updating != model:

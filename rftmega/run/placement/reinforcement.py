@@ -46,9 +46,9 @@ Built = TypeVar("Built", bound=Trainable)
 class ReinforcementStrategy:
     """ReinforcementStrategy connects the models and the engines of a run.
 
-    Every process holds its shard of the actor. With strategy=colocated it also holds an engine (or
-    its slice of one), and they take turns; with strategy=separate, vLLM servers beside the
-    processes are the engines.
+    Every process holds a shard of the policy. With strategy=colocated it also holds an engine or a
+    shard of one, and the two use the device in turns; with strategy=separate the engines are
+    servers on other devices.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class ReinforcementStrategy:
         stop_ids: Sequence[int],
         environment: Environment | None = None,
     ):
-        """`environment`: the environment of the rollouts; None: a single turn."""
+        """`stop_ids`: tokens that end a completion. `environment`: the environment of the rollouts;
+        None: a single turn.
+        """
         self.config, self.is_main = config, world.is_main
         if config.strategy == "separate" and world.local_size != world.size:
             raise ConfigError(
@@ -191,8 +193,8 @@ class ReinforcementStrategy:
         return found
 
     def _built(self, model: Built) -> Built:
-        """Moves a model off the device as soon as it is built if trainer.offload is set: the next
-        one needs the memory.
+        """Moves a model off the device as soon as it is built if trainer.offload is set, since the
+        next model needs the memory. Returns the model.
         """
         if self.config.trainer.offload:
             model.residency.only()
@@ -211,5 +213,5 @@ class ReinforcementStrategy:
         return of_run(self.config, self.trained, self.export, self._frozen)
 
     def close(self) -> None:
-        """Ends the engine; must be called before the process groups are destroyed."""
+        """Shuts the engine down; must be called before the process groups are destroyed."""
         self.engine.close()

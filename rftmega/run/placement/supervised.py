@@ -1,4 +1,4 @@
-"""SupervisedStrategy trains one model on given rows, without an engine."""
+"""SupervisedStrategy trains one model on given completions or preferences, without an engine."""
 
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from rftmega.runtime.parallel.seeds import set_seed
 
 
 class SupervisedStrategy:
-    """SupervisedStrategy holds the policy (algorithm.task=sft) or a value model (reward_model)."""
+    """SupervisedStrategy trains the policy (algorithm.task=sft) or a value model (reward_model)."""
 
     def __init__(self, config: RunConfig, world: World, backend: Backend):
         set_seed(config.trainer.seed)
@@ -30,7 +30,7 @@ class SupervisedStrategy:
         self._memory = Memory({POLICY: self.model.residency}, predicted(config, world))
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
-        """Takes one optimizer step of the model. Returns its metrics and the memory it used."""
+        """Takes one optimizer step of the model. Returns the metrics of the step and of memory."""
         self._memory.begin("update")
         metrics = self.model.step(experience, loss_fn, group_size=group_size)
         self._memory.end()

@@ -1,12 +1,12 @@
 """Predicts the activation memory of one process, after Korthikanti et al. 2022 (arXiv:2205.05198,
 section 4).
 
-Their count is for GPT's layer; this is the same count for RMS norms, a gated MLP that keeps its
-intermediate results, grouped or latent attention that stores no score matrix, experts, and no
-dropout. Routing is assumed to be balanced.
+The paper counts the layer of GPT; this module counts in the same way a layer with RMS norms, a
+gated MLP that keeps its intermediate results, grouped or latent attention that stores no score
+matrix, experts, and no dropout. Routing is assumed to be balanced.
 
 Legend: n tokens of a micro-batch on this process, t tensor-parallel processes, s the share of a
-token-wise activation that one of them keeps: 1 / t with sequence parallelism, else 1.
+token-wise activation that one of these processes keeps: 1 / t with sequence parallelism, else 1.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_pro
 
 @dataclass(frozen=True)
 class Load:
-    """Load is the batch size of one process."""
+    """Load is the size and the number of the micro-batches that one process trains on."""
 
     tokens: int  # of a micro-batch, all context-parallel processes together
     micro_batches: int  # per optimizer step and data-parallel rank
@@ -29,9 +29,11 @@ class Load:
 def layer_bytes(
     model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int
 ) -> float:
-    """Returns the bytes per token that a layer stores for the backward pass."""
+    """Returns the bytes per token that layer number `layer` stores for the backward pass;
+    `itemsize`: bytes of an activation.
+    """
     s = 1 / parallel.tensor if parallel.sequence else 1.0
-    # Inputs of both norms, and of what follows them; a reciprocal deviation in float32 each.
+    # Inputs and outputs of both norms; a float32 reciprocal deviation for each norm.
     norms = itemsize * 4 * model.hidden * s + 8 * s
     return (
         norms
@@ -74,8 +76,8 @@ def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize
 def _chunk_bytes(
     model: ModelDescription, parallel: ParallelConfig, stage: int, itemsize: int
 ) -> tuple[float, float]:
-    """Returns (bytes of a stage's largest chunk, of its largest layer), stored per token without
-    gradient checkpointing.
+    """Returns the bytes per token that a pipeline stage stores for the backward pass, without
+    gradient checkpointing: for its largest chunk of layers, and for its largest layer.
     """
     sparse = model.experts.layers if model.experts else frozenset()
     of_kind = {
@@ -94,8 +96,8 @@ def _chunk_bytes(
 
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Returns the number of layer chunks whose activations a stage stores at once: 1F1B, or its
-    interleaved form (their section 4.2.3).
+    """Returns for how many pairs of layer chunk and micro-batch a stage stores activations at once,
+    with the 1F1B schedule or its interleaved form (section 4.2.3 of the paper).
     """
     p, v = parallel.pipeline, parallel.virtual_pipeline
     if v == 1:
@@ -104,8 +106,8 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
 
 
 def training(planned: PlannedModel, stage: int, load: Load) -> int:
-    """Returns the peak bytes of an optimizer step: stored activations of the micro-batches in
-    flight, and the working memory of one layer.
+    """Returns the peak bytes of activations in an optimizer step on one process of a stage: those
+    stored for the micro-batches in flight, and the working memory of one layer.
     """
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n = load.tokens / parallel.context
@@ -122,14 +124,17 @@ def training(planned: PlannedModel, stage: int, load: Load) -> int:
 
 
 def scoring(planned: PlannedModel, load: Load) -> int:
-    """Returns the working memory of one layer in bytes; nothing is stored for a backward pass."""
+    """Returns the bytes of activations in a forward pass without gradients: the working memory of
+    one layer.
+    """
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
 
 
 def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) -> int:
-    """Returns the bytes of the last stage's log-probs: hidden states, logits of a chunk of tokens,
-    and the gradients of both and of the output weight.
+    """Returns the bytes that computing log-probs takes on the last stage (0 on other stages, and
+    for a value model): hidden states, logits of a chunk of tokens and, if the model is trained
+    (`learns`), the gradients of both and of the output weight.
     """
     if planned.value or stage != planned.parallel.pipeline - 1:
         return 0

@@ -1,5 +1,5 @@
-"""Recommends a backend for a model and a number of devices, by comparing the best
-layout of each.
+"""Recommends a backend for a model and a number of devices, by comparing the quickest layouts of
+both backends.
 """
 
 import copy
@@ -20,20 +20,24 @@ CLOSE = 1.1  # ratio of step times up to which the simpler backend is chosen
 
 @dataclass(frozen=True)
 class Best:
-    """Best is the quickest layout of a backend that fits, or the reason why there is none."""
+    """Best is the quickest layout of a backend that fits, or the reason (`why`) why none fits."""
 
     config: RunConfig | None
     seconds: float  # lower bound of a step without the push
     why: str = ""
 
     def changes(self, given: RunConfig) -> dict[str, Any] | None:
-        """Returns the options that turn `given` into this layout; None if there is none."""
+        """Returns the options that turn `given` into this layout, by name; None if no layout
+        fits.
+        """
         return None if self.config is None else difference(given, self.config)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Recommendation names a backend and the reason."""
+    """Recommendation names a backend ("" if no layout fits) and the reason, with the best layout of
+    each backend.
+    """
 
     backend: str
     why: str
@@ -41,7 +45,9 @@ class Recommendation:
 
 
 def recommended(config: RunConfig, machine: Machine) -> Recommendation:
-    """Compares the best layouts of both backends for a run on `machine`."""
+    """Recommends a backend for a run on `machine`: FSDP2, unless none of its layouts fits or its
+    step takes more than CLOSE times as long as Megatron's.
+    """
     best = {backend: best_of(on_backend(config, backend), machine) for backend in BACKENDS}
     ours, theirs = (best[backend] for backend in BACKENDS)
     if theirs.config is None and ours.config is None:
@@ -60,7 +66,9 @@ def recommended(config: RunConfig, machine: Machine) -> Recommendation:
 
 
 def on_backend(config: RunConfig, backend: Backend) -> RunConfig:
-    """Returns a copy of a config on a backend; the layout is reset if the backend changes."""
+    """Returns a copy of a config with this backend. If the backend changes, the layouts and the
+    optimizers' distribution and overlap options get their defaults.
+    """
     found = changed(config, {})
     if config.backend == backend:
         return found
@@ -76,7 +84,7 @@ def on_backend(config: RunConfig, backend: Backend) -> RunConfig:
 
 
 def best_of(config: RunConfig, machine: Machine) -> Best:
-    """Returns the quickest layout of `config.backend` that fits."""
+    """Returns the quickest layout of `config.backend` that fits, or why none fits."""
     try:
         models = models_of(config)
     except (CheckpointError, ConfigError) as error:
@@ -88,7 +96,9 @@ def best_of(config: RunConfig, machine: Machine) -> Best:
 
 
 def difference(given: RunConfig, chosen: RunConfig) -> dict[str, Any]:
-    """Returns the options in which the two layouts differ, by name, with the values of `chosen`."""
+    """Returns the options of backend, layout, optimizer, rollout and trainer in which two configs
+    differ, by name, with the values of `chosen`.
+    """
     found = {} if given.backend == chosen.backend else {"backend": chosen.backend}
     for section in ("parallel", "optimizer", "rollout", "trainer"):
         before, now = getattr(given, section), getattr(chosen, section)

@@ -14,7 +14,7 @@ AT_WORK = 4 * 8
 
 
 def tokens_of(config: RunConfig) -> int:
-    """Returns the tokens of a step's rollouts if all have the maximum length."""
+    """Returns the number of tokens in a step's rollouts if all have the maximum length."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     return config.trainer.prompts_per_step * config.rollout.samples_per_prompt * longest
 
@@ -28,15 +28,20 @@ def scored(config: RunConfig) -> int:
 
 
 def of_routes(config: RunConfig, experts: Experts | None) -> int:
-    """Returns the bytes per token of recorded expert routes (rollout.router_replay)."""
+    """Returns the bytes per token of recorded expert routes (rollout.router_replay); `experts`: of
+    the policy, None if it is dense.
+    """
     if experts is None or config.rollout.router_replay == "none":
         return 0
     return len(experts.layers) * experts.active * kind_of(experts.number).itemsize
 
 
 def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str, int]:
-    """Returns the bytes that all processes of a host share, by kind. `experts`: of the policy, if
-    it is a MoE.
+    """Returns kind -> bytes of host memory that all processes of a host share: "rollout" (tokens
+    and their data), "at_work" (while the log-prob mismatch is computed), "replay" (the replay
+    buffer).
+
+    `experts`: experts of the policy, None if it is dense.
     """
     chosen, tokens = config.algorithm, tokens_of(config)
     if chosen.task != "rl":
@@ -56,10 +61,11 @@ def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str,
 
 
 def seconds(config: RunConfig, hosts: int, *, nic: float, token: float) -> dict[str, float]:
-    """Returns resource -> seconds of a step.
+    """Returns resource -> seconds that moving a step's rollouts between processes takes.
 
-    Hosts exchange their parts in a ring: 2 (h - 1) / h of all bytes go through a host's `nic`
-    (bytes per second). One process of a host computes; `token`: its seconds per token.
+    Hosts exchange their parts in a ring: with h hosts, 2 (h - 1) / h of all bytes go through the
+    network card of each host. `nic`: its bytes per second. On each host one process computes;
+    `token`: seconds that it takes per token.
     """
     passes = 1 + (config.algorithm.kl.coef > 0)  # of two numbers a token each
     moved = COMPLETIONS + NUMBER * (2 * passes + config.algorithm.advantage.needs_critic)

@@ -19,7 +19,9 @@ BATCHED = 8192  # tokens of one forward pass of vLLM
 def weight_bytes(
     planned: PlannedModel, ranks: int, itemsize: int = 2, *, quantization: str = "none"
 ) -> int:
-    """Returns the bytes of weights on the fullest of `ranks` processes that share an engine."""
+    """Returns the bytes of weights on the fullest process of an engine that is sharded over `ranks`
+    processes; `itemsize`: bytes of a weight that is not quantized.
+    """
     if not planned.rules:
         return itemsize * _by_shapes(planned, ranks)
     experts = planned.model.experts.number if planned.model.experts else 0
@@ -34,13 +36,13 @@ def weight_bytes(
 
 
 def held_bytes(planned: PlannedModel, rollout: RolloutConfig) -> int:
-    """Returns `weight_bytes` for the engines of a run."""
+    """Returns the bytes of weights on the fullest process of each engine of a run."""
     return weight_bytes(planned, rollout.tensor, quantization=rollout.quantization)
 
 
 def _by_shapes(planned: PlannedModel, ranks: int) -> int:
-    """Returns the elements of a model without a conversion table: matrices are sharded, vectors are
-    not.
+    """Returns the number of weight elements on one of `ranks` engine processes, for a model without
+    a conversion table: matrices are sharded, vectors are not.
     """
     assert planned.groups is not None
     shapes = [shape for group in planned.groups.apart for shape in group]
@@ -54,7 +56,7 @@ def _elements(rule: Rule, ranks: int) -> int:
 
 
 def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
-    """Returns the bytes of a token in the KV cache of one process.
+    """Returns the bytes that a token takes in the KV cache of one of an engine's `ranks` processes.
 
     With latent attention every process stores the whole compressed vector.
     """
@@ -64,8 +66,9 @@ def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
 
 
 def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
-    """Returns the bytes of a forward pass over `BATCHED` tokens and of logits and probabilities
-    (float32) for `sequences` tokens.
+    """Returns the working memory of one of an engine's `ranks` processes in bytes: activations of
+    `BATCHED` tokens, and logits and probabilities (float32) for one token of each of `sequences`
+    sequences.
     """
     wide = 3 * model.ffn // ranks
     if model.experts:

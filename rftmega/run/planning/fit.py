@@ -1,4 +1,6 @@
-"""Checks whether a run fits into its devices and hosts (`search`: which layouts do)."""
+"""Checks whether a run fits into the memory of its devices and hosts (`search` finds layouts that
+fit).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +35,9 @@ class Machine:
     host: float = 0.0
 
     def trainers(self, config: RunConfig) -> int:
-        """Returns the number of trainer devices: all but those of separate servers."""
+        """Returns the number of the trainer's devices: all except the devices of separate
+        servers.
+        """
         if config.strategy != "separate":
             return self.devices
         return self.devices - config.rollout.servers * config.rollout.tensor
@@ -52,8 +56,8 @@ class Misfit:
 
 
 def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
-    """Returns, for the first process of each stage (of the model with the most stages), its stage
-    in every model.
+    """Returns one dictionary per pipeline stage, of the model with the most stages: model name ->
+    the stage that the first process of this stage has in the model.
     """
     most = max(planned.parallel.pipeline for planned in models.values())
     ranks = [world // most * number for number in range(most)]
@@ -66,7 +70,10 @@ def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, 
 def misfits(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int
 ) -> list[Misfit]:
-    """Lists the reasons why the models do not fit; empty if everything fits."""
+    """Lists the reasons why a run does not fit; empty if everything fits.
+
+    `push_buffers`: bytes of a push's buffers on one process.
+    """
     found, world, budget = [], machine.trainers(config), machine.budget
     if config.algorithm.task == "rl" and (misfit := engine_misfit(models[POLICY], config, budget)):
         found.append(misfit)
@@ -93,9 +100,7 @@ def misfits(
 
 
 def engine_misfit(policy: PlannedModel, config: RunConfig, budget: Budget) -> Misfit | None:
-    """Returns the Misfit of an engine without memory for one completion; None if there
-    is enough.
-    """
+    """Returns a Misfit if an engine has no memory for the KV cache of one completion, else None."""
     cache = cache_of(policy, config, budget)
     if cache.sequences >= 1:
         return None
@@ -116,9 +121,9 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """Returns a copy of the config with the options `changes`.
+    """Returns a copy of the config with `changes` (dotted option name -> value).
 
-    A critic with the same layout or optimizer as the policy changes with it.
+    A critic that has the layout or the optimizer of the policy gets the changed one, too.
     """
     # copy.copy would read the whole config again: RunConfig is restored from its options
     sections = {name: replace(getattr(config, name)) for name in CHANGING}
@@ -133,7 +138,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str, PlannedModel]:
-    """Returns the models in the layouts of `config`."""
+    """Returns copies of the models with the layouts and optimizers of `config`, by name."""
     own = {
         "critic": (config.critic.parallel, config.critic.optimizer),
         "reward_model": (config.parallel, None),
@@ -145,7 +150,9 @@ def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str,
 
 
 def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> list[str]:
-    """Lists the violations of the config's own checks, except those of files."""
+    """Lists the reasons, besides memory, why the config can't run on `machine`; data files are not
+    checked.
+    """
     found = violations(config, machine.trainers(config), data=False)
     for name, planned in models.items():
         parallel: ParallelConfig = config.critic.parallel if name == "critic" else config.parallel
@@ -168,7 +175,9 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Returns an approximate upper bound of a run's push buffers in bytes."""
+    """Returns an approximate upper bound of a colocated run's push buffers in bytes; 0 for other
+    runs.
+    """
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0
     return bound_of(policy, config.rollout.tensor, config.trainer.push_bucket_mib * 2**20)

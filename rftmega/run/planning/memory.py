@@ -1,9 +1,9 @@
 """Predicts the memory of one process in each phase of a run, by kind, on the device and on the
 host.
 
-Phases are those of `strategy.phases.DevicePhases`: start (a colocated engine starts), rollout (it
-generates), score, update (training) and push. A phase of another model than the policy has its name
-as a suffix: update_critic.
+Phases are those of `placement.phases.DevicePhases`: start (of a colocated engine), rollout, score
+(log-probs or values), update (training) and push (weight sync). Phases of a model other than the
+policy have the model's name as a suffix: update_critic.
 """
 
 import math
@@ -26,14 +26,14 @@ from rftmega.run.planning.states import (
     states,
 )
 
-Bytes = dict[str, int]  # by kind
+Bytes = dict[str, int]  # kind (such as "gradients") -> bytes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget is the memory of one device.
+    """Budget is the memory of one device in bytes.
 
-    `reserved`: CUDA's context, NCCL's buffers, allocator fragmentation.
+    `reserved`: the part of it for CUDA's context, NCCL's buffers and allocator fragmentation.
     """
 
     memory: float
@@ -52,9 +52,10 @@ class Cache:
 def resident(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> dict[str, Bytes]:
-    """Returns phase -> bytes of weights, gradients, main parameters and Adam on the device.
+    """Returns phase -> kind -> bytes on one process's device: weights, gradients, main parameters
+    and Adam states.
 
-    `stages`: this process's stage in each model.
+    `world`: number of processes; `stages`: model name -> pipeline stage of the process.
     """
     held = {
         name: {} if planned.parallel.cpu_offload else states(planned, world, stages[name])
@@ -88,7 +89,7 @@ def resident(
 
 
 def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
-    """Returns the load of an update if all rows have the maximum length."""
+    """Returns the micro-batches of an optimizer step if all sequences have the maximum length."""
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     rows = max(1, rows_of(config) // config.algorithm.updates_per_epoch // data)
@@ -99,7 +100,7 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
 
 
 def rows_of(config: RunConfig) -> int:
-    """Returns the rows of a step."""
+    """Returns the number of rows (sequences) that a step trains on."""
     completions = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
     return config.trainer.prompts_per_step * (
         completions or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
@@ -131,7 +132,8 @@ def on_device(
 ) -> dict[str, Bytes]:
     """Returns phase -> kind -> peak bytes of a CUDA device.
 
-    A colocated engine takes all the memory that rollout.memory_fraction allows.
+    `push_buffers`: bytes of the buffers of a push; other parameters as of `resident`. A colocated
+    engine takes all the memory that rollout.memory_fraction allows.
     """
     phases = {
         phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()
@@ -185,8 +187,8 @@ def on_device(
 
 
 def experience_bytes(config: RunConfig) -> int:
-    """Returns the bytes of one row of maximum length of an Experience and its Samples
-    (rftmega/core/types.py).
+    """Returns the bytes that one row (sequence) of maximum length takes in an Experience and its
+    Samples (rftmega/core/types.py).
     """
     algorithm = config.algorithm
     floats = (
@@ -198,7 +200,9 @@ def experience_bytes(config: RunConfig) -> int:
 
 
 def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
-    """Returns (trained weights of one process, bytes per weight in further copies)."""
+    """Returns the number of trained weights that one process holds, and the bytes per weight of
+    further copies, such as the reference.
+    """
     if planned.groups is None:
         return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
     shards = sharded.shards_of(planned, world)
@@ -208,8 +212,9 @@ def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
 def on_host(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> Bytes:
-    """Returns the bytes that one process keeps on the host: copies of weights, offloaded state, the
-    buffer of a save (`data_plane.on_each_host`: memory shared by all processes).
+    """Returns kind -> bytes that one process keeps in host memory: copies of weights, offloaded
+    state, the buffer for saving checkpoints. `data_plane.on_each_host` counts the memory that all
+    processes of a host share.
     """
     policy, found = models[POLICY], Bytes()
     elements, itemsize = _held(policy, world, stages[POLICY])
@@ -247,7 +252,9 @@ def on_host(
 
 
 def _packed_away(planned: PlannedModel, stage: int) -> int:
-    """Returns the bytes saved by storing a base's linear layers in int8 with scales."""
+    """Returns the bytes that one process saves by storing the linear layers of a frozen base model
+    in int8 with scales.
+    """
     linear = [rule for rule in planned.rules if all(map(is_linear, rule.hf_names(0, 0)))]
     elements = elements_of(replace(planned, rules=linear), stage)
     return int(elements * (planned.itemsize - 1 - 4 / COLUMNS_OF_A_SCALE))

@@ -40,10 +40,11 @@ class PlannedModel:
     # Engine
     narrow_whole: bool
     frozen_tower: bool = False  # the vision tower is not trained
-    groups: Groups | None = None  # of FSDP2; None: Megatron's layouts
-    path: str = ""  # of the folder that its config.json is in
-    lora: LoRA = field(default_factory=LoRA)  # of FSDP2's layouts
-    adapted: tuple[AdaptedLayer, ...] = ()  # only their adapters are trained; (): all weights
+    groups: Groups | None = None  # FSDP2's parameter groups; None on Megatron
+    path: str = ""  # the folder with the model's config.json
+    lora: LoRA = field(default_factory=LoRA)  # adapters that `groups` contain
+    # the layers with adapters, on Megatron: only the adapters are trained; (): all weights are
+    adapted: tuple[AdaptedLayer, ...] = ()
 
     def with_layout(
         self, parallel: ParallelConfig, optimizer: OptimizerConfig | None
@@ -54,9 +55,9 @@ class PlannedModel:
         return replace(self, parallel=parallel, optimizer=optimizer, groups=groups)
 
     def groups_of(self, tensor: int) -> Groups:
-        """Returns the FSDP2 groups of the first of `tensor` tensor-parallel processes.
+        """Returns FSDP2's parameter groups on the first of `tensor` tensor-parallel processes.
 
-        Raises CheckpointError if the matrices can't be sharded among so many.
+        Raises CheckpointError if the matrices can't be sharded among `tensor` processes.
         """
         return _groups(self.path, tensor, self.lora, value=self.value)[1]
 
@@ -64,8 +65,9 @@ class PlannedModel:
 def models_of(
     config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True
 ) -> dict[str, PlannedModel]:
-    """Returns the models of a run by name: policy, critic, reward_model. `auto`: the dtype that
-    model.dtype=auto stands for.
+    """Returns the models of a run by name: policy, critic, reward_model.
+
+    `auto`: the dtype that model.dtype=auto stands for; `narrow_whole`: see PlannedModel.
 
     Raises CheckpointError if a folder has no config.json, or one of an unknown architecture.
     """
@@ -127,8 +129,9 @@ def _of_a_family(path: str, *, value: bool) -> tuple[ModelDescription, Sequence[
 def _sharded(
     path: str, tensor: int, lora: LoRA, *, value: bool
 ) -> tuple[ModelDescription, Sequence[Rule], Groups]:
-    """Describes a decoder of transformers: by the conversion tables if they support it, otherwise
-    without rules.
+    """Returns the description, conversion rules and FSDP2 groups of a decoder that transformers
+    builds. Without a conversion table there are no rules, and the description is read from the
+    model that transformers builds.
     """
     counted, groups = _groups(path, tensor, lora, value=value)
     try:

@@ -26,10 +26,10 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes per w
 
 
 class Push(NamedTuple):
-    """Push is the cost of one push."""
+    """Push is the predicted cost of one weight push."""
 
-    buffers: list[int]  # bytes of messages, at most
-    sent: dict[tuple[int, int], int]  # (source, target) -> bytes
+    buffers: list[int]  # peak bytes of messages on each process
+    sent: dict[tuple[int, int], int]  # (sending process, receiving process) -> bytes
     share: float  # share of the model's bytes that was simulated
 
 
@@ -51,8 +51,8 @@ def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[i
 
 
 def sampled(model: ModelDescription, world: int) -> set[int] | None:
-    """Returns one layer of each kind if simulating all of them would take too long;
-    otherwise None.
+    """Returns the numbers of one dense and one MoE layer, as the model has them, if simulating all
+    layers would take too long; otherwise None.
     """
     experts = model.experts.layers if model.experts else frozenset()
     each = 2 * model.experts.number if model.experts else 0
@@ -71,7 +71,7 @@ def push_of(
     layers: Collection[int] | None = None,
 ) -> Push:
     """Simulates a push into colocated engines of `engine_tensor` processes each, which load weights
-    as vLLM does. `layers`: only these.
+    as vLLM does. `layers`: numbers of the layers to simulate; None: all.
     """
     if planned.groups is not None:
         return _of_rows(planned, world, engine_tensor, bucket_bytes)
@@ -83,8 +83,8 @@ def push_of(
 
 
 def _of_rows(planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int) -> Push:
-    """Bounds the push of a model on FSDP2: every process of a replica sends its rows of two buckets
-    while it receives those of the others.
+    """Returns an upper bound of the push of a model on FSDP2: every process of a replica sends its
+    rows of two buckets while it receives the rows of the other processes.
     """
     shards = world // planned.parallel.replicas
     read = weight_bytes(planned, engine_tensor, planned.itemsize)
@@ -118,8 +118,11 @@ def simulated(
     *,
     alone: bool = False,
 ) -> Push:
-    """Simulates the plan's messages. `kinds`: the slices that each engine rank reads; `kind_of`:
-    the engine rank of each process. `alone`: every bucket stands for many consecutive ones.
+    """Simulates the messages of a push of `tensors` in buckets of `bucket_bytes`.
+
+    `kinds`: the slices that each engine rank reads; `kind_of`: the engine rank of each process;
+    `alone`: only some layers are simulated, so each bucket stands for many equal consecutive
+    buckets.
     """
     world = len(kind_of)
     most = [0] * world
@@ -152,8 +155,10 @@ def simulated(
 def _messages(
     pairs: dict[tuple[int, int], list[TensorSlice]], tensor: LogicalTensor, world: int
 ) -> tuple[list[int], list[int]]:
-    """Returns, for each process, (bytes of all messages, bytes of received ones that hold the last
-    HF tensor of `tensor`).
+    """Returns two lists over the processes: bytes of all messages, and bytes of received messages
+    that contain the last HF tensor of `tensor`.
+
+    `pairs`: (source, target) -> slices that are sent.
     """
     held, last = [0] * world, [0] * world
     # processes that need the same slices share one message of a sender
@@ -174,9 +179,9 @@ def _messages(
 def tensors_of_plan(
     planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None
 ) -> list[Placement]:
-    """Returns the tensors of a push with their holders, in the model's order.
+    """Returns the tensors of a push with the processes that hold them, in the model's order.
 
-    `layers`: only these.
+    `layers`: numbers of the layers to include; None: all.
     """
 
     def dtype(rule: Rule) -> torch.dtype:

@@ -27,8 +27,8 @@ class Engines(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Placement is a tensor of the model with the ranks that hold it and the slices that ranks
-    need.
+    """Placement is a tensor of the model with the ranks that hold it and the slices of it that
+    engine ranks need.
     """
 
     rule: Rule
@@ -50,8 +50,9 @@ def placements(
 ) -> Iterator[Placement]:
     """Yields every pushed tensor with its holders and the slices that engine ranks need.
 
-    Engine ranks are the trainer's own if colocated, else they are numbered after them. `layers`:
-    only these. `narrow_whole`: see PlannedModel.
+    `world`: number of trainer ranks. Engine ranks are the trainer's ranks if `colocated`, else they
+    are numbered after the trainer's. `layers`: numbers of the layers to include; None: all.
+    `narrow_whole`: see PlannedModel.
     """
     experts = model.experts.number if model.experts else 0
     stage_of = {
@@ -115,6 +116,8 @@ def placements(
 
 
 def _holders(rule: Rule, shards: Sequence[tuple[int, ...]]) -> Holders:
-    """Returns the slices and the ranks of each shard; shards of padding alone are omitted."""
+    """Returns the slices of HF tensors in each shard of a Megatron tensor, with the ranks that hold
+    the shard; shards that contain only padding are omitted.
+    """
     found = ((holding(rule, number, len(shards)), ranks) for number, ranks in enumerate(shards))
     return tuple((parts, ranks) for parts, ranks in found if parts)

@@ -1,9 +1,9 @@
-"""Searches the layouts of a run on a machine: the quickest that fits, and the one that fits with
-the fewest changes.
+"""Searches the layouts of a run on a machine for the quickest that fits, or for the one that fits
+with the fewest changes to the config.
 
-Trainer layouts and engine sizes are listed separately. Both have a time and a lower memory bound
-that are cheap to compute; the complete memory is computed in order of preference until a layout
-fits.
+Trainer layouts and engine sizes are listed separately. The time and a lower bound of the memory are
+cheap to compute for each; then the complete memory of pairs is computed in order of preference
+until a pair fits.
 """
 
 import math
@@ -83,7 +83,9 @@ class Found:
 
     @property
     def why(self) -> str:
-        """Returns why nothing fits: the violation that every layout has, or the smallest excess."""
+        """Returns why nothing fits: a violation if every layout has one, otherwise the reason of the
+        layout that exceeds the memory least.
+        """
         if self.refusal:
             return self.refusal
         return min((misfit for _, misfit in self.rejected), key=lambda one: one.over).reason
@@ -92,7 +94,8 @@ class Found:
 class Search:
     """Search covers all layouts of a run on `config.backend`.
 
-    `models` are those of `config`.
+    `models`: the models of `config`; `wider`: also try context parallelism (Megatron), or
+    parameters in host memory (FSDP2).
     """
 
     def __init__(
@@ -110,11 +113,11 @@ class Search:
         self._trainers = self._of_trainers()
 
     def first(self, order: Order) -> Found:
-        """Returns the quickest layout that fits, or the nearest: that with the fewest changes, and
-        of these the quickest.
+        """Returns the "quickest" layout that fits, or the "nearest": the quickest of those with the
+        fewest changes.
 
-        Among layouts that are equally quick within a roofline's error, the one with the fewest
-        pipeline stages and the largest micro-batches is preferred.
+        Among layouts that are equally quick within a roofline's error, the search for the quickest
+        prefers few pipeline stages and large micro-batches.
         """
         pairs = self._pairs()
         if order == "nearest":
@@ -131,7 +134,9 @@ class Search:
         return simplest if simplest.proposal else found
 
     def _first(self, pairs: Iterable[tuple[Alternative, Alternative]]) -> Found:
-        """Returns the first pair that fits, with the pairs that were rejected before."""
+        """Returns the first pair of trainer layout and engine size that fits, and the pairs that
+        were rejected before it.
+        """
         found = Found()
         failed: set[int] = set()
         not_allowed, most = 0, math.inf
@@ -184,13 +189,13 @@ class Search:
         return found
 
     def _told(self, changes: Changes) -> dict[str, Any]:
-        """Returns only the changes whose values differ from the config's."""
+        """Returns those of `changes` whose values differ from the config's."""
         return {
             name: value for name, value in changes.items() if value != value_of(self.config, name)
         }
 
     def _of_engines(self) -> list[Alternative]:
-        """Lists the engine sizes that leave memory for a completion."""
+        """Lists the engine sizes that leave memory for the KV cache of one completion."""
         if self.config.algorithm.task != "rl":
             return [Alternative({}, 0, 0.0)]
         now, policy = self.config.rollout, self.models[POLICY]
@@ -219,7 +224,9 @@ class Search:
         return whole and fits_nodes and not heads_violations(policy.model, ranks, "rollout.tensor")
 
     def _rolled(self, config: RunConfig) -> float:
-        """Returns the seconds of a rollout."""
+        """Returns a lower bound of the seconds in which the engines generate a step's
+        completions.
+        """
         policy, world = self.models[POLICY], self.machine.trainers(config)
         separate = config.strategy == "separate"
         engines = config.rollout.servers if separate else world // config.rollout.tensor
@@ -269,13 +276,15 @@ class Search:
         return found
 
     def axes(self) -> list[Axis]:
-        """Lists the trainer's variable settings, each with its values."""
+        """Lists the trainer's settings that the search varies, each as a list of its values."""
         found = self._of_stages() if backend_of(self.config).layouts else self._of_shards()
         rl = self.config.algorithm.task == "rl"
         return [*found, self._axis([{"trainer.offload": True}] if rl else [])]
 
     def _held(self, policy: PlannedModel, world: int) -> Mapping[str, int]:
-        """Returns the bytes, by kind, of the policy's fullest stage during training."""
+        """Returns kind -> bytes of weights, gradients and optimizer states on one process of the
+        policy's fullest pipeline stage.
+        """
         if policy.parallel.cpu_offload:
             return {GRADIENTS: 0}
         ends = {0, policy.parallel.pipeline - 1}
@@ -306,7 +315,9 @@ class Search:
         return own or largest * parallel.pipeline <= UNEVEN * model.layers
 
     def _axis(self, values: Iterable[Changes]) -> Axis:
-        """Returns the values of one setting; the first is the config's own."""
+        """Returns the distinct values of one setting, as changes to the config; the first is {}, the
+        config's own value.
+        """
         found: Axis = [{}]
         for value in map(self._told, values):
             if value not in found:
@@ -314,7 +325,7 @@ class Search:
         return found
 
     def _of_stages(self) -> list[Axis]:
-        """Lists the variable settings of a trainer on Megatron."""
+        """Lists the settings that the search varies for a trainer on Megatron."""
         now, model = self.config.parallel, self.models[POLICY].model
         twos = powers(self.machine.trainers(self.config))
         experts = twos if model.experts else []
@@ -342,7 +353,7 @@ class Search:
         ]
 
     def _of_shards(self) -> list[Axis]:
-        """Lists the variable settings of a trainer on FSDP2."""
+        """Lists the settings that the search varies for a trainer on FSDP2."""
         now, world = self.config.parallel, self.machine.trainers(self.config)
         sharding: list[Changes] = [
             {"parallel.reshard_after_forward": freed, "parallel.cpu_offload": False}
@@ -360,7 +371,9 @@ class Search:
         ]
 
     def _less_at_once(self) -> list[Axis]:
-        """Lists smaller micro-batches: of one row, of one prompt's patches."""
+        """Lists two settings of smaller micro-batches: the tokens of one row of maximum length, and
+        the patches of one prompt.
+        """
         config, model = self.config, self.models[POLICY].model
         longest, bound = config.rollout.max_row_tokens, config.trainer.max_patches_per_micro_batch
         shorter = longest < config.trainer.max_tokens_per_micro_batch
@@ -378,10 +391,11 @@ class Search:
 def found_layout(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, order: Order
 ) -> Found:
-    """Returns the first layout of an order that fits.
+    """Returns the quickest or the nearest layout that fits (see `Search.first`), and the rejected
+    ones.
 
-    Times omit the communication of context parallelism and the cost of Adam on the host. So longer
-    contexts and parameters on the host are tried only if nothing fits without.
+    Times omit the communication of context parallelism and the cost of Adam on the host. So context
+    parallelism and parameters on the host are tried only if no other layout fits.
     """
     found = Search(models, config, machine).first(order)
     if found.proposal is None:
@@ -397,8 +411,8 @@ def powers(most: int) -> list[int]:
 
 
 def stage_options(layers: int, number: int) -> dict[str, int]:
-    """Returns the options for unequal stages: the last one, which also holds the LM head, gets
-    fewer layers.
+    """Returns the options that distribute `layers` over `number` pipeline stages. If they do not
+    divide evenly, the last stage, which also holds the LM head, gets fewer layers.
     """
     last = layers - (number - 1) * math.ceil(layers / number)
     while last < 1 or (number > 1 and (layers - last) % (number - 1)):
@@ -410,7 +424,7 @@ def stage_options(layers: int, number: int) -> dict[str, int]:
 
 
 def _with(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Returns the config's own value, followed by the others."""
+    """Returns `own`, followed by the `values` that differ from it."""
     return [own, *(value for value in values if value != own)]
 
 

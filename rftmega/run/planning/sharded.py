@@ -1,8 +1,9 @@
 """Predicts the memory of an FSDP2 process (torch 2.13): weights, gradients, Adam and gathered
 layers.
 
-Each parameter is split by rows into equal blocks over the processes of a replica; the last one may
-be shorter, but takes the same memory. A group is gathered one step ahead of the computation.
+Each parameter is split by rows into equal blocks over the processes of a replica; the last block may
+be shorter, but takes the same memory. Each group of parameters is gathered while the group before
+it computes.
 """
 
 from math import prod
@@ -22,17 +23,17 @@ def shards_of(planned: PlannedModel, world: int) -> int:
 
 
 def elements_of(groups: Groups, shards: int) -> int:
-    """Returns the model elements that one process allocates."""
+    """Returns the number of elements of the model's own parameters that one process allocates."""
     return sum(_rows(shapes, shards) for shapes in (*groups.apart, groups.whole_pass))
 
 
 def pairs_of(groups: Groups, shards: int) -> int:
-    """Returns the adapter elements that one process allocates."""
+    """Returns the number of elements of adapters that one process allocates."""
     return sum(_rows(shapes, shards) for shapes in groups.pairs)
 
 
 def trained_of(groups: Groups, shards: int) -> int:
-    """Returns the trained elements of one process."""
+    """Returns the number of elements of trained parameters that one process allocates."""
     if not groups.pairs:
         return elements_of(groups, shards)
     return pairs_of(groups, shards) + _rows(groups.beside, shards)
@@ -43,9 +44,10 @@ def _rows(shapes: tuple[Shape, ...], shards: int) -> int:
 
 
 def states(planned: PlannedModel, world: int) -> dict[str, int]:
-    """Returns bytes by kind of each process, on the device or, with `cpu_offload`, on the host.
+    """Returns how many bytes of parameters, gradients, main parameters and Adam states one process
+    holds, by kind: on the device or, with `cpu_offload`, on the host.
 
-    Gradients are those before the optimizer step, Adam's moments those after the first.
+    Gradients are counted as before an optimizer step, Adam's moments as after the first one.
     """
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)
@@ -61,9 +63,11 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, world: int) -> int:
-    """Returns the bytes of a frozen model, and of every whole A that is merged with it (for an
-    embedding B as well; experts are sharded like their pairs, and merged locally); 0 for a model
-    without adapters.
+    """Returns the bytes on one process of a frozen model's shards, and of the whole A matrix of
+    every pair, which merging needs; 0 for a model without adapters.
+
+    Of an embedding's pair B is needed, too. Pairs of experts are sharded like the experts, and
+    merged locally.
     """
     groups = planned.groups
     if groups is None or not groups.pairs:
@@ -77,12 +81,12 @@ def frozen_bytes(planned: PlannedModel, world: int) -> int:
 
 
 def gathered(planned: PlannedModel, world: int, *, learns: bool) -> int:
-    """Returns the peak bytes of whole parameters and gradients in a pass, with their communication
-    buffers.
+    """Returns the peak bytes of whole (gathered) parameters and gradients on one process, with
+    their communication buffers, in a forward pass or, if `learns`, in forward and backward passes.
 
-    Per group: the received shards are in one buffer, which is kept until the next has arrived, and
-    is copied into the parameters. Gradients of the group are copied into another buffer, which is
-    reduced while the next group computes.
+    Per group of parameters: the received shards are in one buffer, which is kept until the next
+    group has arrived, and is copied into the parameters. Gradients of the group are copied into
+    another buffer, which is reduced while the next group computes.
     """
     assert planned.groups is not None
     groups, shards = planned.groups, shards_of(planned, world)

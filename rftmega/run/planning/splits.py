@@ -30,10 +30,10 @@ class DeviceSplit:
 def splits_of(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, *, mean_length: float
 ) -> tuple[list[DeviceSplit], list[str]]:
-    """Returns the splits of all devices that fit, and the distinct reasons why others do not.
+    """Returns the splits of all devices that fit, and the distinct reasons why other splits do not.
 
     Layout and rollout.tensor stay as configured; the data-parallel size and the number of servers
-    vary.
+    vary. `mean_length`: mean completion length as a share of the maximum.
     """
     ranks = config.rollout.tensor
     found: list[DeviceSplit] = []
@@ -52,12 +52,12 @@ def splits_of(
 
 
 def bounds_of(config: RunConfig) -> list[int]:
-    """Returns the staleness bounds to compare."""
+    """Returns the values of trainer.max_staleness to compare, in ascending order."""
     return sorted({*BOUNDS, config.trainer.max_staleness} - {0})
 
 
 def chosen_schedule(config: RunConfig) -> str:
-    """Returns the name of the configured schedule."""
+    """Returns the name of the config's rollout schedule: SYNCHRONOUS, AHEAD or a `bound_name`."""
     if config.rollout.ahead:
         return AHEAD
     most = config.trainer.max_staleness
@@ -69,15 +69,15 @@ def bound_name(most: int) -> str:
 
 
 def best_of(splits: Sequence[DeviceSplit], schedule: str) -> DeviceSplit:
-    """Returns the split with the shortest step; among equal ones that with the shortest synchronous
-    step.
+    """Returns the split with the shortest step under a rollout schedule; among equally short ones,
+    the split with the shortest synchronous step.
     """
     return min(splits, key=lambda split: (split.steps[schedule], split.steps[SYNCHRONOUS]))
 
 
 def bytes_under_way(config: RunConfig, most: int) -> int:
-    """Returns the host bytes of the groups beyond a step's own, if all are finished and of maximum
-    length.
+    """Returns the host bytes of the completions in flight beyond those of one step, for a staleness
+    bound of `most`, if all are finished and of maximum length.
     """
     return most * tokens_of(config) * COMPLETIONS
 
@@ -92,8 +92,8 @@ def _split(
     prompts = config.trainer.prompts_per_step / servers
 
     def rolled(under_way: int) -> tuple[float, float]:
-        """Returns the seconds that a server spends on a step's completions, and those of the
-        longest.
+        """Returns the seconds that a server is busy with its share of a step's completions, and the
+        seconds of the longest completion, while `under_way` steps are in flight.
         """
         each = generated(
             policy,

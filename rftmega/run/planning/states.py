@@ -1,10 +1,10 @@
 """Predicts the bytes of weights, gradients, main parameters and Adam on one process, as Megatron
 0.16 allocates them (`sharded`: as FSDP2 does).
 
-Gradients are in one float32 buffer per chunk of layers, and another for its experts. The
-distributed optimizer also puts the weights into such a buffer, starts each parameter at a multiple
-of 64 elements, pads the end to a multiple of 128 and of the processes that share it, and assigns
-each of these an equal part of main parameters and Adam's two moments.
+Gradients are in one float32 buffer per chunk of layers, and another for the experts of the chunk.
+The distributed optimizer also stores the weights in a buffer, starts each parameter at a multiple of
+64 elements, pads the end to a multiple of 128 and of the number of processes that share the buffer,
+and assigns each of these processes an equal part of main parameters and Adam's two moments.
 """
 
 import math
@@ -40,7 +40,7 @@ START, END = 64, 128  # elements to which parameters, and buffers, are aligned
 
 class Chunk(NamedTuple):
     """Chunk counts the parameters of one chunk of layers on one process: number of elements ->
-    number of parameters of that size.
+    number of parameters with so many elements; experts are counted separately.
     """
 
     dense: Counter[int]
@@ -48,7 +48,8 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(planned: PlannedModel, stage: int) -> list[Chunk]:
-    """Returns the chunks of every process of a stage; shards are equal.
+    """Returns the counts of each chunk of layers on one process of a stage; all processes of a stage
+    have equal shards.
 
     Raises ValueError or WeightMismatch for an invalid layout.
     """
@@ -100,7 +101,7 @@ def _experts(model: ModelDescription) -> int:
 
 
 def elements_of(planned: PlannedModel, stage: int) -> int:
-    """Returns the number of parameters on one process of a Megatron stage."""
+    """Returns the number of parameter elements on one process of a pipeline stage (Megatron)."""
     return sum(
         size * number
         for chunk in chunks_of(planned, stage)
@@ -110,16 +111,15 @@ def elements_of(planned: PlannedModel, stage: int) -> int:
 
 
 def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
-    """Returns the numbers of processes that hold the same dense parameters, and the same experts:
-    they share a distributed optimizer.
+    """Returns how many processes hold the same dense parameters, and how many hold the same experts;
+    such processes share the states of a distributed optimizer.
     """
     return copies(world, planned.parallel, experts=planned.model.experts is not None)
 
 
 def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
-    """Returns bytes by kind of each process of a stage.
-
-    Adam's are those after the first optimizer step.
+    """Returns how many bytes of parameters, gradients, main parameters and Adam states one process
+    of a pipeline stage holds, by kind. Adam's states are counted as after the first step.
     """
     if planned.groups is not None:
         return sharded.states(planned, world)
@@ -142,27 +142,34 @@ def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, stage: int) -> int:
-    """Returns the bytes of the frozen weights of a model with adapters; 0 for other models."""
+    """Returns the bytes of a model's frozen weights on one process of a stage; 0 for a model without
+    adapters.
+    """
     rules = [rule for rule in planned.rules if planned.adapted and not is_of_value_head(rule)]
     return planned.itemsize * elements_of(replace(planned, rules=rules), stage)
 
 
 def shared_bytes(models: Mapping[str, PlannedModel], stages: Mapping[str, int]) -> int:
-    """Returns the bytes of frozen weights that policy and critic share."""
+    """Returns the bytes of frozen weights that policy and critic share on one process.
+
+    `stages`: model name -> pipeline stage of the process.
+    """
     policy, critic = models[POLICY], models.get("critic", models[POLICY])
     alike = (critic.path, critic.parallel) == (policy.path, policy.parallel)
     return frozen_bytes(critic, stages["critic"]) if alike and critic is not policy else 0
 
 
 def alone(planned: PlannedModel) -> PlannedModel:
-    """Returns the trained part of a model with adapters: the adapters and the value head."""
+    """Returns a PlannedModel of the trained weights alone of a model with adapters: the adapters
+    and the value head.
+    """
     rules = [rule for layer in planned.adapted for rule in (layer.down, layer.up)]
     return replace(planned, rules=[*rules, *filter(is_of_value_head, planned.rules)], adapted=())
 
 
 def _outside_buffers(planned: PlannedModel, stage: int) -> int:
-    """Returns the elements of a process without a gradient in a trained model: a frozen vision
-    tower.
+    """Returns the number of parameter elements of a trained model that get no gradient on one
+    process of a stage: those of a frozen vision tower.
     """
     if stage or not planned.frozen_tower or planned.optimizer is None or not planned.model.tower:
         return 0
@@ -170,7 +177,9 @@ def _outside_buffers(planned: PlannedModel, stage: int) -> int:
 
 
 def _buffers(planned: PlannedModel, world: int, stage: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (elements with padding, elements, processes that share them) of each buffer."""
+    """Yields, for each gradient buffer, its number of elements with padding, its number without, and
+    the number of processes that share it.
+    """
     shared_by = sharers(planned, world)
     if _outside_buffers(planned, stage):
         learning = [rule for rule in planned.rules if not is_of_tower(rule)]

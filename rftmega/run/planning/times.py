@@ -1,8 +1,9 @@
 """Computes a lower bound of the seconds of each phase: work over compute speed, and bytes over link
 bandwidth.
 
-A roofline (Williams et al. 2009): no launch takes time, no kernel falls short, the load is even
-everywhere. Real runs take longer; compare layouts with it, or a measured phase with its bound.
+This is a roofline (Williams et al. 2009): launches take no time, every kernel reaches full speed,
+and the load is even everywhere. Real runs take longer; use it to compare layouts, or a measured
+phase with its bound.
 """
 
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ from rftmega.run.planning.states import sharers, states
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds holds the rates of one device: operations per second, bytes per second of its memory
-    and each link; and the devices per node.
+    """Speeds holds the rates of one device: floating-point operations per second, bytes per second
+    of its memory and of each link; and the number of devices per node.
     """
 
     flops: float
@@ -40,7 +41,9 @@ class Speeds:
     token: float = 250e-9  # seconds of a CPU core per token between engines and micro-batches
 
     def link(self, neighbours: int) -> float:
-        """Returns the bandwidth between processes that are up to `neighbours` ranks apart."""
+        """Returns the bandwidth (bytes per second) within a group of processes that spans
+        `neighbours` consecutive ranks.
+        """
         return self.nvlink if neighbours <= self.node else self.nic
 
 
@@ -54,7 +57,8 @@ def seconds(
 ) -> dict[str, dict[str, float]]:
     """Returns phase -> resource -> seconds of a step with completions of maximum length.
 
-    `cache`, `push`: None omits their phase.
+    `world`: number of trainer processes; `cache`: the KV cache of an engine, None omits the rollout
+    phase; `push`: the cost of a push, None omits the push phase.
     """
     found: dict[str, dict[str, float]] = {}
     length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -99,9 +103,9 @@ def seconds(
 def _generating(
     policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns the seconds that one engine generates, by kind.
+    """Returns kind of work -> seconds that one engine takes for its share of a step's completions.
 
-    It batches completions as far as the cache and max_batch allow.
+    The engine batches completions as far as its KV cache and rollout.max_batch allow.
     """
     ranks, rollout = config.rollout.tensor, config.rollout
     engines = rollout.servers if config.strategy == "separate" else world // ranks
@@ -127,8 +131,10 @@ def generated(
     under_way: int = 1,
     mean_length: float = 1.0,
 ) -> Generated:
-    """Returns the times of the completions of `prompts` prompts, with `under_way` times as many in
-    flight; `mean_length`: mean completion length, as a share of the maximum.
+    """Returns the times in which one engine generates the completions of `prompts` prompts.
+
+    `under_way`: how many times as many completions are in flight at once; `mean_length`: mean
+    completion length, as a share of the maximum.
     """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
     completions = prompts * rollout.samples_per_prompt
@@ -153,8 +159,8 @@ def generated(
 
 
 def _read(policy: PlannedModel, rollout: RolloutConfig, tokens: float) -> float:
-    """Returns the bytes of weights that a decoding step of `tokens` sequences reads: of routed
-    experts, only those that a token is sent to.
+    """Returns the bytes of weights that an engine process reads in a decoding step of `tokens`
+    sequences: of routed experts, only those that a token is expected to be sent to.
     """
     whole, model = engine.held_bytes(policy, rollout), policy.model
     if model.experts is None:
@@ -207,8 +213,8 @@ def _learning(
 
 
 def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
-    """Returns the seconds of tensor-parallel all-reduces: two outputs per layer, over so many
-    tokens, including their backward passes.
+    """Returns the seconds of the tensor-parallel all-reduces of two outputs per layer, over `tokens`
+    tokens; the tokens of backward passes are included in this number.
     """
     model, t = planned.model, planned.parallel.tensor
     reduced = 2 * model.layers / planned.parallel.pipeline * tokens * model.hidden
@@ -218,8 +224,8 @@ def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
 def _exchanged(
     planned: PlannedModel, config: RunConfig, world: int, compute: float, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns the seconds of FSDP2's gathers and reductions that are not hidden by computation, and
-    those of the copies to and from the host.
+    """Returns the seconds of FSDP2's gathers and reductions that are not hidden by `compute` seconds
+    of computation and, with parameters on the host, the seconds of copies to and from the host.
     """
     assert planned.groups is not None
     parallel, steps = planned.parallel, config.algorithm.steps_per_rollout
@@ -239,7 +245,7 @@ def _exchanged(
 
 
 def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
-    """Returns the seconds in which a process gathers the other shards of its replica."""
+    """Returns the seconds that a process takes to gather the model's other shards once."""
     assert planned.groups is not None
     shards = sharded.shards_of(planned, world)
     held = sharded.elements_of(planned.groups, shards) + sharded.pairs_of(planned.groups, shards)

@@ -1,7 +1,7 @@
-"""Predicts the activation memory of a vision or audio tower, which is on the first stage.
+"""Predicts the activation memory of a vision or audio encoder (tower), which is on the first stage.
 
-The count is that of `activations`. Every process of the stage computes the whole tower, over all
-patches of its micro-batch: tensor and context parallelism divide nothing.
+Activations are counted as in `activations`. Every process of the stage computes the whole encoder,
+over all patches of its micro-batch: tensor and context parallelism do not shard it.
 """
 
 from rftmega.config import ParallelConfig, RunConfig
@@ -12,7 +12,9 @@ from rftmega.run.planning.models import PlannedModel
 
 
 def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
-    """Returns the patches of a micro-batch whose prompts consist of different images alone."""
+    """Returns the number of patches in a micro-batch whose prompts consist only of images, all
+    different: the maximum.
+    """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     most = load.tokens // longest * patches_of_prompt(planned.model, config)
     return min(most, config.trainer.max_patches_per_micro_batch or most)
@@ -34,8 +36,8 @@ def _per_feature(tower: VisionTower | AudioTower) -> int:
 
 
 def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
-    """Returns the bytes per patch that a layer stores for the backward pass."""
-    # Inputs of both norms, and of what follows them; a mean and a deviation in float32 each.
+    """Returns the bytes per patch that a layer of the encoder stores for the backward pass."""
+    # Inputs and outputs of both norms; a float32 mean and deviation for each norm.
     norms = itemsize * 4 * tower.width + 16
     # The joint queries, keys and values; queries and keys rotated; the output, and a log-sum.
     attention = itemsize * (3 + 2 + 1) * tower.width + 4 * tower.heads
@@ -43,10 +45,10 @@ def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
 
 
 def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -> float:
-    """Returns the bytes per patch stored outside the layers: the patch itself, and the merger of
-    patches into features, for the decoder and for each layer with deepstack features. For audio
-    these are the two frames of a position, both convolutions before and after their activation, and
-    the final projection.
+    """Returns the bytes per patch stored outside the encoder's layers: the patch itself, and the
+    merger of patches into features, for the decoder and for each layer with deepstack features. For
+    audio, per position: its two frames, both convolutions before and after their activation, and
+    the final projection. `hidden`: hidden size of the decoder.
     """
     if isinstance(tower, AudioTower):
         return itemsize * (2 * tower.channels + (4 + 2 + 2) * tower.width + hidden / 2)
@@ -55,13 +57,17 @@ def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -
 
 
 def in_flight(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Returns how many micro-batches the first stage's first chunk stores at once."""
+    """Returns for how many micro-batches the first stage stores the encoder's activations at
+    once.
+    """
     stages = parallel.pipeline
     return min(micro_batches, stages if parallel.virtual_pipeline == 1 else 2 * stages - 1)
 
 
 def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int:
-    """Returns the peak bytes of an optimizer step."""
+    """Returns the peak bytes of the encoder's activations in an optimizer step; 0 after the first
+    stage.
+    """
     tower, hidden, itemsize = planned.model.tower, planned.model.hidden, planned.itemsize
     if tower is None or stage:
         return 0
@@ -75,7 +81,9 @@ def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int
 
 
 def scoring(planned: PlannedModel, stage: int, patches: int) -> int:
-    """Returns the working memory of one layer in bytes; nothing is stored for a backward pass."""
+    """Returns the bytes of the encoder's activations in a forward pass without gradients: the
+    working memory of one layer; 0 after the first stage.
+    """
     if planned.model.tower is None or stage:
         return 0
     return int(patches * block_bytes(planned.model.tower, planned.itemsize))

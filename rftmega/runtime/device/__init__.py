@@ -1,4 +1,6 @@
-"""Device abstraction, with one class per backend; all uses of `torch.cuda` are here."""
+"""Device abstraction with one class for CUDA and one for the CPU; all uses of `torch.cuda` are
+here.
+"""
 
 import functools
 

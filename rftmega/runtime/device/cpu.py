@@ -1,4 +1,4 @@
-"""The CPU device: gloo, float32, nothing to synchronise."""
+"""The CPU device: collectives by gloo, training in float32, synchronous execution."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Done:
-    """Done is a finished copy, as every copy on a CPU is."""
+    """Done is the handle of a copy that is finished already: on a CPU every copy is synchronous."""
 
     def hold(self) -> None: ...
 
@@ -32,12 +32,11 @@ class CPU:
     start_method = "forkserver"
 
     def devices(self) -> int | None:
-        """Returns None: the number of processes on this host is not limited."""
+        """Returns None: the number of devices doesn't limit the number of processes on this host."""
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Divides the cores among the processes of this host.
-
+        """Returns the CPU device, after dividing the cores among the processes of this host.
         More threads than cores only wait for each other.
         """
         cores = len(os.sched_getaffinity(0))
@@ -49,71 +48,71 @@ class CPU:
         return torch.device("cpu")
 
     def random_state(self) -> torch.Tensor:
-        """Returns the state of the generator that dropout draws from."""
+        """Returns the state of torch's generator, from which dropout draws."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a host buffer [size], fast to copy to and from the device."""
+        """Returns an uninitialised host buffer [size]."""
         return torch.empty(size, dtype=dtype)
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
-        """Copies each pair's first tensor to its second."""
+        """Copies each pair's first tensor to its second, and returns a handle of the finished copy."""
         for source, target in pairs:
             target.copy_(source)
         return Done()
 
     def has_fp8_matmul(self) -> bool:
-        """Returns whether engines can run FP8 matmuls here, which need AMX."""
+        """Returns whether engines can run FP8 matmuls on this processor, which must support AMX."""
         return torch.cpu._is_amx_tile_supported()
 
     def prepare_fp8(self) -> None:
-        """Requests AMX tiles from the kernel, as each process must: without them its first matmul
-        kills it.
+        """Requests permission to use AMX tiles from the kernel, as each process must: without it
+        the process's first FP8 matmul kills the process.
         """
         torch.cpu._init_amx()
 
     def fp8_matmuls(self) -> tuple[str, ...]:
-        """Returns the values of model.fp8 that this device supports: none."""
+        """Returns the values of the config option model.fp8 that this device supports: none."""
         return ()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function unchanged: a CPU's caches make up for most savings of fewer
-        kernels.
+        """Returns the function unchanged: on a CPU, fusing kernels saves little, because
+        intermediate results stay in its caches.
         """
         return function
 
     def release_unused(self) -> None:
-        """Does nothing: a CPU's allocator releases freed memory by itself."""
+        """Does nothing: the CPU's allocator returns freed memory to the system."""
 
     def synchronize(self) -> None:
-        """Does nothing: a CPU runs in order."""
+        """Does nothing: a CPU executes operations in order."""
 
     def finish(self) -> None:
-        """Waits until queued work is computed."""
+        """Does nothing: a CPU has no queued work."""
 
     def moment(self) -> float:
-        """Returns the current time of the computation; see `seconds`."""
+        """Returns a timestamp; `seconds` gives the time between two of them."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Returns the seconds between two moments."""
+        """Returns the seconds between two timestamps of `moment`."""
         return end - begin
 
     def described(self) -> str:
-        """Describes the processor and torch in words."""
+        """Returns a text that names the processor, its cores and the torch version."""
         return (
             f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
         )
 
     def peak_tflops(self) -> float | None:
-        """Returns None: a CPU's peak is unknown."""
+        """Returns None: the peak TFLOP/s of a CPU is unknown."""
         return None
 
     def peak_bytes(self) -> int:
-        """Returns the bytes in memory now: a CPU records no peak."""
+        """Returns the resident bytes of this process now: a CPU records no peak."""
         return self.memory()["resident"]
 
     def room(self) -> int:
@@ -124,19 +123,19 @@ class CPU:
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
-        """Yields None, since a CPU computes in order; on CUDA the list of places where the host
-        waits.
+        """Yields None, since a CPU computes in order; on CUDA it yields a list of the places where
+        the host waits for the device.
         """
         yield None
 
     def memory(self) -> dict[str, int]:
-        """Returns the resident bytes of this process."""
+        """Returns {"resident": bytes of this process in main memory}."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
 
     @contextmanager
     def remapping(self) -> Iterator[None]:
-        """Does nothing: no engine gives memory back on a CPU."""
+        """Does nothing within a `with` block: no engine frees device memory on a CPU."""
         yield
 
     def nothing_remapped(self) -> None:

@@ -1,5 +1,5 @@
-"""Measures this processor's speed of bfloat16 matmuls: without instructions for them, torch takes
-several times as long as in float32.
+"""Measures how fast this processor multiplies bfloat16 matrices, compared with float32: without
+instructions for bfloat16, torch takes several times as long.
 """
 
 import time
@@ -11,15 +11,18 @@ SECONDS = 0.1  # of both measurements together
 
 
 def bfloat16_ratio(seconds: float = SECONDS) -> float:
-    """Returns the time of a bfloat16 matmul divided by that of a float32 matmul, on this process's
-    threads.
+    """Returns the time of a bfloat16 matmul divided by that of a float32 matmul, on the threads of
+    this process.
+    `seconds`: time that both measurements take together.
     """
     narrow, wide = (_seconds_of(dtype, seconds / 2) for dtype in (torch.bfloat16, torch.float32))
     return narrow / wide
 
 
 def _seconds_of(dtype: torch.dtype, seconds: float) -> float:
-    """Returns the shortest time of a matmul after a warm-up; at least one is timed."""
+    """Returns the seconds of the fastest matmul in `dtype` within about `seconds`, after a warm-up
+    matmul; at least one is timed.
+    """
     left, right = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
     end = time.perf_counter() + seconds
     torch.mm(left, right)

@@ -1,4 +1,4 @@
-"""The CUDA device: NCCL, bfloat16."""
+"""The CUDA device: collectives by NCCL, training in bfloat16, asynchronous execution."""
 
 import importlib.util
 import mmap
@@ -29,13 +29,13 @@ PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
 
 
 class Aside:
-    """Aside is a copy on a stream of its own."""
+    """Aside is the handle of a copy that runs on a separate CUDA stream."""
 
     def __init__(self, cuda: Any, done: Any):
         self._cuda, self._done = cuda, done
 
     def hold(self) -> None:
-        """Makes the device's later work wait for the copy."""
+        """Makes work that is queued on the device from now on wait for the copy."""
         self._cuda.current_stream().wait_event(self._done)
 
     def wait(self) -> None:
@@ -56,17 +56,17 @@ class CUDA:
     _lent = 0  # bytes that torch counts as an engine's tensors, and that the engine has given back
 
     def __init__(self, cuda: Any = torch.cuda):
-        """Creates the device; a test passes an imitation of torch.cuda."""
+        """Creates the device; tests pass a substitute for torch.cuda."""
         self._cuda = cuda
         self._side: Any = None  # the stream of `copy_aside`
 
     def devices(self) -> int | None:
-        """Returns the number of devices of this host, one per process."""
+        """Returns the number of CUDA devices of this host; each process uses one."""
         return self._cuda.device_count()
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Assigns each process of a host the device of its local rank, and its share of the cores
-        for work on the host.
+        """Selects and returns the device whose index is the local rank, and limits torch's threads
+        to this process's share of the host's cores.
         """
         self._cuda.set_device(local_rank)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
@@ -77,7 +77,7 @@ class CUDA:
         return torch.device("cuda", self._cuda.current_device())
 
     def random_state(self) -> torch.Tensor:
-        """Returns the state of the generator that dropout draws from."""
+        """Returns the state of this device's generator, from which dropout draws."""
         return self._cuda.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
@@ -85,9 +85,9 @@ class CUDA:
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a pinned host buffer [size], fast to copy to and from the device.
-
-        Torch's own pinned memory comes in powers of two, up to twice the requested size. This is a
-        plain mapping that is registered with the driver until the last tensor over it is gone.
+        Torch's own pinned memory comes in powers of two, up to twice the requested size. This
+        buffer is a plain memory mapping, registered with the driver until the last tensor over it
+        is freed.
         """
         if not size:
             return torch.empty(0, dtype=dtype)
@@ -106,9 +106,8 @@ class CUDA:
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Aside:
         """Copies each pair's first tensor to its second, which is on the host, while the device
-        continues with other work.
-
-        Work that was queued before is completed first.
+        continues with other work; returns a handle of the copy.
+        The copy begins after the work that was queued before it.
         """
         self._side = self._side or self._cuda.Stream()
         self._side.wait_stream(self._cuda.current_stream())
@@ -120,32 +119,32 @@ class CUDA:
         return Aside(self._cuda, done)
 
     def has_fp8_matmul(self) -> bool:
-        """Returns whether engines can run FP8 matmuls here: natively since Ada and Hopper (8.9),
-        before by kernels that upcast the numbers (8.0).
+        """Returns whether engines can run FP8 matmuls on this device: natively from compute
+        capability 8.9 (Ada, Hopper), from 8.0 with kernels that upcast the FP8 numbers.
         """
         return self._cuda.get_device_capability() >= (8, 0)
 
     def prepare_fp8(self) -> None:
-        """Does nothing: a CUDA device needs no permission."""
+        """Does nothing: a process needs no permission for FP8 on a CUDA device."""
 
     def fp8_matmuls(self) -> tuple[str, ...]:
-        """Returns the values of model.fp8 that this device supports."""
+        """Returns the values of the config option model.fp8 that this device supports."""
         capability = self._cuda.get_device_capability()
         if capability >= (10, 0):
             return ("mxfp8",)
         return ("blockwise",) if capability >= (9, 0) else ()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function compiled to few kernels, or unchanged if triton, which torch.compile
-        needs, is not installed.
+        """Returns the function compiled by torch.compile to few kernels, or unchanged if triton,
+        which torch.compile needs, is not installed.
         """
         if importlib.util.find_spec("triton") is None:
             return function
         return torch.compile(function)
 
     def release_unused(self) -> None:
-        """Releases the memory in torch's cache to others on this device, such as the rollout
-        engine.
+        """Returns the unused memory in torch's cache to the device, for other users of the device
+        such as the rollout engine.
         """
         self._cuda.empty_cache()
 
@@ -153,24 +152,31 @@ class CUDA:
         self._cuda.synchronize()
 
     def finish(self) -> None:
-        """Waits until queued work is computed, but not for messages that have not been requested
-        yet: a neighbour may send one only after it got one from here.
+        """Waits until the work queued on the current stream is computed, but not for communication
+        on other streams: a neighbour may send a message only after it received one from this
+        process.
         """
         self._cuda.current_stream().synchronize()
 
     def moment(self) -> Any:
-        """Returns the current time of the computation; see `seconds`."""
+        """Returns a timestamp, an event on the current stream; `seconds` gives the time between two
+        of them.
+        """
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Returns the seconds between two moments; waits for the second."""
+        """Returns the seconds between two timestamps of `moment`; waits until the device has
+        reached `end`.
+        """
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def described(self) -> str:
-        """Describes the device, the driver, CUDA and NCCL in words."""
+        """Returns a text that names the device, its memory, and the versions of the driver, CUDA
+        and NCCL.
+        """
         memory = self._cuda.get_device_properties(self._cuda.current_device()).total_memory
         nccl = ".".join(map(str, self._cuda.nccl.version()))
         return (
@@ -179,17 +185,16 @@ class CUDA:
         )
 
     def peak_tflops(self) -> float | None:
-        """Returns the TFLOP/s of this device in bfloat16 without sparsity, by its data sheet; None
-        if its name is unknown.
+        """Returns the peak bfloat16 TFLOP/s of this device without sparsity, from its data sheet;
+        None if the device's name is not in PEAKS.
         """
         name = self._cuda.get_device_name()
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
     def peak_bytes(self) -> int:
-        """Returns the peak bytes of tensors since the last call, over all stretches between
-        `forget_peak`s.
-
-        Of an engine's tensors only the resident ones count.
+        """Returns the peak bytes of allocated tensors since the last call of `peak_bytes`, also
+        across calls of `forget_peak`.
+        An engine's tensors count only while they are in device memory.
         """
         most = max(self._earlier, self._most())
         self._earlier, self._told = 0, True
@@ -200,11 +205,10 @@ class CUDA:
 
     @contextmanager
     def remapping(self) -> Iterator[None]:
-        """Accounts for memory that an engine gives back as it goes to sleep, or takes as it wakes,
-        within a `with` block.
-
-        Torch does not see it (vLLM unmaps the memory of tensors that live on), so `peak_bytes`
-        would count a sleeping engine in every phase.
+        """Measures how much device memory an engine frees as it goes to sleep, or takes as it
+        wakes, within a `with` block, for `peak_bytes`.
+        Torch does not see this change (vLLM unmaps the memory of tensors that continue to exist),
+        so `peak_bytes` would otherwise count a sleeping engine in every phase.
         """
         before = self.room()
         yield
@@ -213,20 +217,21 @@ class CUDA:
         self._lent = max(0, self._lent + given_back)
 
     def nothing_remapped(self) -> None:
-        """Resets the account once the engine has ended: torch counts no tensors of it any more."""
+        """Resets the measurements of `remapping` once the engine has ended: torch no longer counts
+        the engine's tensors.
+        """
         self._lent = 0
 
     def room(self) -> int:
-        """Returns the free bytes of this device, including torch's cache."""
+        """Returns the free bytes of this device, after freeing torch's cache."""
         self._cuda.empty_cache()
         free: int = self._cuda.mem_get_info()[0]
         return free
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
-        """Collects where the host waits for the device within a `with` block: "file:line" for each
-        wait that torch knows of.
-
+        """Collects the places where the host waits for the device within a `with` block, as
+        "file:line" for each synchronisation that torch detects.
         The list is complete after the block.
         """
         found: list[str] = []
@@ -245,7 +250,9 @@ class CUDA:
                 ]
 
     def memory(self) -> dict[str, int]:
-        """Returns the bytes of this device: of tensors now and at most, and in torch's cache."""
+        """Returns bytes of this device: "allocated" and "most_allocated" for tensors now and at
+        their peak, and "reserved" for torch's cache.
+        """
         now, most, cached = (
             self._cuda.memory_allocated(),
             self._cuda.max_memory_allocated(),
@@ -254,7 +261,7 @@ class CUDA:
         return {"allocated": now, "most_allocated": most, "reserved": cached}
 
     def forget_peak(self) -> None:
-        """Resets the peak: `most_allocated` of `memory` counts from here."""
+        """Resets the peak: `most_allocated` of `memory` then counts from this call."""
         self._earlier = 0 if self._told else max(self._earlier, self._most())
         self._told = False
         self._cuda.reset_peak_memory_stats()

@@ -14,7 +14,9 @@ INSTALL = "Install the environment for GPUs in one of its own: pip install -r re
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware describes the detected driver, CUDA and devices."""
+    """Hardware holds the detected driver version, the CUDA version of torch, and whether devices
+    are usable.
+    """
 
     driver: str = ""  # its version; empty: no driver
     cuda: str | None = None  # that torch was built with; None: a CPU build
@@ -23,7 +25,9 @@ class Hardware:
 
 
 def found() -> Hardware:
-    """Detects the hardware of this host that this process may use."""
+    """Returns the NVIDIA driver, CUDA version and device availability that this process detects on
+    its host.
+    """
     driver = re.search(r"(\d+\.[\d.]+)", DRIVER.read_text()) if DRIVER.is_file() else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Hardware(
@@ -36,8 +40,8 @@ def found() -> Hardware:
 
 def refusals(host: Hardware) -> list[str]:
     """Lists the reasons why a run would not use the GPUs of this host.
-
-    Empty if it does, there are none, or none are wanted.
+    The list is empty if the run uses them, if the host has none, or if CUDA_VISIBLE_DEVICES hides
+    them.
     """
     if not host.driver or host.hidden:
         return []

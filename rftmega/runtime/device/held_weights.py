@@ -1,4 +1,4 @@
-"""Further weights of a model, kept on the host and swapped into the resident model."""
+"""Additional copies of a model's weights, kept on the host and swapped into the model temporarily."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,11 +14,13 @@ Tensors = Callable[[], list[Tensor]]  # of a model, as they currently are
 
 
 class ReferenceWeights:
-    """ReferenceWeights holds the weights that the model has at construction."""
+    """ReferenceWeights keeps a host copy of the weights that the model has when the object is
+    created.
+    """
 
     def __init__(self, residency: Residency, tensors: Tensors):
-        """Copies the model's weights; `tensors` lists them, detached, and `residency` moves
-        them.
+        """Copies the model's weights to the host.
+        `tensors` returns them, detached from autograd; `residency` swaps them into the model.
         """
         self._residency, self._tensors = residency, tensors
         weights = tensors()
@@ -28,20 +30,21 @@ class ReferenceWeights:
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Makes the model compute with the reference weights within a `with` block, and restores
-        its own afterwards, bit for bit.
+        the model's own weights afterwards, bit for bit.
         """
         return self._residency.replaced(zip(self._tensors(), self._held, strict=True))
 
 
 class AveragedWeights:
-    """AveragedWeights holds the exponential moving average of the weights over optimizer steps, in
-    float32 on the host.
+    """AveragedWeights keeps the exponential moving average of a model's weights over optimizer
+    steps, in float32 on the host.
     """
 
     def __init__(self, residency: Residency, tensors: Tensors, beta: float):
-        """Starts from the current weights; each `update` keeps the share `beta` of the average.
-
-        `residency` and `tensors` are those of ReferenceWeights.
+        """Starts from the current weights; each `update` sets the average to beta * average + (1 -
+        beta) * weights.
+        `tensors` returns the weights, detached from autograd; `residency` swaps the average into
+        the model.
         """
         self._residency, self._tensors, self.beta = residency, tensors, beta
         self._latest = _host_buffers(tensors())
@@ -51,21 +54,23 @@ class AveragedWeights:
 
     @property
     def held(self) -> list[Tensor]:
-        """Returns the average, in the order of the model's tensors; waits for a running update."""
+        """Returns the averaged weights, in the order of the model's tensors; waits for an update in
+        progress.
+        """
         if self._averaging is not None:
             self._averaging.result()
             self._averaging = None
         return self._held
 
     def restart(self) -> None:
-        """Restarts the average from the current weights."""
+        """Sets the average to the current weights."""
         self._averaging = None
         self._held = [tensor.to("cpu", torch.float32, copy=True) for tensor in self._tensors()]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Updates the average after an optimizer step: the weights are copied, and averaged in a
-        thread, while the device continues.
+        """Updates the average after an optimizer step: copies the weights to the host and updates
+        the average in a thread, while the device continues.
         """
         held = self.held  # the result of the previous update
         self._residency.finish()
@@ -79,15 +84,15 @@ class AveragedWeights:
         self._averaging = self._thread.submit(average)
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Makes the model hold the average within a `with` block, in its own precision, and
-        restores its own weights afterwards, bit for bit.
+        """Makes the model compute with the averaged weights, cast to its own dtype, within a `with`
+        block, and restores its own weights afterwards, bit for bit.
         """
         return self._residency.replaced(zip(self._tensors(), self.held, strict=True))
 
 
 def _host_buffers(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns a host tensor for each of the model's, all in one buffer that is fast to copy to and
-    from the device.
+    """Returns a host tensor of the shape and dtype of each given tensor, all within one host buffer
+    that is fast to copy to and from the device.
     """
     places = []
     end = 0

@@ -1,22 +1,22 @@
-"""Implements Megatron's timing hook (`config.timers`): its schedules, messages and reductions
-become spans.
+"""Implements Megatron's timing hook (`config.timers`): the schedules, messages and reductions that
+Megatron times are recorded as spans.
 """
 
 from typing import NamedTuple
 
 from rftmega.runtime.device.spans import BACKWARD, FORWARD, SCHEDULE, recorder
 
-# Megatron's names -> ours
+# Megatron's timer names -> names of spans
 NAMES = {"forward-compute": FORWARD, "backward-compute": BACKWARD, "forward-backward": SCHEDULE}
 
 
 class Timer(NamedTuple):
-    """Timer records a span under the interface of Megatron's timers."""
+    """Timer records a span through the interface of Megatron's timers (`start`, `stop`)."""
 
     name: str
 
     def start(self, barrier: bool = False) -> None:
-        """Starts the span, never with a barrier, which would change the run that is timed."""
+        """Starts the span; ignores `barrier`, which would change the timing of the run."""
         recorder.start(self.name)
 
     def stop(self, barrier: bool = False) -> None:
@@ -24,7 +24,9 @@ class Timer(NamedTuple):
 
 
 class Timers:
-    """Timers returns the Timer of a name and a level, as Megatron asks for it."""
+    """Timers returns the Timer for a name; Megatron calls it with a name and a log level, which is
+    ignored.
+    """
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
         return Timer(NAMES.get(name, name))

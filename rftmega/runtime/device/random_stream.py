@@ -1,4 +1,4 @@
-"""RandomStream is a separate stream of a device's random numbers."""
+"""RandomStream is a separate sequence of a device's random numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,9 @@ from rftmega.runtime import device
 
 
 class RandomStream:
-    """RandomStream continues from use to use, and leaves the default stream unchanged."""
+    """RandomStream continues where its last use ended, and leaves the device's default generator
+    unchanged.
+    """
 
     def __init__(self, seed: int):
         where = device.current().here()
@@ -17,7 +19,7 @@ class RandomStream:
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Makes the device draw from this stream within a `with` block."""
+        """Makes the device draw its random numbers from this stream within a `with` block."""
         here = device.current()
         usual = here.random_state()
         here.set_random_state(self.state)

@@ -1,8 +1,8 @@
 """Residency moves the parts of a model between device and host.
-
-A part is a list of tensors. Moving frees the *storage* under them and leaves the tensors alone, so
-that its aliases (Megatron's parameter and gradient buffers, shards of a distributed optimizer, the
-optimizer's own lists) stay valid for every kind of optimizer.
+A part is a list of tensors. Moving a part to the host frees the *storage* under its tensors and
+leaves the tensor objects, so that aliases of a tensor (Megatron's parameter and gradient buffers,
+shards of a distributed optimizer, the optimizer's own lists) stay valid for every kind of
+optimizer.
 """
 
 from collections import Counter
@@ -27,21 +27,23 @@ ALIGNMENT = 256  # bytes: homes of several storages share a buffer
 
 
 class Packed(Protocol):
-    """Packed is a frozen weight in another form on the host."""
+    """Packed is a frozen weight that is kept in a compressed form on the host."""
 
     @property
     def weight(self) -> Tensor: ...
 
     def unpack(self) -> None:
-        """Fills the weight, which is on the device."""
+        """Fills the weight, which is on the device, with its decompressed values."""
 
     def unpacked(self) -> Tensor:
-        """Returns the content of the weight, on the host."""
+        """Returns the decompressed values of the weight, on the host."""
 
 
 @dataclass(slots=True)
 class Berth:
-    """Berth is a storage's place on the host, kept for the next time."""
+    """Berth is the host buffer of one storage and its state; it is kept for the next time that the
+    storage is moved.
+    """
 
     storage: Any
     content: Tensor  # [bytes] view of the storage; valid whenever it is on the device
@@ -56,18 +58,19 @@ class Berth:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Loan is tensors of another model that a model computes with; only the lender moves them."""
+    """Loan describes tensors of another model that this model computes with; only the lender moves
+    them to the host.
+    """
 
     lender: "Residency"
     tensors: Sequence[Tensor]
 
 
 class Residency:
-    """Residency tracks which parts of a model are on the device, and moves them; moving one that is
-    there does nothing.
-
-    A part that was moved to the host and back is copied again only after it changed: code that
-    writes into the model's tensors past autograd (an optimizer, a load) calls `changed`.
+    """Residency tracks which parts of a model are on the device, and moves them; moving a part to
+    where it is already does nothing.
+    A part that was moved to the host and back is copied again only after a change: code that writes
+    into the model's tensors without autograd noticing (an optimizer, a load) calls `changed`.
     """
 
     def __init__(
@@ -76,12 +79,12 @@ class Residency:
         finish: Callable[[], None] = lambda: None,
         loan: Loan | None = None,
     ):
-        """Takes the functions that list and complete the model's tensors.
-
+        """Stores the functions that list and complete the model's tensors.
         `parts` lists the current tensors of each part: Adam has none before its first step.
         `finish` completes the parameters if the optimizer left some of them to be gathered later;
-        it is called before they are read. `loan`: parameters that are in none of the parts; they
-        are loaded with the others, and only their lender offloads them.
+        it is called before they are read. `loan`: borrowed parameters that are in none of the
+        parts; they are loaded to the device with this model's parameters, and only their lender
+        offloads them.
         """
         self._parts = parts
         self._loan = loan
@@ -92,13 +95,12 @@ class Residency:
 
     @property
     def borrowed(self) -> Sequence[Tensor]:
-        """Returns the tensors of another model that this model's parameters compute with."""
+        """Returns the tensors of another model that this model computes with; empty without a loan."""
         return () if self._loan is None else self._loan.tensors
 
     def off(self, *parts: str, keep: bool = True, but: Iterable[Tensor] = ()) -> None:
-        """Moves parts to the host, except the tensors of `but`.
-
-        With `keep=False` their content is dropped and comes back as zeros.
+        """Moves parts to the host, except the tensors in `but`.
+        With `keep=False` the parts' content is dropped; they return to the device as zeros.
         """
         self.finish()
         storages, stays = self.storages(), storages_of(but)
@@ -106,17 +108,16 @@ class Residency:
         self._off([going[number] for number in going if number not in stays], keep=keep)
 
     def on(self, *parts: str) -> None:
-        """Moves parts back to the device, bit for bit."""
+        """Moves parts back to the device, with the contents that they had, bit for bit."""
         storages = self.storages()
         self._on(number for part in parts for number in storages[part])
         if self._loan is not None and PARAMETERS in parts:
             self._loan.lender.on_tensors(self._loan.tensors)
 
     def only(self, *parts: str, but: Iterable[Tensor] = ()) -> None:
-        """Moves exactly these parts to the device and all others off it, except the tensors of
-        `but`.
-
-        Gradients are dropped instead of moved.
+        """Moves the named parts to the device and all other parts off the device, except the
+        tensors in `but`, which stay.
+        If gradients are not among the named parts, they are dropped instead of copied to the host.
         """
         # Off before on: the device need not hold both.
         leaving = (part for part in PARTS if part not in parts and part != GRADIENTS)
@@ -127,37 +128,40 @@ class Residency:
         self.on(*parts)
 
     def changed(self) -> None:
-        """Marks host copies of tensors on the device as stale; called after a write to these
-        tensors.
+        """Marks the host copies of all tensors on the device as stale; to be called after a write
+        to model tensors that autograd does not see.
         """
         for berth in self._berths.values():
             if not berth.away:
                 berth.current = False
 
     def bytes(self) -> dict[str, int]:
-        """Returns the bytes on the device by part."""
+        """Returns the number of bytes that each part occupies on the device."""
         return {
             part: sum(s.nbytes() for s in storages.values())
             for part, storages in self.storages().items()
         }
 
     def keep_packed(self, weights: Iterable[Packed]) -> None:
-        """Registers packed weights, from which they are restored; each has a storage of its own."""
+        """Registers frozen weights that have a compressed copy on the host: from then on a weight
+        is restored from this copy instead of an exact one.
+        Each weight must have a separate storage.
+        """
         for packed in weights:
             self._berth(packed.weight.untyped_storage()).packed = packed
 
     def off_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Moves any tensors of the model to the host."""
+        """Moves the given tensors of the model to the host, whichever part they belong to."""
         self._off(list(storages_of(tensors).values()), keep=True)
 
     def on_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Moves any tensors of the model back to the device."""
+        """Moves the given tensors of the model back to the device, whichever part they belong to."""
         self._on(storages_of(tensors))
 
     @contextmanager
     def brought(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Moves any tensors of the model to the device within a `with` block; those that were on
-        the host return there.
+        """Keeps the given tensors of the model on the device within a `with` block; tensors that
+        were on the host return there afterwards.
         """
         away = [tensor for tensor in tensors if not tensor.untyped_storage().nbytes()]
         self.on_tensors(away)
@@ -168,8 +172,7 @@ class Residency:
 
     def host(self, tensor: Tensor) -> Tensor:
         """Returns `tensor` if it is on the device, otherwise the same view of its host copy.
-
-        Live either way, so copy it.
+        The result shares memory with the model: copy it before the model changes.
         """
         berth = self._berths.get(tensor.untyped_storage()._cdata)
         if berth is None or not berth.away:
@@ -186,11 +189,10 @@ class Residency:
 
     @contextmanager
     def replaced(self, theirs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Replaces the contents of model tensors on the device by those of host tensors within a
-        `with` block: pairs of both.
-
-        Afterwards they have their own again, bit for bit, from the host; contents that are there
-        already are not copied to it.
+        """Replaces the contents of model tensors by those of host tensors within a `with` block.
+        `theirs`: pairs of a model tensor on the device and the host tensor. Afterwards the model's
+        tensors have their own contents again, bit for bit, from host copies; an up-to-date host
+        copy is not made again.
         """
         pairs = list(theirs)
         self.finish()
@@ -214,18 +216,17 @@ class Residency:
                 berth.stamp = stamps[berth.storage._cdata]
 
     def copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copies tensors of the model to the host while the device computes (pairs of both), and
-        returns a function that waits for the end.
-
-        Call `settle` before the tensors are changed.
+        """Copies tensors of the model to the host while the device computes, and returns a function
+        that waits until the copy is complete.
+        `pairs`: (model tensor, host tensor). Call `settle` before the tensors are changed.
         """
         self.settle()
         self._aside = device.current().copy_aside(list(pairs))
         return self._aside.wait
 
     def settle(self) -> None:
-        """Makes the device wait for a copy aside before its next work.
-
+        """Makes the device finish the copy that `copy_aside` started before the device does further
+        work.
         The host does not wait.
         """
         if self._aside is not None:
@@ -233,10 +234,9 @@ class Residency:
             self._aside = None
 
     def storages(self) -> dict[str, dict[int, Any]]:
-        """Returns each part's storages.
-
-        A storage that two parts share (fp32 main parameters that are the parameters) belongs to the
-        first.
+        """Returns part -> storage id -> storage.
+        A storage that two parts share (e.g. the fp32 main parameters of an fp32 model are its
+        parameters) is listed under the first of these parts.
         """
         seen: set[int] = set()
         found = {}
@@ -285,7 +285,9 @@ class Residency:
         return berth
 
     def _bring_home(self, berths: list[Berth]) -> None:
-        """Copies contents to the host, unless an up-to-date copy is there."""
+        """Copies the contents of storages to their host buffers, unless the host copy is up to
+        date.
+        """
         self._house([berth for berth in berths if berth.home is None and berth.packed is None])
         stamps = self._stamps()
         for berth in berths:
@@ -308,8 +310,8 @@ class Residency:
             berth.content.copy_(berth.home, non_blocking=True)
 
     def _house(self, berths: list[Berth]) -> None:
-        """Allocates one host buffer for all of the berths: pinning a buffer costs a call of the
-        driver.
+        """Allocates one host buffer for all of these storages, since pinning each buffer separately
+        costs a driver call.
         """
         ends = []
         end = 0
@@ -323,8 +325,8 @@ class Residency:
             berth.home = buffer[start : start + berth.size]
 
     def _stamps(self) -> Counter[int]:
-        """Returns a number per storage that grows whenever autograd sees a write to one of its
-        tensors.
+        """Returns the sum of the versions of each storage's tensors, by storage id: it grows
+        whenever autograd sees a write to one of them.
         """
         found: Counter[int] = Counter()
         for tensors in self._parts().values():
@@ -334,7 +336,7 @@ class Residency:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """Returns the storages under `tensors`, each once, by an id that stays the same while its
-    memory is freed.
+    """Returns storage id -> storage for the distinct storages under `tensors`; the id stays the
+    same while the storage's memory is freed.
     """
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

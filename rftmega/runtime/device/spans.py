@@ -1,7 +1,6 @@
-"""Times each kind of work of this process and, while recording, keeps a span of every stretch of
-it.
-
-It is off by default, and then nothing is timed (`SpanRecorder.measuring`).
+"""Sums the time of each kind of work of this process and, while recording, stores a span for every
+stretch of work.
+Measuring is off by default, and then nothing is timed (`SpanRecorder.measuring`).
 """
 
 import functools
@@ -21,7 +20,9 @@ FORWARD, BACKWARD, SCHEDULE, REDUCE = "forward", "backward", "schedule", "all-gr
 
 
 class Span(NamedTuple):
-    """Span is a stretch of work, in nanoseconds of this process's `clock`."""
+    """Span is one stretch of work of a thread: its name, and when it began and ended in nanoseconds
+    of this process's `clock`.
+    """
 
     name: str
     thread: str
@@ -30,7 +31,9 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """SpanRecorder sums seconds and counts by name, and keeps spans from `record` to `stop`."""
+    """SpanRecorder adds up seconds and counts by name, and stores each span between `record` and
+    `stop`.
+    """
 
     def __init__(self) -> None:
         self.measuring = self.recording = False
@@ -42,8 +45,8 @@ class SpanRecorder:
         self._lock = threading.Lock()
 
     def take(self) -> dict[str, float]:
-        """Returns the counts and the seconds of spans by name since the last call; waits for the
-        device if it must.
+        """Returns, by name, the seconds of spans and the counts since the last call, and resets
+        them; waits until the device has finished the timed work.
         """
         for name, begin, end in self._pending:
             self.count(name, current().seconds(begin, end))
@@ -53,7 +56,7 @@ class SpanRecorder:
         return sums
 
     def counted(self, name: str) -> float:
-        """Returns the count of `name` since the last `take`."""
+        """Returns the total under `name` since the last `take`: seconds of a span, or a count."""
         with self._lock:
             return self._sums.get(name, 0.0)
 
@@ -63,7 +66,9 @@ class SpanRecorder:
                 self._sums[name] += amount
 
     def record(self) -> None:
-        """Starts to keep every span; spans of device work then wait for the device."""
+        """Starts to store every span; from then on, spans of device work wait for the device at
+        their begin and end.
+        """
         self._spans, self.recording = [], True
 
     def stop(self) -> list[Span]:
@@ -72,14 +77,13 @@ class SpanRecorder:
         return self._spans
 
     def keep(self, name: str, begin: int, end: int, thread: str | None = None) -> None:
-        """Stores one span, while recording."""
+        """Stores one span if the recorder is recording."""
         if self.recording:
             self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
 
     def start(self, name: str) -> None:
-        """Starts a span of work that the device may do later.
-
-        `finish` ends it; spans of one name don't overlap.
+        """Starts a span of device work, which the device may execute later than the host queues it.
+        `finish` ends the span; spans of one name don't overlap.
         """
         if self.recording:
             current().finish()
@@ -119,7 +123,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def spanned(name: str) -> Callable[[Function], Function]:
-    """Returns a decorator that makes every call of a function a span."""
+    """Returns a decorator that records every call of a function as a span called `name`."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)

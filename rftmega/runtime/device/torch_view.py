@@ -45,9 +45,8 @@ _installed = False
 
 
 def install(*, without: frozenset[str] = frozenset()) -> bool:
-    """Installs the import hook; returns False if there is nothing to do (CUDA is present, or it is
-    installed).
-
+    """Installs the import hook; returns False if nothing is to do, because CUDA is available or the
+    hook is installed already.
     `without` names patches to leave out (tests only). Raises RuntimeError if megatron.core was
     imported before.
     """
@@ -76,7 +75,9 @@ def install(*, without: frozenset[str] = frozenset()) -> bool:
 
 
 class _Stream:
-    """_Stream imitates a CUDA stream: a CPU runs in order, so every stream is always done."""
+    """_Stream imitates a CUDA stream: a CPU executes in order, so all of a stream's work is always
+    complete.
+    """
 
     def __init__(self, *args: object, **kwargs: object): ...
 
@@ -150,7 +151,9 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _View(types.ModuleType):
-    """_View is a module that falls back to another one for names that it does not define."""
+    """_View is a module that defines the attributes `own`, and takes all other attributes from the
+    module `behind`.
+    """
 
     def __init__(self, behind: types.ModuleType, own: dict[str, Any]):
         super().__init__(behind.__name__)
@@ -173,8 +176,8 @@ def _view_of_torch(without: frozenset[str]) -> types.ModuleType:
 
 
 def _patch_rng(module: Any) -> None:
-    """Replaces `_set_cuda_rng_state`, which queues a lazy call that a CPU never runs: forked
-    generators would silently share one stream.
+    """Replaces `_set_cuda_rng_state`, which queues a lazy call that is never run on a CPU:
+    Megatron's forked generators would silently share one random stream.
     """
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
@@ -209,7 +212,9 @@ _real_type = torch.Tensor.type
 
 
 def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
-    """Makes owner.name run with torch.Tensor.attribute replaced."""
+    """Wraps the function or class method owner.name so that torch.Tensor.<attribute> is `value`
+    while it runs.
+    """
     raw = owner.__dict__[name]
     function = raw.__func__ if isinstance(raw, classmethod) else raw
 
@@ -222,8 +227,8 @@ def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
 
 
 def _patch_float16_optimizer(module: Any) -> None:
-    """Makes parameters report a CUDA type: the optimizer sorts them by `param.type() ==
-    "torch.cuda.FloatTensor"` and raises TypeError for any other.
+    """Makes parameters report a CUDA type: the optimizer groups them by `param.type()`, e.g.
+    "torch.cuda.FloatTensor", and raises TypeError for other types.
     """
     _within(module.Float16OptimizerWithFloat16Params, "__init__", "type", _claiming_cuda)
 
@@ -235,13 +240,15 @@ def _patch_distributed_optimizer(module: Any) -> None:
 
 
 def _patch_clip(module: Any) -> None:
-    """Makes tensors report a CUDA type in `clip_grad_by_total_norm_fp32`, which asserts it."""
+    """Makes tensors report a CUDA type within `clip_grad_by_total_norm_fp32`, which asserts that
+    they have one.
+    """
     _within(module, "clip_grad_by_total_norm_fp32", "type", _claiming_cuda)
 
 
 def _patch_tied_embeddings(module: Any) -> None:
-    """Disables `weight.data.cuda()`, which is called to synchronise tied embeddings over two
-    stages.
+    """Makes `weight.data.cuda()` return the CPU tensor: Megatron calls it to synchronise tied
+    embeddings between the first and last pipeline stage.
     """
     _within(
         module.LanguageModule,
@@ -252,15 +259,15 @@ def _patch_tied_embeddings(module: Any) -> None:
 
 
 def _patch_context_slices(module: Any) -> None:
-    """Disables `torch.tensor(...).cuda()`, which context parallelism calls to select positions of
-    unpacked rows.
+    """Makes `torch.tensor(...).cuda()` return the CPU tensor: context parallelism calls it to
+    select the positions of unpacked rows.
     """
     _within(module, "get_pos_emb_on_this_cp_rank", "cuda", lambda self, *args, **kwargs: self)
 
 
 def _patch_split_sizes(module: Any) -> None:
-    """Converts CPU tensors, too, to the numpy array that the all-to-all between experts expects as
-    split sizes.
+    """Converts split sizes to numpy for CPU tensors, too: the all-to-all between experts expects a
+    numpy array, and Megatron converts CUDA tensors only.
     """
     real = module.maybe_move_tensor_to_cpu
 
@@ -273,8 +280,8 @@ def _patch_split_sizes(module: Any) -> None:
 
 
 def _patch_uneven_collectives(module: Any) -> None:
-    """Pads the parts of unequal size that processes with a shared expert exchange: NCCL supports
-    them, gloo does not.
+    """Pads the tensors of unequal size that the processes of one expert-tensor-parallel group
+    exchange: NCCL supports unequal sizes, gloo does not.
     """
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
@@ -333,8 +340,8 @@ _MODULE_PATCHES: dict[str, dict[str, Callable[[Any], None]]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """_Finder loads megatron.core's modules unchanged, then gives each its view of torch and its
-    patch.
+    """_Finder imports megatron.core's modules unchanged, then replaces their global `torch` with
+    the view and applies the module's patch.
     """
 
     def __init__(self, view: types.ModuleType, after_import: dict[str, Callable[[Any], None]]):

@@ -1,4 +1,3 @@
 """Process groups, parallel layouts and communication between processes.
-
-`topology` alone reads Megatron's parallel state.
+Only the module `topology` reads Megatron's parallel state.
 """

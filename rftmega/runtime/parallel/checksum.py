@@ -1,4 +1,6 @@
-"""Computes checksums of tensors, to verify that one process reads what another wrote."""
+"""Computes checksums of tensors, by which a process verifies that it reads the bytes that another
+process wrote.
+"""
 
 from functools import cache, lru_cache
 
@@ -14,22 +16,22 @@ SMALL = 2**20  # bytes up to which fewer operations count more than temporary me
 
 
 def blocks(size: int) -> int:
-    """Returns `size` in bytes, rounded up to whole blocks."""
+    """Returns `size` (bytes) rounded up to a multiple of BLOCK."""
     return -(-size // BLOCK) * BLOCK
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Returns the checksum, [] int64, of [bytes] in whole blocks, computed on the data's device.
-
-    It is a sum of 8-byte words, weighted by their position in a block, and one weighted by the
-    block: it changes if words or rows are swapped, and if words change.
+    """Returns the checksum ([] int64) of a tensor of bytes, whose length is a multiple of BLOCK,
+    computed on the data's device.
+    It adds a sum of 8-byte words weighted by their position within a block, and one weighted by the
+    index of the block: it changes if words change, or if words or blocks are swapped.
     """
     return _of_vocabulary(data.view(torch.int64).view(1, -1, len(LANES)))[0]
 
 
 def checksums(slices: Tensor) -> Tensor:
-    """Returns the checksum, [n] int64, of each of n equal slices [n, ...], which need not be
-    contiguous, as if zeros filled its last block.
+    """Returns the checksums [n] int64 of n equal slices [n, ...], which need not be contiguous.
+    A slice that does not fill its last block is padded with zeros.
     """
     if not slices.numel():
         return torch.zeros(len(slices), dtype=torch.int64, device=slices.device)
@@ -42,9 +44,9 @@ def checksums(slices: Tensor) -> Tensor:
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
-    """Maps [n, elements] to [n, blocks, words].
-
-    Copies if blocks are not full, or words would not be aligned.
+    """Maps [n, elements] to int64 words [n, blocks, words of a block].
+    Copies the data if a slice does not fill its last block, or if 8-byte words would not be
+    aligned.
     """
     aligned = (
         flat.storage_offset() * flat.itemsize % 8 == 0 and flat.stride(0) * flat.itemsize % 8 == 0
@@ -57,7 +59,7 @@ def _words(flat: Tensor, size: int) -> Tensor:
 
 
 def _of_vocabulary(words: Tensor) -> Tensor:
-    """Maps words [n, blocks, words] to checksums [n]."""
+    """Maps int64 words [n, blocks, words of a block] to checksums [n]."""
     number, blocks_each = words.shape[:2]
     if number * blocks_each * BLOCK <= SMALL:
         return (words * _weights(words.device, blocks_each)).sum((1, 2))
@@ -72,5 +74,5 @@ def _lanes(where: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(where: torch.device, blocks_each: int) -> Tensor:
-    """Returns the weight of each word, [blocks, words]."""
+    """Returns the weight of each 8-byte word in the checksum, [blocks, words of a block]."""
     return _lanes(where) + 31 * (2 * torch.arange(blocks_each, device=where) + 1)[:, None]

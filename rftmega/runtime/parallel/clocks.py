@@ -1,4 +1,4 @@
-"""Measures the offsets between the processes' clocks."""
+"""Measures by how much the clocks of a run's processes differ."""
 
 import time
 from collections.abc import Callable
@@ -14,8 +14,8 @@ ROUNDS = 16
 
 
 class Offset(NamedTuple):
-    """Offset is the nanoseconds that a process's clock is ahead of the first one's, and the error
-    bound.
+    """Offset is how far a process's clock is ahead of the clock of rank 0, and the bound of the
+    measurement's error, both in nanoseconds.
     """
 
     ahead: int
@@ -24,11 +24,10 @@ class Offset(NamedTuple):
 
 def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offset]:
     """Measures the clock offset of every process, in the order of ranks; a collective.
-
     No process leaves a barrier before all have entered it (F. Cristian's bound on the offset, 1989,
     with a barrier for his request and reply): with the times at which two processes entered and
-    left, each barrier bounds the offset from both sides, whatever its delay. The tightest of
-    several counts.
+    left, each barrier bounds their offset from both sides, whatever the barrier's delay. The result
+    combines the tightest bounds of ROUNDS barriers.
     """
     seen = [_barrier(clock) for _ in range(ROUNDS)]
     first, *_ = everyone = gather_objects(seen)
@@ -36,7 +35,7 @@ def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offse
 
 
 def _barrier(clock: Callable[[], int]) -> tuple[int, int]:
-    """Returns the times at which this process entered and left a barrier."""
+    """Returns the times (by `clock`) at which this process entered and left a barrier."""
     came = clock()
     everybody = torch.ones((), device=device.current().here())
     if dist.is_initialized():

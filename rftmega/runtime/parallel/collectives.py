@@ -1,6 +1,5 @@
-"""Collectives for tensors on any device; a single process gets its own values.
-
-Every process of the group calls these alike.
+"""Collectives for tensors on any device; a single process gets its own values back.
+Every process of the group must call these functions in the same order.
 """
 
 from typing import Any
@@ -16,10 +15,10 @@ MOST_DIMS = 8
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Gathers [N, ...] of every process -> [sum of N, ...], in the order of ranks.
-
-    A scalar counts as [1]. N may differ, and be 0. Raises ValueError, on every process, if the
-    other dimensions differ.
+    """Concatenates the tensors [N, ...] of all processes along the first dimension, in the order of
+    ranks.
+    A scalar counts as [1]. N may differ between processes, and be 0. Raises ValueError, on every
+    process, if the other dimensions differ.
     """
     mine = tensor.reshape(1) if tensor.dim() == 0 else tensor
     if not dist.is_initialized():
@@ -42,18 +41,19 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    """Gathers tensors [...] on the device, of one shape everywhere -> [ranks, ...]."""
+    """Gathers tensors [...] on the device, which have the same shape on every process -> [ranks,
+    ...].
+    """
     found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(found, x)
     return torch.stack(found)
 
 
 def all_reduce(value: Tensor | float, op: str) -> Tensor | float:
-    """Reduces a tensor or a number to the mean, max or sum over all processes; a tensor keeps its
+    """Returns the mean, max or sum of a tensor or a number over all processes; a tensor keeps its
     shape and device.
-
-    The argument stays as it is. Sums are made in float64 (numbers) or at least float32; integers
-    stay exact in sum and max, and a mean of integers is a fraction. Raises AssertionError for
+    The argument is not modified. Numbers are summed in float64, tensors at least in float32;
+    integers stay exact in sum and max; a number's mean is a float. Raises AssertionError for
     another `op`.
     """
     assert op in OPERATIONS, f"op={op!r} is not one of {', '.join(OPERATIONS)}."
@@ -82,10 +82,9 @@ def _reduced(value: Tensor, op: str) -> Tensor:
 
 
 def neighbours(size: int) -> Any:
-    """Returns the process group of the `size` consecutive ranks with this process; None stands for
-    all processes.
-
-    A collective over all processes, to be called once for a size.
+    """Returns the process group of `size` consecutive ranks that contains this process; None stands
+    for all processes.
+    A collective over all processes, to be called once for each size.
     """
     world = dist.get_world_size()
     if size == world:
@@ -96,16 +95,15 @@ def neighbours(size: int) -> Any:
 
 
 def board() -> Any:
-    """Returns the store of torch.distributed in which the processes met, for messages at any
-    time.
+    """Returns the key-value store of torch.distributed by which the processes found each other, for
+    messages at any time.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
-    """Gathers the objects of all processes of `group` (None: all), in the order of ranks.
-
-    Pickled, so for small objects.
+    """Returns the objects of all processes of `group` (None: all), in the order of ranks.
+    They are pickled, so they should be small.
     """
     if not dist.is_initialized():
         return [thing]

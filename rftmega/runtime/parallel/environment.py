@@ -1,4 +1,4 @@
-"""Reads numbers that a launcher sets in the environment."""
+"""Reads integers from environment variables that a launcher sets."""
 
 import os
 
@@ -6,9 +6,10 @@ from rftmega.core.errors import ConfigError
 
 
 def whole_number(variable: str, default: int | None = None) -> int:
-    """Reads a whole number from a variable that a launcher sets.
-
-    Raises ConfigError if it is no whole number, or absent without a default.
+    """Returns the integer in an environment variable that a launcher sets, or `default` if the
+    variable is not set.
+    Raises ConfigError if its value is no non-negative integer, or if it is not set and there is no
+    default.
     """
     given = os.environ.get(variable, None if default is None else str(default))
     if given is None:

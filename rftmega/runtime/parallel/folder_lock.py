@@ -1,9 +1,8 @@
-"""Locks a folder for one program, on this host and others that share its files.
-
-The lock is a file in the folder. It names the process that holds it, which touches the file every
-BEAT_SECONDS. A process that died leaves its file behind; the next one takes it over. Everything
-works over NFS: the file is created by link(), and ages are differences between the file server's
-times.
+"""Locks a folder against other programs, on this host and on others that share the folder.
+The lock is a file in the folder. It names the process that holds the lock, which touches the file
+every BEAT_SECONDS. A process that died leaves its lock file behind; the next process takes it over.
+Everything works over NFS: the file is created by link(), and ages are differences between the file
+server's times.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ class Holder:
 
     @classmethod
     def present(cls, what: str) -> "Holder":
-        """Returns the holder of this process, now."""
+        """Returns a Holder that describes this process."""
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -58,8 +57,8 @@ class Holder:
 
     @property
     def dead(self) -> bool:
-        """Returns whether the holder's process is known to be gone, even if another one has its
-        id.
+        """Returns whether the holder's process is known to have ended: it ran on this machine, and
+        its process id is free or belongs to a later process.
         """
         return self.here and process_start(self.pid) != self.started
 
@@ -68,7 +67,7 @@ class Holder:
 
 
 class FolderLock:
-    """FolderLock keeps other programs out of `folder` from `acquire` to `release`."""
+    """FolderLock prevents other programs from locking `folder` between `acquire` and `release`."""
 
     def __init__(
         self,
@@ -80,9 +79,10 @@ class FolderLock:
         lost: Callable[[str], None] | None = None,
     ):
         """Prepares a lock; `what` is the kind of program, such as "run".
-
-        A thread calls `lost` with a message if another program has taken over the lock, since this
-        one stood still for longer than `stale` seconds; by default the process ends.
+        `beat`: seconds between two touches of the lock file; `stale`: seconds without a touch after
+        which a lock may be taken over. A thread calls `lost` with a message if another program has
+        taken over this lock, because this process was stopped for longer than that; by default the
+        process ends.
         """
         self.folder, self.file = Path(folder), Path(folder) / FILE
         self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
@@ -95,10 +95,10 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Acquires the lock.
-
-        Raises LockedError if another program works in the folder, or no lock can be created there.
-        The lock of a process on another host is watched, for `stale` seconds at most, until it is
-        seen to be alive or is stale: a run that died on one host may start again on another.
+        Raises LockedError if another program holds it, or if no lock can be created in the folder.
+        The lock of a process on another host is watched, for `stale` seconds at most, until the
+        process touches it (it is alive) or it is stale: a run that died on one host may start again
+        on another.
         """
         try:
             self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
@@ -117,9 +117,8 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Releases the lock.
-
-        A forked copy of the process releases nothing.
+        """Releases the lock, and removes folders that `acquire` created if they are empty.
+        In a forked copy of the process it does nothing.
         """
         if os.getpid() != self.holder.pid or self._thread is None:
             return
@@ -164,7 +163,9 @@ class FolderLock:
             time.sleep(LOOK_SECONDS)
 
     def _linked(self, file: Path) -> bool:
-        """Creates `file` atomically with its content; returns whether this process created it."""
+        """Creates `file` atomically, with this process's lock as its content; returns whether this
+        process created it.
+        """
         try:
             os.link(self._own, file)
         except FileExistsError:
@@ -183,9 +184,9 @@ class FolderLock:
         return _holder_of(file) == self.holder
 
     def _took_over(self, holder: Holder | None, age: float) -> bool:
-        """Replaces a stale lock; returns whether it did.
-
-        Takers take turns, otherwise the second would replace the first one's lock.
+        """Tries to replace a stale lock; returns whether it succeeded.
+        A second lock file lets one process at a time try, otherwise a slower one would replace the
+        lock of a faster one.
         """
         turn = self.folder / f"{FILE}.turn"
         if not self._linked(turn):
@@ -217,7 +218,9 @@ class FolderLock:
         return os.stat(self._own).st_mtime
 
     def _keep(self) -> None:
-        """Touches the file until the release; stops if it is another program's."""
+        """Touches the lock file until the release; stops, and calls `lost`, if another program has
+        taken over the lock.
+        """
         while not self._ended.wait(self.beat):
             try:
                 if not self._touch():
@@ -246,9 +249,9 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: str | Path, what: str) -> Iterator[None]:
-    """Locks `folder` for this process within a `with` block.
-
-    Raises LockedError if another program works in it.
+    """Holds a FolderLock on `folder` within a `with` block; `what` is the kind of program, such as
+    "run".
+    Raises LockedError if another program holds the lock.
     """
     lock = FolderLock(folder, what)
     lock.acquire()
@@ -259,8 +262,8 @@ def locked(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def process_start(pid: int) -> int | None:
-    """Returns the start time of a process of this machine, in clock ticks since the boot; None if
-    it has ended.
+    """Returns when a process of this machine started, in clock ticks since the boot; None if it has
+    ended.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -283,9 +286,8 @@ def _write(file: Path, holder: Holder) -> None:
 
 
 def _look(path: Path) -> tuple[Holder | None, float]:
-    """Returns the holder, None if the file is not (yet) a lock's, and the time at which it was
-    touched.
-
+    """Returns the holder that a lock file names (None if it can't be parsed, e.g. while it is
+    written), and the time of its last touch.
     Opening a file makes an NFS client ask the server for its times, which it would otherwise cache
     for up to a minute.
     """
@@ -309,7 +311,7 @@ def _said(holder: Holder | None) -> str:
 
 
 def _end(reason: str) -> None:
-    """Ends the process without touching the folder, which is another program's."""
+    """Ends the process without touching the folder, which another program has locked by now."""
     sys.stderr.write(f"error: {reason} It ends, lest two write there.\n")
     sys.stderr.flush()
     os._exit(1)

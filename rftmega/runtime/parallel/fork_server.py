@@ -1,7 +1,6 @@
-"""First import of the server that ranks are forked from: the server ends with the launcher, and its
-ranks with it.
-
-By itself the server lives for as long as one of its ranks does.
+"""First module that the fork server of the ranks imports: makes the kernel end the server, and
+thereby its ranks, when the launcher ends.
+Otherwise the server would live for as long as one of its ranks does.
 """
 
 import os

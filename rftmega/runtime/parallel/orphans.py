@@ -1,6 +1,5 @@
-"""Ends processes with the one that started them, however that one ended.
-
-Its imports are loaded in every process already.
+"""Ends processes when the process that started them has ended, for whatever reason.
+Imports only modules that every process has loaded already.
 """
 
 import ctypes
@@ -13,8 +12,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Makes the kernel send this process the signal `number` when the thread of process `parent`
-    that started it ends, or at once if that has ended.
+    """Makes the kernel send the signal `number` to this process when its parent (the thread of
+    process `parent` that started it) ends, or at once if it has ended.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -22,9 +21,8 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def end_with_all(parent: int, *, look: float = 1.0, grace: float = 20.0) -> None:
-    """Starts a thread that kills this process and all of its group once `parent` has not been its
-    parent for `grace` seconds.
-
+    """Starts a thread that kills this process and its process group `grace` seconds after `parent`
+    is no longer its parent.
     A program may lose the signal of `end_with_parent` while it starts, or wait forever for its
     current work. `look`: seconds between two checks.
     """

@@ -1,4 +1,4 @@
-"""Handles graceful preemption: SIGTERM or SIGUSR1, in any process of the run or its launcher, asks
+"""Handles preemption: SIGTERM or SIGUSR1 to any process of the run, or to its launcher, requests
 the whole run to stop.
 """
 
@@ -11,46 +11,43 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASKED = "asked to stop"
-LOOK = 1.0  # seconds between two looks at the board
+LOOK = 1.0  # seconds between two checks of the store `board`
 
 
 class StopRequest:
     """StopRequest records whether this process was asked to stop.
-
-    A launcher that tells its ranks creates `file` once asked.
+    `file`: path of a file that a launcher creates to forward the request to its ranks.
     """
 
     came = 0  # the signal's number
     file: Path | None = None
     # store of torch.distributed, in which the processes of the run exchange requests
     board: Any = None
-    known = False  # the request is at the board
-    looked = 0.0  # time of the last look at the board
+    known = False  # the request is in the store
+    looked = 0.0  # time of the last check of the store
 
 
 request = StopRequest()
 
 
 def listen() -> None:
-    """Turns the signals into stop requests.
-
-    A process of a run calls it first, in its main thread: its imports take seconds, and an
-    unhandled signal ends it.
+    """Installs handlers that turn SIGTERM and SIGUSR1 into stop requests.
+    A process of a run calls it before its other imports, which take seconds, in its main thread: an
+    unhandled signal would end the process.
     """
     for number in SIGNALS:
         signal.signal(number, _note)
 
 
 def listens() -> bool:
-    """Returns whether the handlers of `listen` are installed."""
+    """Returns whether the signal handlers of `listen` are installed."""
     return all(signal.getsignal(number) is _note for number in SIGNALS)
 
 
 def unlisten() -> None:
-    """Restores the signals' default action, which ends this process at once, also for a signal that
-    came already.
-
-    A run that saves nothing can't be resumed.
+    """Restores the signals' default action, which ends this process at once, and raises again a
+    signal that was already received.
+    For runs that save nothing and so can't be resumed.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -64,11 +61,10 @@ def _note(number: int, frame: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Turns the signals into stop requests within a `with` block, whatever their handlers were
-    before.
-
-    Another run in this process does not get these requests, unless `listen` was called. In the main
-    thread.
+    """Turns SIGTERM and SIGUSR1 into stop requests within a `with` block, and restores the previous
+    handlers afterwards.
+    A request does not stop the next run in this process, unless `listen` was called. Works in the
+    main thread only.
     """
     before = {number: signal.signal(number, _note) for number in SIGNALS}
     try:
@@ -81,22 +77,23 @@ def listening() -> Iterator[None]:
 
 
 def meet(board: Any) -> None:
-    """Sets the store of torch.distributed in which processes exchange requests; None: no longer."""
+    """Sets the store of torch.distributed in which processes exchange stop requests; None: they
+    exchange none.
+    """
     request.board, request.known = board, False
 
 
 def asked() -> bool:
-    """Returns whether this process or its launcher was asked to stop or, some LOOK seconds later,
-    another process of the run.
-
-    No collective: call it at any time, from any thread.
+    """Returns whether this process, its launcher or another process of the run was asked to stop;
+    another process's request is seen within about LOOK seconds.
+    Not a collective: call it at any time, from any thread.
     """
     own = bool(request.came) or (request.file is not None and request.file.exists())
     if request.board is None or request.known:
         return own or request.known
     if own or time.monotonic() - request.looked >= LOOK:
         request.looked = time.monotonic()
-        # the board's server has ended; its launcher reports why
+        # the store's server has ended; its launcher reports why
         with suppress(RuntimeError):
             if own:
                 request.board.set(ASKED, "")
@@ -105,8 +102,8 @@ def asked() -> bool:
 
 
 def agreed(group: Any = None) -> bool:
-    """Returns whether any process of the group (None: all) was asked to stop; a collective, with
-    the same result on all.
+    """Returns whether any process of the group (None: all processes) was asked to stop; a
+    collective, with the same result on all of them.
     """
     from rftmega.runtime.parallel.collectives import (
         gather_objects,  # imported late: torch would delay `listen`

@@ -1,4 +1,6 @@
-"""Keeps files of a run private, which may contain prompts, paths and an environment."""
+"""Keeps the files of a run, which may contain prompts, paths and environment variables, unreadable
+for other users.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,15 +8,15 @@ from contextlib import contextmanager
 
 
 def keep_private() -> None:
-    """Hides files that this process and its children write from now on from other users, and from
-    the group unless the umask let it read before.
+    """Sets the umask so that files of this process and its children are hidden from other users;
+    the group may read them only if the umask allowed it before.
     """
     os.umask(os.umask(0o077) | 0o007)
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Keeps files written within a `with` block private, see `keep_private`."""
+    """Applies `keep_private` within a `with` block, and restores the umask afterwards."""
     before = os.umask(0o077)
     os.umask(before)
     keep_private()

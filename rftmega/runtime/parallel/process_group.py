@@ -1,4 +1,4 @@
-"""Joins and leaves the other processes, under torchrun or as a single process."""
+"""Joins and leaves the default process group, under torchrun or as a single process."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """World describes the launched processes, as this one sees them."""
+    """World describes the launched processes and this process's rank among them."""
 
     rank: int
     size: int
@@ -37,16 +37,15 @@ class World:
 
 
 def launched_size() -> int:
-    """Returns the number of processes that the launcher started (1 without one).
-
-    Available before anything is initialised.
+    """Returns the number of processes that the launcher started (1 without a launcher).
+    Works before torch.distributed is initialised.
     """
     return whole_number("WORLD_SIZE", 1)
 
 
 def check_launcher() -> None:
-    """Raises ConfigError if srun started several tasks, each of which would act as the whole
-    run.
+    """Raises ConfigError if srun started several tasks without torchrun: each would act as the
+    whole run.
     """
     if "WORLD_SIZE" not in os.environ and whole_number("SLURM_STEP_NUM_TASKS", 1) > 1:
         raise ConfigError(
@@ -56,10 +55,9 @@ def check_launcher() -> None:
 
 @contextmanager
 def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> Iterator[World]:
-    """Initialises torch.distributed within a `with` block, and shuts it down on a clean end.
-
-    Reads torchrun's environment; without one, this process is a world of its own. Its first log
-    line names the device, and `beside`.
+    """Initialises torch.distributed within a `with` block, and shuts it down after a clean end.
+    Reads torchrun's environment variables; without them this process is a world of size 1. Logs a
+    description of the device, followed by the text `beside`.
     """
     backend = device.current()
     alone = "MASTER_ADDR" not in os.environ
@@ -93,8 +91,8 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
             dist.barrier()
         _leave()
     except BaseException:
-        # The others may never arrive, and waiting for them would hide the error. A world of one has
-        # nobody to wait for, and its process did not end while NCCL's groups were up.
+        # Other processes may never arrive, and waiting would hide the error. A world of size 1 has
+        # none to wait for, and its process did not end while NCCL's groups existed.
         if size == 1:
             _leave()
         raise
@@ -107,9 +105,10 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
 
 @contextmanager
 def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` if a `with` block fails in a world of one: its process may start another run.
-
-    Of several processes each is about to end, and `undo` might wait for the others.
+    """Calls `undo` if a `with` block fails in a world of size 1, whose process may start another
+    run.
+    In a larger world `undo` is not called: each process is about to end, and `undo` might wait for
+    other processes.
     """
     try:
         yield
@@ -120,6 +119,6 @@ def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Destroys the process groups, unless vLLM's shutdown has done so."""
+    """Destroys the process groups, unless vLLM's shutdown has destroyed them already."""
     if dist.is_initialized():
         dist.destroy_process_group()

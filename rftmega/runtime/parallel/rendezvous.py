@@ -1,4 +1,4 @@
-"""Makes ranks communicate over one network interface of their hosts instead of all."""
+"""Provides the rendezvous store, and restricts collectives to one network interface of each host."""
 
 import errno
 import ipaddress
@@ -17,11 +17,11 @@ INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Returns the store at MASTER_ADDR:MASTER_PORT.
-
     Rank 0 serves it, at that address only, unless torchrun's agent does. The agent's store keeps
-    entries from before a restart, so each attempt has a prefix of its own. Raises NodeError if the
+    entries from before a restart, so each attempt has its own prefix. Raises NodeError if the
     address is not rank 0's, or is one that other hosts can't reach, and NodeFault if another
-    process has the port, for the next start takes another one (tools/run.sbatch) or finds it free.
+    process uses the port, because the next start takes another port (tools/run.sbatch) or finds it
+    free.
     """
     name, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -59,10 +59,9 @@ def _listener(name: str, port: int, size: int) -> socket.socket:
 
 
 def choose_interface(name: str, *, alone: bool) -> None:
-    """Restricts collectives to the interface by which this host reaches `name` (`alone`: to
-    loopback), unless the user named one.
-
-    If that can't be determined, the libraries choose.
+    """Restricts collectives to the network interface by which this host reaches `name`, or to
+    loopback if `alone`, unless the user set an interface.
+    If it can't be determined, the libraries choose.
     """
     if chosen := interface_towards("127.0.0.1" if alone else name):
         for variable in INTERFACE:
@@ -70,7 +69,9 @@ def choose_interface(name: str, *, alone: bool) -> None:
 
 
 def interface_towards(name: str) -> str | None:
-    """Returns the name of the interface towards a host, e.g. eth0; None if there is no route."""
+    """Returns the name of the network interface, e.g. eth0, by which this host reaches host `name`;
+    None if there is no route.
+    """
     try:
         family, _, _, _, where = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing

@@ -1,5 +1,5 @@
-"""Identifies a run, so that its pushes are not taken for another's, and a resumed run is the same
-one.
+"""Identifies a run, so that engines can tell its weight pushes from another run's, and a resumed
+run keeps its identity.
 """
 
 import json
@@ -16,9 +16,9 @@ FILE = ".rftmega-run"
 
 
 def run_identity(output: Path) -> str:
-    """Returns the name of the run whose output folder this is, the same on every process.
-
-    A copy of the folder is another run's. Raises LockedError if the name can't be stored.
+    """Returns the random identifier of the run that writes to this output folder, the same on every
+    process; creates it if needed.
+    A copy of the folder gets a new identifier. Raises LockedError if it can't be stored.
     """
     told: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:

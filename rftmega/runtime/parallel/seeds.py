@@ -1,5 +1,5 @@
-"""Seeds every random generator of a process, and saves and restores their states in a form for
-JSON.
+"""Seeds the random generators of a process, and saves and restores their states in a
+JSON-compatible form.
 """
 
 import random
@@ -10,9 +10,8 @@ import torch
 
 
 def set_seed(seed: int) -> None:
-    """Seeds python, numpy and torch, on the host and on every device.
-
-    The Topology seeds Megatron's streams.
+    """Seeds the generators of python, numpy and torch, on the host and on every device.
+    Megatron's generators are seeded by Topology.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -20,7 +19,7 @@ def set_seed(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of the host's generators."""
+    """Returns the states of the host's generators (python, numpy, torch) in a JSON-compatible form."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return {
@@ -31,7 +30,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores the states of the host's generators."""
+    """Restores the states that `random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
@@ -40,7 +39,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def as_text(state: torch.Tensor) -> str:
-    """Returns a generator's state [bytes] in hexadecimal."""
+    """Returns a generator's state [bytes] as hexadecimal text."""
     return bytes(state.cpu().tolist()).hex()
 
 

@@ -1,8 +1,7 @@
-"""Shares memory between processes of one host, under a name that opens nothing else.
-
-It has no path in any folder, so that nothing is left behind however the processes end: it is
-reached through its owner's open files. Its size is sealed: a process that opens it can neither
-shrink nor enlarge it.
+"""Shares memory between processes of one host under unique names.
+The memory has no path in any folder, so nothing is left behind however the processes end: other
+processes reach it through its owner's open files (/proc). Its size is sealed: a process that opens
+it can neither shrink nor enlarge it.
 """
 
 import fcntl
@@ -17,9 +16,8 @@ SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 def create(size: int) -> str:
-    """Creates memory of `size` bytes and returns its name.
-
-    It lives as long as this process and all that have opened it.
+    """Creates shared memory of `size` bytes and returns its name.
+    It is freed once this process has closed it and no process has it mapped or open.
     """
     token = secrets.token_hex(16)
     descriptor = os.memfd_create(f"rftmega-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -29,15 +27,16 @@ def create(size: int) -> str:
 
 
 def close(name: str) -> None:
-    """Closes memory that this process created; processes that have attached it keep it."""
+    """Closes shared memory that this process created; processes that have mapped it can still use
+    it.
+    """
     found = NAME.fullmatch(name)
     assert found is not None and int(found[1]) == os.getpid(), name
     os.close(int(found[2]))
 
 
 def attach(name: str, size: int) -> mmap.mmap:
-    """Maps shared memory by its name.
-
+    """Maps shared memory by its name and size in bytes.
     Raises ValueError as `opened` does.
     """
     descriptor = opened(name, size)
@@ -48,9 +47,9 @@ def attach(name: str, size: int) -> mmap.mmap:
 
 
 def opened(name: str, size: int) -> int:
-    """Returns a descriptor of shared memory by its name.
-
-    Raises ValueError unless `name` is that of such memory, of this user and of `size` bytes.
+    """Returns a file descriptor of the shared memory with this name.
+    Raises ValueError unless the memory was made by `create`, belongs to this user and has `size`
+    bytes.
     """
     found = NAME.fullmatch(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""Determines this process's ranks in every kind of parallelism; the only reader of
+"""Determines this process's rank along every parallel dimension; the only module that reads
 megatron.core.parallel_state.
 """
 
@@ -23,11 +23,10 @@ from rftmega.runtime.parallel.seeds import as_bytes, as_text
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Topology holds parallel sizes and ranks, and the process groups that this project uses.
-
+    """Topology holds parallel sizes and ranks, and the process groups that rftmega uses.
     Megatron keeps its groups in module globals, one layout per process. A Topology holds a copy of
-    them, so that models of different layouts (an actor and a critic) live in the same processes and
-    take turns: see `active`.
+    these globals, so that models of different layouts (an actor and a critic) exist in the same
+    processes and are active in turn: see `active`.
     """
 
     tensor: int
@@ -51,8 +50,8 @@ class Topology:
 
     @classmethod
     def create(cls, parallel: ParallelConfig, *, seed: int) -> "Topology":
-        """Builds Megatron's process groups, seeds its generators and makes them the active ones.
-
+        """Builds Megatron's process groups for a layout, seeds its random generators and makes the
+        layout active.
         Call it after torch.distributed is initialised, in the same order on every process.
         """
         _set_globals(_NOTHING)
@@ -101,7 +100,9 @@ class Topology:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Switches Megatron to this layout within a `with` block, and back afterwards."""
+        """Makes this layout Megatron's active one within a `with` block, and restores the previous
+        layout afterwards.
+        """
         before = _get_globals()
         if before == self._globals:
             yield
@@ -117,7 +118,7 @@ class Topology:
             streams.resume()
 
     def random_state(self) -> dict[str, Any]:
-        """Returns the states of this layout's random streams, in a form for JSON."""
+        """Returns the states of this layout's random generators, in a JSON-compatible form."""
         with self.active():
             streams = RandomStreams.now()
         return {
@@ -126,14 +127,16 @@ class Topology:
         }
 
     def set_random_state(self, state: dict[str, Any]) -> None:
-        """Restores the states of this layout's random streams."""
+        """Restores the states that `random_state` returned."""
         named = {name: as_bytes(text) for name, text in state["named"].items()}
         with self.active():
             RandomStreams(as_bytes(state["device"]), named).resume()
 
     @staticmethod
     def destroy() -> None:
-        """Destroys Megatron's groups, so that another layout can be built in the same processes."""
+        """Destroys the process groups of Megatron's active layout, so that another layout can be
+        built in the same processes.
+        """
         state.destroy_model_parallel()
 
     @property
@@ -150,15 +153,16 @@ class Topology:
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process reports its data-parallel rank's results; the others have
-        none, or the same ones.
+        """Returns whether this process reports the results of its data-parallel rank: last pipeline
+        stage, tensor and context rank 0.
+        The other processes of that rank have no results, or the same ones.
         """
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
-        """Sums x in place over the processes that report results; every process gets the total.
-
-        Others pass a tensor of the same shape, with any content.
+        """Sums x in place over the processes that report results (`speaks`); every process gets the
+        total.
+        The other processes pass a tensor of the same shape, with any content.
         """
         if not self.speaks:
             x.zero_()
@@ -168,7 +172,9 @@ class Topology:
 
 @dataclass(slots=True)
 class RandomStreams:
-    """RandomStreams holds the states of the device's generator and of Megatron's named streams."""
+    """RandomStreams holds the states of the device's default generator and of Megatron's named
+    generators.
+    """
 
     device: Tensor
     named: dict[str, Any]
@@ -180,14 +186,14 @@ class RandomStreams:
         )
 
     def remember(self) -> None:
-        """Updates the states to those of the current streams."""
+        """Replaces the stored states by the generators' current states."""
         self.device, self.named = (
             device.current().random_state(),
             tensor_parallel.get_cuda_rng_tracker().get_states(),
         )
 
     def resume(self) -> None:
-        """Sets the streams to these states."""
+        """Sets the generators to the stored states."""
         device.current().set_random_state(self.device)
         tensor_parallel.get_cuda_rng_tracker().set_states(self.named)
 

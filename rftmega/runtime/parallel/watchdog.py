@@ -1,6 +1,5 @@
-"""Records this process's progress, and ends a hung process.
-
-Working code calls `mark`: at phases, micro-batches, buckets of a push, completions.
+"""Records this process's progress, and ends a process that hangs.
+Working code calls `mark`: at each phase, micro-batch, bucket of a weight push, and completion.
 """
 
 import faulthandler
@@ -15,7 +14,9 @@ HUNG = 86  # exit code
 
 
 class Seen:
-    """Seen holds the phase of this process, the number of marks, and the time of the last one."""
+    """Seen holds the current phase of this process, its number of progress marks, and the time of
+    the last one.
+    """
 
     def __init__(self) -> None:
         self.phase, self.marks, self.at = "start", 0, time.monotonic()
@@ -25,8 +26,7 @@ seen = Seen()
 
 
 def mark(phase: str | None = None) -> None:
-    """Records progress; a `phase` begins a new phase.
-
+    """Records that this process made progress; `phase` names the phase that begins, if one does.
     Callable from any thread.
     """
     seen.phase, seen.marks, seen.at = phase or seen.phase, seen.marks + 1, time.monotonic()
@@ -34,11 +34,11 @@ def mark(phase: str | None = None) -> None:
 
 @contextmanager
 def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Watches a `with` block: a process without a mark for `seconds` writes rank, phase and the
-    stacks of all threads to stderr, and ends with the code HUNG.
-
-    0: never. The watch counts its own rounds, each at most its planned length: neither a clock that
-    jumps nor a process that was stopped for a while counts as hung.
+    """Watches a `with` block: if this process calls no `mark` for `seconds`, writes rank, phase and
+    the stacks of all threads to stderr, and ends the process with exit code HUNG.
+    `seconds=0` disables the watch; `end` is called to end the process. Idle time is the sum of the
+    watching thread's rounds, each counted with at most its planned length, so that neither a clock
+    that jumps nor a process that was stopped for a while counts as hung.
     """
     if not seconds:
         yield

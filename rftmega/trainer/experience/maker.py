@@ -1,6 +1,5 @@
-"""ExperienceMaker turns samples into an Experience.
-
-Computes log-probs and values with the models, and advantages from the rewards.
+"""ExperienceMaker turns samples into an Experience: it computes log-probs and values with the
+models, and advantages from the rewards.
 """
 
 from typing import Any
@@ -19,8 +18,8 @@ from rftmega.core.types import Experience, RowsOfRollouts, Samples
 
 
 class ExperienceMaker:
-    """ExperienceMaker adds advantages, the trainer's old log-probs and, if the KL coefficient is
-    positive, the reference's log-probs.
+    """ExperienceMaker adds advantages, the trainer's old log-probs, the critic's values and, if the
+    KL coefficient is positive, the reference's log-probs to samples.
     """
 
     def __init__(
@@ -33,10 +32,11 @@ class ExperienceMaker:
         shape: Shaping | None = None,
         host: Host | None = None,
     ):
-        """`chosen`: the advantage estimator, whitening, the placement of the KL, and whether
-        truncated completions are left out of the loss (they still count in their group); None: GRPO
-        without a KL. `kl_weight`: the adaptive KL coefficient; None: that of `chosen`. `shape`
-        changes the rewards from which advantages are computed. `host`: where experience is stored.
+        """`chosen`: options that select the advantage estimator, whitening, the placement of the
+        KL, and whether truncated completions are left out of the loss (they still count in their
+        group); None: GRPO without a KL. `kl_weight`: the adaptive KL coefficient; None: the
+        constant coefficient of `chosen`. `shape` changes the rewards from which advantages are
+        computed. `host`: stores the experience, one copy per host.
         """
         self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
@@ -49,7 +49,7 @@ class ExperienceMaker:
         self.shape = shape or Shaping(longest=0)
 
     def state(self) -> dict[str, Any]:
-        """Returns the JSON-serializable state that later experiences depend on."""
+        """Returns the running reward moments, on which later experiences depend, as JSON."""
         return {"moments": None if self.shape.moments is None else list(self.shape.moments.state)}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -57,8 +57,9 @@ class ExperienceMaker:
             self.shape.moments.state = tuple(state["moments"])
 
     def make(self, samples: Samples[Ragged], *, old_log_probs: bool = True) -> Experience[Ragged]:
-        """Makes the experience. Without `old_log_probs` it has none and the policy is not called:
-        the forward pass of the update provides them. That requires a KL outside the reward.
+        """Returns the experience of `samples`. With `old_log_probs` False its old log-probs are
+        None and the policy is not called: the update's own forward pass provides them. That
+        requires that the KL is not in the reward.
         """
         rows, mask = samples.rows, samples.rows.mask
         stats = self.policy.log_probs(rows) if old_log_probs else None
@@ -115,8 +116,8 @@ class ExperienceMaker:
 
 
 def turn_rewards(samples: Samples[Ragged]) -> Ragged | None:
-    """Returns the turn rewards of the environment, at the target that ended each turn; None if
-    there are none.
+    """Returns the environment's turn rewards as a Ragged, each at the target that ended its turn;
+    None if there are no turn rewards.
     """
     given = [
         (row, turn.stop - 2, turn.reward)  # its last token is target stop - 2
@@ -135,8 +136,9 @@ def turn_rewards(samples: Samples[Ragged]) -> Ragged | None:
 
 
 def shares_of(rollouts: RowsOfRollouts, taught: Ragged) -> tuple[Tensor, Tensor]:
-    """Returns ([B] float32: each row's share of its rollout's trained tokens, [B] bool: True for
-    the first row of each rollout that has trained tokens).
+    """Returns each row's share of its rollout's trained tokens ([B] float32), and a mask ([B] bool)
+    that is True for the first row with trained tokens of each rollout. `taught`: mask of trained
+    tokens.
     """
     own = taught.sums()
     whole = rollouts.sums(own)[rollouts.of_row]
@@ -146,5 +148,5 @@ def shares_of(rollouts: RowsOfRollouts, taught: Ragged) -> tuple[Tensor, Tensor]
 
 
 def _without(mask: Ragged, rows: Tensor) -> Ragged:
-    """Returns the mask, set to False in `rows` ([B] bool)."""
+    """Returns the token mask with all tokens of `rows` ([B] bool) set to False."""
     return mask.with_values(mask.flat & mask.spread(~rows))

@@ -1,4 +1,4 @@
-"""Scores of a reward model on whole completions."""
+"""Rewards from the scores that a reward model gives to whole completions."""
 
 from dataclasses import replace
 
@@ -10,17 +10,15 @@ from rftmega.core.types import Samples
 
 
 class ModelReward:
-    """Adds `weight` times a reward model's score to the reward of each completion of a complete
-    batch.
-    """
+    """Adds `weight` times a reward model's score to the reward of each completion of a batch."""
 
     def __init__(self, model: ValueScorer, weight: float, host: Host | None = None):
         self.model, self.weight = model, weight
         self.host = host or OneProcess()
 
     def __call__(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Scores completions: the score is the value after the last token, stored as the reward
-        component "model".
+        """Returns the samples with the reward model's scores added; a score is the value after the
+        completion's last token and is stored as the reward component "model".
 
         Raises RewardError if a score is not finite.
         """

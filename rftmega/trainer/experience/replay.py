@@ -1,4 +1,4 @@
-"""Experience of earlier steps, stored on the host to be trained on again."""
+"""Buffer of the experience of earlier steps, stored on the host to be trained on again."""
 
 import base64
 import io
@@ -19,15 +19,15 @@ NAMES = {"pictures": "images"}  # fields of checkpoints before 2026-11-27
 
 
 class ReplayBuffer:
-    """Stores whole groups in arrival order. Its items are rows, each an Experience of one;
-    `Experience.join` collates them (`StrategyBase.setup_dataloader(buffer, n,
+    """Stores whole groups in arrival order. Indexing returns a single row as an Experience;
+    `Experience.join` collates rows (`StrategyBase.setup_dataloader(buffer, n,
     collate_fn=Experience.join)`).
     """
 
     def __init__(self, limit: int = 0, *, cpu_offload: bool = True, host: Host | None = None):
         """`limit`: the maximum number of rows, beyond which the oldest groups are dropped (0:
         unlimited). `cpu_offload`: move rows to the CPU, otherwise leave them on their device.
-        `host`: where they are stored.
+        `host`: stores the rows, one copy per host.
         """
         self.limit, self.cpu_offload = limit, cpu_offload
         self.host = host or OneProcess()
@@ -45,8 +45,8 @@ class ReplayBuffer:
         raise IndexError(f"Row {row} of {len(self)}.")
 
     def append(self, experience: Experience[Ragged], group: Tensor) -> int:
-        """Adds rows; `group` [B] int64 is the group of each row. Returns the number of groups
-        dropped to make space.
+        """Adds rows; `group` [B] int64 is the group number of each row. Returns the number of old
+        groups that were dropped because of the limit.
 
         Raises ValueError for a group that is larger than the limit.
         """
@@ -65,8 +65,8 @@ class ReplayBuffer:
         return dropped
 
     def drop_older(self, version: int) -> int:
-        """Drops whole groups with a token sampled by a policy before `version`. Returns their
-        number.
+        """Drops whole groups that have a token sampled by a policy before `version`. Returns the
+        number of dropped groups.
         """
         fresh = [group for group in self.groups if oldest(group) >= version]
         dropped, self.groups = len(self.groups) - len(fresh), deque(fresh)
@@ -84,7 +84,7 @@ class ReplayBuffer:
         return rows.changed(copied)
 
     def state(self) -> dict[str, Any]:
-        """Returns all groups, JSON-serializable except for their tensors, which are not copied."""
+        """Returns all groups as JSON, except for their tensors, which are not copied."""
         return {
             "groups": [
                 {each.name: _packed(getattr(group, each.name)) for each in fields(group)}
@@ -100,7 +100,7 @@ class ReplayBuffer:
             {NAMES.get(name, name): _unpacked(value) for name, value in group.items()}
             for group in given
         ]
-        # those of a checkpoint before format 5 are padded
+        # groups in a checkpoint before format 5 are padded
         self.groups = deque(Experience(**group).ragged() for group in groups)
 
 
@@ -120,9 +120,9 @@ def _unpacked(value: Any) -> Any:
 
 
 def oldest(experience: Experience[Ragged]) -> int:
-    """Returns the oldest policy version that sampled one of the tokens.
+    """Returns the oldest policy version that sampled a token of the experience.
 
-    Raises ValueError if versions are unknown.
+    Raises ValueError if the experience has no versions.
     """
     if experience.versions is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Conversion of the rollouts of one step into rows."""
+"""Conversion of the rollouts of one step into rows of Samples."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from rftmega.core.types import Prompt, Rollout, Rows, Samples
 
 
 def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:
-    """Returns the rollouts, asserting that none is missing."""
+    """Returns `rollouts` unchanged; raises AssertionError if one is missing (None)."""
     assert None not in rollouts, "the engine left rollouts out"
     return rollouts  # type: ignore[return-value]
 
@@ -22,8 +22,8 @@ def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:
 def scores_of(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], reward: Reward
 ) -> list[dict[str, float]]:
-    """Returns the scores stored with the rollouts; if any rollout lacks them, computes the reward
-    of all.
+    """Returns the scores stored in the rollouts; if any rollout has none, computes the reward of
+    all rollouts instead.
     """
     known = [rollout.scores for rollout in rollouts if rollout.scores is not None]
     return known if len(known) == len(rollouts) else reward(prompts, rollouts)
@@ -32,9 +32,9 @@ def scores_of(
 def kept_of(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
 ) -> tuple[list[int], list[Prompt], list[Rollout]]:
-    """Returns indices, prompts and rollouts of those that were not lost.
+    """Returns indices, prompts and rollouts of the rollouts that were not lost.
 
-    Raises InfrastructureFault if all were lost.
+    Raises InfrastructureFault if all rollouts were lost.
     """
     kept = [place for place, rollout in enumerate(rollouts) if not rollout.lost]
     if not kept:
@@ -51,11 +51,11 @@ def collect(
     *,
     samples_per_prompt: int,
 ) -> Samples[Ragged]:
-    """Lays rows out in the given order: one per trajectory, with the rows of a rollout and of its
-    group adjacent; scores rollouts without scores.
+    """Returns the rollouts as Samples in the given order: one row per trajectory, with the rows of
+    a rollout and of its group adjacent. Rollouts without scores are scored by `reward`.
 
-    Rows are views of RolloutArrays. Lost rollouts have none. Raises InfrastructureFault if all were
-    lost.
+    `rollouts` has `samples_per_prompt` consecutive entries per prompt. Rows are views of
+    RolloutArrays. Lost rollouts get no rows. Raises InfrastructureFault if all rollouts were lost.
     """
     places, asked, own = kept_of(prompts, rollouts)
     scores = scores_of(asked, own, reward)
@@ -96,5 +96,5 @@ def collect(
 
 
 def _spread(of_rollouts: Sequence[float], sizes: Tensor) -> Tensor:
-    """Returns [B] float32: the value of its rollout for each row."""
+    """Returns [B] float32: for each row the value of its rollout. `sizes`: rows of each rollout."""
     return torch.tensor(of_rollouts, dtype=torch.float32).repeat_interleave(sizes)

@@ -1,4 +1,6 @@
-"""Conversion of supervised rows into an Experience without sampling corrections or advantages."""
+"""Conversion of supervised rows into an Experience, which then has no sampled log-probs or
+advantages.
+"""
 
 import torch
 
@@ -6,8 +8,8 @@ from rftmega.core.types import Experience, Rows
 
 
 def given(rows: Rows) -> Experience:
-    """Returns `rows` with log-probs and advantages of 0, for the losses of
-    algorithms/supervised.py, which read neither.
+    """Returns an Experience of `rows` with log-probs and advantages of 0, for the losses of
+    algorithms/supervised.py, which do not read log-probs or advantages.
     """
     zeros = torch.zeros(rows.mask.shape)
     return Experience(

@@ -1,4 +1,6 @@
-"""A folder with the evidence of a step with a log-prob mismatch between engine and trainer."""
+"""GapBundle is a folder with the evidence of a step with a log-prob mismatch between engine and
+trainer.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -22,8 +24,8 @@ FORMAT = 2  # since 2 it has the mask
 
 @dataclass(frozen=True, slots=True)
 class GapBundle:
-    """GapBundle holds the worst rows of the step and the evidence collected to diagnose the
-    mismatch.
+    """GapBundle holds the rows of a step with the largest log-prob mismatch and the evidence
+    collected to diagnose it.
     """
 
     step: int
@@ -36,7 +38,9 @@ class GapBundle:
     config: dict[str, Any]  # without secrets
 
     def save(self, folder: Path) -> None:
-        """Writes the folder, readable only by its owner since it holds prompts and completions."""
+        """Writes the bundle to a folder that only its owner can read, since it contains prompts and
+        completions.
+        """
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         evidence = self.evidence
         tensors = {
@@ -72,7 +76,7 @@ class GapBundle:
 
     @staticmethod
     def load(folder: Path) -> "GapBundle":
-        """Returns the bundle that `save` wrote. Raises DataError if the folder holds no bundle."""
+        """Returns the bundle that `save` wrote. Raises DataError if the folder has no bundle."""
         try:
             about = json.loads((folder / ABOUT).read_text())
             tensors = load_file(folder / TENSORS)
@@ -118,8 +122,8 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
 
 
 def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
-    """Returns each completion of `rows` under every different prompt of another row, and [.., 2]
-    int64: pairs of (row of the completion, row of the prompt).
+    """Returns rows that combine each completion of `rows` with every different prompt of another
+    row, and pairs (row of the completion, row of the prompt) as a tensor [rows returned, 2] int64.
     """
     made: list[tuple[Tensor, Tensor, int]] = []  # tokens and mask of each, prompt length
     pairs: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Diagnosis of a log-prob mismatch between engine and trainer: one cause, derived from the
+"""Diagnosis of a log-prob mismatch between engine and trainer: derives a single cause from the
 evidence.
 """
 
@@ -18,7 +18,9 @@ NAMED = 5  # tensors in a message
 
 
 class Limits(NamedTuple):
-    """Largest log-prob mismatch, in nats, allowed between engine and trainer."""
+    """Limits of the log-prob mismatch between engine and trainer, in nats; a larger mismatch stops
+    the run.
+    """
 
     percentile: float  # the 99.9th
     mean: float
@@ -29,8 +31,8 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Evidence holds measurements taken after the mismatch exceeded the limits. Tensors are of the
-    worst rows, [B, T], aligned with targets.
+    """Evidence holds measurements taken after the mismatch exceeded the limits. Tensors belong to
+    the rows with the largest mismatch, [B, T], aligned with targets.
     """
 
     whole: Gap  # of all tokens
@@ -52,14 +54,18 @@ class Evidence:
 
 
 class Cause(NamedTuple):
-    """`kind` is chance, weights, tokens, sampling transform, experts' routes or numbers."""
+    """Cause of a mismatch: `kind` is chance, weights, tokens, sampling transform, experts' routes
+    or numbers; `why` is the explanation for the user.
+    """
 
     kind: str
     why: str
 
 
 def cause_of(evidence: Evidence, limits: Limits) -> Cause:
-    """Returns the first cause that the evidence supports; causes that explain most come first."""
+    """Returns the first cause that the evidence supports; causes that would explain other findings
+    as well are tested first.
+    """
     for look in (_chance, _weights, _tokens, _transform, _stale, _routes):
         if found := look(evidence, limits):
             return found
@@ -67,7 +73,9 @@ def cause_of(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
-    """Returns whether two sets of log-probabilities [B, T] are equal within the limits."""
+    """Returns whether two tensors of log-probs, [B, T], are equal within the limits at the tokens
+    of the mask.
+    """
     gap = gaps_of(one, other, mask)
     return (
         len(gap) > 0 and float(gap.mean()) <= limits.mean and float(gap.max()) <= limits.percentile
@@ -75,8 +83,8 @@ def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
 
 
 def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
-    """Compares scoring passes of the trainer with each other: if they differ, no other diagnosis is
-    valid.
+    """Compares scoring passes of the trainer with each other, since no other diagnosis is valid if
+    they differ. Returns None if they agree.
     """
     if not evidence.rescored:
         return None
@@ -101,7 +109,9 @@ def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
 
 
 def _disagree(one: Tensor, other: Tensor, evidence: Evidence, limits: Limits) -> bool:
-    """Returns whether two passes differ by more than near-ties between a few experts explain."""
+    """Returns whether two scoring passes differ by more than near-ties between experts of a few
+    tokens explain.
+    """
     beyond = (gaps_of(one, other, evidence.mask) > limits.percentile).double().mean().item()
     few = evidence.has_experts and beyond <= FEW
     return not few and not matches(one, other, evidence.mask, limits)
@@ -131,7 +141,9 @@ def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
 
 
 def _bounds(name: str, wrong: Sequence[SliceChecksums]) -> str:
-    """Returns the smallest box around all corrupt slices of a tensor, in Python's slice syntax."""
+    """Returns the smallest index range that covers all corrupt slices of a tensor, in Python's
+    slice syntax.
+    """
     edges = zip(*(each.box for each in wrong if each.name == name), strict=True)
     return ", ".join(
         f"{min(start for start, _ in edge)}:{max(stop for _, stop in edge)}" for edge in edges
@@ -225,9 +237,10 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def worst_rows(behaviour_logp: Ragged, old_logp: Ragged, mask: Ragged, most: int) -> Tensor:
-    """Returns [at most `most`] int64: rows by their mean mismatch, the largest first.
+    """Returns the indices of at most `most` rows ([n] int64), sorted by mean mismatch, the largest
+    first.
 
-    Rows without tokens come last.
+    Rows without tokens in the mask come last.
     """
     largest = torch.finfo(torch.float64).max / int(mask.lengths.max())
     chosen = mask.flat

@@ -2,7 +2,7 @@
 on the affected completions.
 
 A weight sync can succeed and leave the engine with wrong weights: its completions are then
-off-policy, and an importance weight hides it.
+off-policy, and an importance weight hides the error.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ PROBE_SAMPLE = 1 << 20
 
 
 def chosen_by(samples: Samples[Ragged], step: int) -> Ragged:
-    """Returns True for the response tokens sampled by the policy of `step`."""
+    """Returns a mask that is True for the response tokens sampled by the policy of `step`."""
     mask = samples.rows.mask
     if samples.versions is None:
         return mask
@@ -43,19 +43,23 @@ def chosen_by(samples: Samples[Ragged], step: int) -> Ragged:
 
 
 def gap_of(samples: Samples[Ragged], old_logp: Ragged, mask: Ragged) -> Gap:
-    """Returns the mismatch over the tokens in the mask; `old_logp` is the trainer's."""
+    """Returns the log-prob mismatch over the tokens in the mask; `old_logp`: the trainer's
+    log-probs.
+    """
     return log_prob_gap(samples.behaviour_logp.flat, old_logp.flat, mask.flat)
 
 
 def limits_of(dtype: str, *, percentile: float = 0.0, mean: float = 0.0) -> Limits:
-    """Returns the given limits; a limit of 0 defaults to that of `dtype`."""
+    """Returns the limits `percentile` and `mean`; a limit of 0 is replaced by the default for
+    `dtype`.
+    """
     usual = LIMITS[dtype]
     return Limits(percentile or usual.percentile, mean or usual.mean)
 
 
 class GapGate:
-    """GapGate compares engine and trainer; call `check` with every scored rollout batch, on every
-    process.
+    """GapGate compares the log-probs of engine and trainer; call `check` with every scored rollout
+    batch, on every process.
     """
 
     def __init__(
@@ -70,21 +74,22 @@ class GapGate:
         pushes: bool = True,
         keeps_caches: bool = False,
     ):
-        """`folder`: where a bundle is saved if the mismatch is too large, together with `config`.
-        `pushes`: sync weights before requesting new completions; False if every step requests them
-        right after a weight sync. `keeps_caches`: cached keys and values may stem from earlier
-        weights, so only new completions are compared.
+        """`folder`: folder in which a bundle is saved if the mismatch is too large, together with
+        `config`. `temperature`, `seed`: for sampling new completions. `pushes`: sync weights before
+        requesting new completions; False if every step requests completions right after a weight
+        sync. `keeps_caches`: the engine's cached keys and values may stem from earlier weights, so
+        only new completions are compared.
         """
         self.pushes, self.keeps_caches = pushes, keeps_caches
         self.machinery, self.limits, self.folder = machinery, limits, folder
         self.temperature, self.seed, self.config = temperature, seed, config
 
     def check(self, samples: Samples[Ragged], old_logp: Ragged, step: int) -> Gap:
-        """Returns the mismatch over the tokens sampled by the policy of `step`; over new
-        completions if there are none or `keeps_caches` is set.
+        """Returns the mismatch over the tokens sampled by the policy of `step`. If there are no
+        such tokens, or `keeps_caches` is set, returns the mismatch over new completions.
 
-        `old_logp` is the trainer's. Raises GapExceeded on every process if any process finds the
-        mismatch too large.
+        `old_logp`: the trainer's log-probs. Raises GapExceeded on every process if any process
+        finds the mismatch too large.
         """
         once = self.machinery.host.once
         if not self.keeps_caches:
@@ -104,8 +109,8 @@ class GapGate:
     def _ask_again(
         self, prompts: Sequence[Prompt], step: int, *, push: bool = True
     ) -> tuple[Samples[Ragged], Ragged]:
-        """Requests new completions of a few of the prompts after a weight sync (if `push`), and the
-        trainer's log-probabilities of them.
+        """Requests new completions of a few of the prompts, after a weight sync if `push` is True.
+        Returns them with the trainer's log-probs.
         """
         asked = list({prompt.token_ids: prompt for prompt in prompts}.values())[:PROBES]
         if push:
@@ -118,7 +123,7 @@ class GapGate:
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 
     def _explained(self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int) -> str:
-        """Diagnoses the cause, saves the bundle, and returns a message with both."""
+        """Diagnoses the cause, saves the bundle, and returns an error message that states both."""
         bundle = self._looked_at(samples, old_logp, gap, step)
         cause = cause_of(bundle.evidence, self.limits)
         folder = self.folder / f"step_{step:06d}"
@@ -170,9 +175,10 @@ class GapGate:
         )
 
     def _other_prompt(self, worst: Samples) -> Tensor:
-        """Returns [B] int64: the row under whose prompt the trainer's log-probs match the engine's.
+        """Returns [B] int64: for each row the row under whose prompt the trainer's log-probs match
+        the engine's.
 
-        -1 if there is none.
+        -1 if no other prompt matches.
         """
         found = torch.full((len(worst),), -1)
         rows, pairs = rows_under_other_prompts(worst.rows)

@@ -14,7 +14,9 @@ from rftmega.weights.transports.adapter_message import POLICY, opened
 
 
 def asked_for(number: int) -> LoRARequest | None:
-    """Returns the vLLM request for the adapter with this number, or None for the base model."""
+    """Returns the LoRARequest that selects adapter `number` in vLLM, or None for the base model
+    (number 0).
+    """
     if not number:
         return None
     # vLLM requires a path, but does not read it while it knows the number
@@ -22,10 +24,12 @@ def asked_for(number: int) -> LoRARequest | None:
 
 
 def adapters_of(evaluated: Mapping[str, str]) -> dict[str, LoRARequest | None]:
-    """Returns vLLM requests for the policy's adapter, under "", and for frozen adapters by name.
+    """Returns the LoRARequests of the policy's adapter, under the name "", and of frozen adapters
+    for evaluation, by name.
 
-    `evaluated`: PEFT folders by name; an empty one means the base model. vLLM reads a folder at its
-    first request, and again after a model load, which drops all adapters.
+    `evaluated`: PEFT folders by name; an empty folder name means the base model, whose request is
+    None. vLLM reads a folder at its first request, and again after a model load, which drops all
+    adapters.
     """
     found = {"": asked_for(POLICY)}
     for number, (name, folder) in enumerate(evaluated.items(), start=POLICY + 1):
@@ -36,13 +40,13 @@ def adapters_of(evaluated: Mapping[str, str]) -> dict[str, LoRARequest | None]:
 def set_adapter(
     worker: Any, pairs: dict[str, Tensor], said: dict[str, Any], number: int = POLICY
 ) -> None:
-    """Replaces an adapter in a vLLM worker, as vLLM's own loader would from PEFT files. `pairs` and
-    `said`: the contents of PEFT's two files.
+    """Replaces adapter `number` in a vLLM worker, as vLLM's own loader would from PEFT files.
+    `pairs`: the adapter matrices by their PEFT names; `said`: PEFT's adapter config.
 
-    vLLM scales the second matrices in place, so `pairs` must not be shared.
+    vLLM scales the B matrices in place, so `pairs` must not be shared.
 
     Raises EngineError for an embedding or LM-head adapter that vLLM's model has no module for: vLLM
-    would silently drop it.
+    would silently drop the adapter.
     """
     lora = worker.model_runner.lora_manager
     manager = lora._adapter_manager
@@ -69,13 +73,16 @@ def set_adapter(
 
 
 class AdapterWorker:
-    """AdapterWorker adds adapter loading to a server's vLLM worker (`--worker-extension-cls`)."""
+    """AdapterWorker extends the vLLM worker of a server with adapter loading
+    (`--worker-extension-cls`).
+    """
 
     def take_adapter(self, payload: bytes, version: int) -> str:
-        """Replaces an adapter; each tensor-parallel worker gets all of it, and vLLM shards it.
+        """Replaces an adapter by the one in `payload`. Each tensor-parallel worker gets the whole
+        adapter, and vLLM shards it.
 
-        Returns the reason if the adapter was refused, or "". It does not raise: if several workers
-        raise, vLLM takes the second error for the reply to its next call.
+        Returns the reason if the adapter was refused, else "". The method does not raise: if
+        several workers raise, vLLM takes the second error for the reply to its next call.
         """
         try:
             number, pairs, said = opened(payload, version)

@@ -1,4 +1,6 @@
-"""Base of the weight transfer engines that load whole checkpoints in a vLLM server's worker."""
+"""Base class of the weight transfer engines in a vLLM server's worker that load complete
+checkpoints.
+"""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -27,15 +29,15 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
-    """CheckpointTransferEngine loads HF-named tensors between `start_weight_update` and
-    `finish_weight_update`, through the model's own loader.
+    """CheckpointTransferEngine loads HF-named tensors through the model's own loader, between
+    `start_weight_update` and `finish_weight_update`.
 
-    A missing tensor at the end is an error; the trainer then treats the server as one without
-    weights.
+    A tensor that is missing at the end is an error; the trainer then treats the server as one
+    without weights.
     """
 
     def expect(self, names: Iterable[str]) -> None:
-        """Stores the names of all tensors of a push."""
+        """Stores the names of all tensors that a push must bring."""
         self._expected = set(names)
         self._missing: set[str] = set()
 
@@ -51,7 +53,9 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         pack_output_heads(self.model)
 
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Passes tensors to the model's loader, quantised if the server runs quantised."""
+        """Passes tensors to the model's loader; first quantises them to fp8 if the server runs
+        quantised.
+        """
         tensors = list(named_tensors)
         self._missing -= {name for name, _ in tensors}
         model: Any = self.model
@@ -61,7 +65,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         model.load_weights(tensors)
 
     def refuse_gaps(self) -> None:
-        """Raises EngineError if a tensor is missing or a layer received nothing.
+        """Raises EngineError if an expected tensor was not loaded, or a layer received no weights.
 
         Call it before the update ends: vLLM can't start another update after a failed one.
         """

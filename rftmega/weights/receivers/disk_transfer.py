@@ -1,5 +1,5 @@
-"""Receives a push from disk inside a vLLM server's worker: a folder that the trainer's processes
-wrote (`transports.disk_weights`).
+"""Receives a push from disk inside a vLLM server's worker: reads the folder that the trainer's
+processes wrote (`transports.disk_weights`).
 """
 
 import json
@@ -25,8 +25,8 @@ from rftmega.weights.transports.disk_weights import MANIFEST
 
 @dataclass
 class DiskInit(WeightTransferInitInfo):
-    """`buckets`: name, dtype and shape of each tensor of a push, in groups that are loaded
-    together.
+    """Tensors that each push contains. `buckets`: [name, dtype, shape] of each tensor, in groups
+    that are loaded together.
     """
 
     buckets: list[list[Any]]
@@ -34,15 +34,15 @@ class DiskInit(WeightTransferInitInfo):
 
 @dataclass
 class DiskUpdate(WeightTransferUpdateInfo):
-    """A push: a folder with a manifest."""
+    """DiskUpdate names the push to load: its version and the folder with its manifest."""
 
     version: int
     folder: str
 
 
 class DiskWeightTransferEngine(CheckpointTransferEngine[DiskInit, DiskUpdate]):
-    """DiskWeightTransferEngine loads weights from a pushed folder: it reads what the model's loader
-    asks for, and verifies each slice.
+    """DiskWeightTransferEngine loads weights from the folder of a push: it reads only the slices
+    that the model's loader asks for, and verifies the checksum of each slice.
     """
 
     init_info_cls = DiskInit
@@ -79,8 +79,8 @@ class DiskWeightTransferEngine(CheckpointTransferEngine[DiskInit, DiskUpdate]):
 def _piece(
     folder: Path, file: str, key: str, box: list[list[int]], written: int
 ) -> tuple[Box, Tensor]:
-    """Returns a slice of a tensor. Raises EngineError if it can't be read or differs from what was
-    written.
+    """Returns the block (box) of a slice and its elements, read from `file` under `key`. Raises
+    EngineError if the slice can't be read or its checksum is not `written`.
     """
     path = folder / file
     try:

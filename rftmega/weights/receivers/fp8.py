@@ -1,5 +1,5 @@
-"""Quantises pushed weights to fp8 on arrival, for engines that compute in fp8
-(`rollout.quantization`). Trainer and push are unaffected.
+"""Quantises pushed weights to fp8 when they arrive, for engines that compute in fp8
+(`rollout.quantization`). The trainer sends unquantised weights.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,9 @@ BLOCK = 128  # rows and columns that share a scale
 
 
 def described(kept: Sequence[str]) -> dict[str, Any]:
-    """Returns the quantization_config of an fp8 model; `kept`: the unquantised modules."""
+    """Returns the quantization_config of an fp8 model. `kept`: names of the modules that stay
+    unquantised.
+    """
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -26,7 +28,8 @@ def described(kept: Sequence[str]) -> dict[str, Any]:
 
 def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yields the fp8 numbers and then the scales of each linear layer's weight, and all other
-    tensors unchanged. A weight must be complete: a block's largest element may be anywhere.
+    tensors unchanged. A weight must be complete, since a block's scale depends on the largest
+    element of the block.
     """
     for name, tensor in tensors:
         if not is_linear(name):
@@ -38,7 +41,9 @@ def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 
 def rounded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors with the weights of linear layers rounded to fp8, converted back to fp32."""
+    """Yields all tensors, with the weights of linear layers rounded to fp8 and converted back to
+    fp32.
+    """
     given = quantised(tensors)
     for name, tensor in given:
         if is_linear(name):

@@ -1,8 +1,8 @@
 """Receives a push over the network inside a vLLM server's worker: the slices that this worker
-reads, from the trainer's processes.
+reads, sent by the trainer's processes.
 
-At the start, the worker's loader gets tensors that only record which elements it reads. From that,
-the trainer plans which process sends which slice, and sends the plan to the worker.
+At the start, the worker's loader gets tensors that only record which elements it reads. From this
+record, the trainer plans which process sends which slice, and sends the plan to the worker.
 """
 
 from collections import defaultdict
@@ -32,10 +32,11 @@ from rftmega.weights.transports.transfer_plan import (
 
 @dataclass
 class NetworkInit(WeightTransferInitInfo):
-    """NetworkInit holds the address of the trainer's store and the tensors of a push.
+    """NetworkInit holds the address of the trainer's rendezvous store and the tensors of a push.
 
-    `trainers`: number of trainer processes. `host`: the address at which they reach this server.
-    `tensors`: name, dtype and shape of each. `seconds`: time limit of one message.
+    `trainers`: number of trainer processes. `host`: the address at which the trainer processes
+    reach this server. `tensors`: name, dtype and shape of each tensor. `seconds`: time limit of one
+    message.
     """
 
     meeting: list[Any]  # host and port of the store
@@ -48,13 +49,15 @@ class NetworkInit(WeightTransferInitInfo):
 
 @dataclass
 class NetworkUpdate(WeightTransferUpdateInfo):
-    """A push: all of its buckets, one after the other."""
+    """NetworkUpdate announces a push, whose buckets then arrive one after the other."""
 
     version: int
 
 
 class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkUpdate]):
-    """NetworkWeightTransferEngine receives slices over a process group of trainer and workers."""
+    """NetworkWeightTransferEngine receives slices over a process group of the trainer's processes
+    and this server's workers.
+    """
 
     init_info_cls = NetworkInit
     update_info_cls = NetworkUpdate
@@ -84,9 +87,10 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
         self._buckets = unpacked_plan(store.get(f"{init_info.name}/plan/{worker}"))
 
     def receive_weights(self, update_info: NetworkUpdate) -> None:
-        """Receives and loads all buckets; each travels while the one before it is loaded.
+        """Receives and loads all buckets of a push; each bucket is received while the bucket before
+        is loaded.
 
-        A worker that fails leaves the group, so that the trainer does not wait for it.
+        A worker that fails leaves the process group, so that the trainer does not wait for it.
         """
         try:
             self._receive(update_info.version)
@@ -111,8 +115,8 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
             self._group = None
 
     def _posted(self, number: int) -> tuple[dict[int, Tensor], list[InFlight]]:
-        """Posts the receives of a bucket. Returns its messages by source, and the transfers in
-        flight.
+        """Starts receiving bucket `number`. Returns its messages by source, and the transfers in
+        progress; both are empty after the last bucket.
         """
         layouts = self._buckets[number].layouts if number < len(self._buckets) else {}
         messages = {source: message_for(layout, self.device) for source, layout in layouts.items()}
@@ -122,7 +126,9 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
     def _on_demand(
         self, bucket: ReceivedBucket, messages: dict[int, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the bucket's tensors, whose elements are the received slices."""
+        """Yields (name, lazy tensor) for each tensor of the bucket; the elements come from the
+        received slices.
+        """
         arrived: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for source, message in messages.items():
             for part, elements in opened(message, bucket.layouts[source]):
@@ -132,7 +138,9 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
             yield name, LazyTensor.of(shape, dtype, fetch, self.device)
 
     def _needs(self, everything: ReceivedBucket) -> dict[str, list[Box]]:
-        """Returns the boxes that this worker's loader reads; the worker's weights are lost."""
+        """Runs a load to record which blocks (boxes) of each tensor this worker's loader reads.
+        Returns these blocks by HF name; the worker's weights are lost.
+        """
         asked: dict[str, list[Box]] = defaultdict(list)
 
         def recording(name: str) -> Fetch:

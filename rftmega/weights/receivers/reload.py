@@ -1,5 +1,5 @@
-"""Extends vLLM's layerwise reload: completes what it leaves undone, and substitutes our parameter
-loaders.
+"""Additions to vLLM's layerwise weight reload: repacks modules that the reload leaves out, and
+substitutes our parameter loaders.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 
 
 def pack_output_heads(model: Any) -> None:
-    """Calls vLLM's after-loading hook again for LM heads. A head tied to the embedding gets no
-    weights of its own in a reload, and on CPU it would keep multiplying with the old packed copy.
+    """Runs vLLM's after-loading hook again for LM heads. An LM head tied to the embedding gets no
+    weights in a reload, and on CPU it would keep multiplying with the old packed copy.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -31,7 +31,7 @@ def pack_output_heads(model: Any) -> None:
 def forget_expert_kernels(model: Any) -> None:
     """Drops the experts' CPU kernels, so that vLLM packs the new weights. vLLM packs experts'
     weights only when it creates the kernel at the first load; after a reload, the old kernel would
-    silently misread unpacked ones.
+    silently misread the unpacked weights.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -40,13 +40,15 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 class ParameterSource(Protocol):
-    """ParameterSource fills a parameter in place of a loaded tensor."""
+    """ParameterSource is a source of values for a parameter, passed to a parameter loader in place
+    of a tensor.
+    """
 
     def into(self, parameter: Tensor) -> None: ...
 
 
 def _fill(param: Tensor, filling: ParameterSource) -> None:
-    """Fills a parameter with the signature of vLLM's loaders, which vLLM recognises by argument
+    """Fills `param` from `filling`. This is a parameter loader; vLLM recognises one by its argument
     names.
     """
     filling.into(param)
@@ -54,12 +56,12 @@ def _fill(param: Tensor, filling: ParameterSource) -> None:
 
 class FreshParameters:
     """FreshParameters gives access to the parameters that vLLM's reload has put on the meta device,
-    each with the loader that the reload counts with.
+    and replaces their loaders.
 
-    The reload calls a parameter's loader with the meta parameter, to count its elements; once a
-    layer is complete, with the parameter that it has allocated; then it repacks that into the
-    engine's own. Our loaders take part in this and write nothing past it. `release` restores the
-    original loaders.
+    The reload calls a parameter's loader twice: with the meta parameter, to count its elements, and
+    once a layer is complete, with the parameter that the reload has allocated, which it then
+    repacks into the engine's own parameter. Our loaders are called the same way and write only to
+    the parameter that they are given. `release` restores the original loaders.
     """
 
     def __init__(self, model: Module):
@@ -68,8 +70,8 @@ class FreshParameters:
         self._before: list[tuple[Any, Any]] = []
 
     def bare(self) -> dict[str, Tensor]:
-        """Returns parameters with their original loaders: loads through them are not counted, so
-        the reload keeps the engine's weights.
+        """Returns the meta parameters by name, with their original loaders: the reload does not
+        count loads through these, and so keeps the engine's weights.
         """
         for layer in self._layers.values():
             for tensor in (*layer._parameters.values(), *layer._buffers.values()):
@@ -79,14 +81,16 @@ class FreshParameters:
         return {name: parameter for name, _, _, parameter in self._fresh()}
 
     def watch(self, names: Collection[str], filled: Callable[[str, Tensor], None]) -> None:
-        """Calls `filled` with each of these parameters after the last call of its loader."""
+        """Calls `filled(name, parameter)` for each parameter in `names` after the last call of its
+        loader.
+        """
         for name, layer, attribute, parameter in self._fresh():
             if name in names:
                 self._give(parameter, _watched(_get_original_loader(parameter), name, filled))
                 parameter.weight_loader = make_online_process_loader(layer, attribute)
 
     def fill(self, name: str, filling: ParameterSource) -> None:
-        """Loads a filling in place of tensors."""
+        """Loads parameter `name` from `filling` instead of from tensors."""
         layer_name, _, attribute = name.rpartition(".")
         layer = self._layers[layer_name]
         parameter: Any = layer._parameters[attribute]
@@ -97,7 +101,7 @@ class FreshParameters:
         parameter.weight_loader(parameter, filling)
 
     def release(self) -> None:
-        """Restores the original loaders at the end of a load, also after a failure."""
+        """Restores the original loaders. Call it at the end of a load, also after a failure."""
         while self._before:
             parameter, loader = self._before.pop()
             parameter.weight_loader = loader

@@ -1,7 +1,8 @@
 """Receives a push through shared memory inside a vLLM server's worker: whole tensors that the
 trainer's processes wrote.
 
-The loader copies its slices straight from there. A missing or damaged tensor is an error.
+The model's loader copies its slices directly from the shared memory. A missing or damaged tensor is
+an error.
 """
 
 from dataclasses import dataclass
@@ -23,16 +24,17 @@ from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngi
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """`names`: of all tensors of a push."""
+    """Tensors that each push contains. `names`: the HF names of all tensors."""
 
     names: list[str]
 
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """A bucket: the tensors in a shared memory segment.
+    """SharedMemoryUpdate describes a bucket: a shared memory segment and the tensors in it.
 
-    A tensor is [name, dtype, shape, first byte, checksum].
+    `memory`: name of the shared memory, of `size` bytes. `last`: whether this is the push's last
+    bucket. A tensor is [name, dtype, shape, first byte, checksum].
     """
 
     version: int
@@ -45,7 +47,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 class SharedMemoryWeightTransferEngine(
     CheckpointTransferEngine[SharedMemoryInit, SharedMemoryUpdate]
 ):
-    """SharedMemoryWeightTransferEngine loads buckets from shared memory of this host."""
+    """SharedMemoryWeightTransferEngine loads buckets of tensors from this host's shared memory."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
@@ -74,7 +76,9 @@ class SharedMemoryWeightTransferEngine(
         self._mapped.clear()
 
     def _map(self, name: str, size: int) -> Tensor:
-        """Maps a shared memory segment. Raises EngineError if it is not memory of the trainer's."""
+        """Maps the shared memory `name`, once, and returns its bytes as a tensor. Raises
+        EngineError if the name is not of memory that the trainer created.
+        """
         if name not in self._mapped:
             try:
                 memory = shared.attach(name, size)
@@ -84,8 +88,8 @@ class SharedMemoryWeightTransferEngine(
         return self._mapped[name]
 
     def _keep_what_waits(self, memory: Tensor) -> None:
-        """Clones tensors of incomplete layers, which hold views of memory that a later bucket
-        overwrites.
+        """Clones the tensors that vLLM keeps until their layer is complete: they are views of
+        `memory`, which a later bucket overwrites.
         """
         for module in self.model.modules():
             for _, loaded in get_layerwise_info(module).loaded_weights:

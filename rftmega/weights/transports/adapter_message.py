@@ -17,7 +17,7 @@ POLICY = 1
 
 
 class PayloadTensor(msgspec.Struct, array_like=True):
-    """PayloadTensor is one adapter matrix."""
+    """PayloadTensor is one adapter matrix in serialised form."""
 
     name: str
     dtype: str
@@ -27,7 +27,9 @@ class PayloadTensor(msgspec.Struct, array_like=True):
 
 
 class AdapterPayload(msgspec.Struct, array_like=True):
-    """AdapterPayload is the adapter of one push: the contents of PEFT's two files."""
+    """AdapterPayload is the adapter of one push in serialised form: PEFT's adapter config and the
+    matrices.
+    """
 
     version: int
     number: int  # of the adapter in the engine
@@ -47,7 +49,10 @@ def packed(
     *,
     number: int = POLICY,
 ) -> bytes:
-    """Packs an adapter. `sums`: the checksum of each matrix as it was gathered."""
+    """Serialises an adapter. `pairs`: the matrices by their PEFT names; `said`: PEFT's adapter
+    config; `sums`: the checksum of each matrix as it was gathered; `number`: the adapter's number
+    in the engine.
+    """
     tensors = []
     for name, tensor in pairs.items():
         whole = tensor.detach().contiguous().cpu()
@@ -58,10 +63,11 @@ def packed(
 
 
 def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
-    """Returns an adapter's number, its matrices in memory of their own, and PEFT's config.
+    """Decodes a payload. Returns the adapter's number, its matrices by their PEFT names (in newly
+    allocated memory), and PEFT's adapter config.
 
-    Raises EngineError if the payload belongs to another push or a matrix differs from what was
-    sent.
+    Raises EngineError if the payload can't be read or belongs to another push, or a matrix differs
+    from what was sent.
     """
     try:
         payload = _decoder.decode(message)

@@ -1,5 +1,5 @@
-"""Weight sync to engines that join a torch process group by address: the first process broadcasts
-every tensor whole, as SGLang expects.
+"""Weight sync to engines that join a torch process group by address: the trainer's first process
+broadcasts every tensor whole, as SGLang expects.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ WORKS = "The engines' group"
 
 
 class BroadcastWeights(WholeWeights):
-    """BroadcastWeights uses one process group per engine, so that an engine that dies breaks only
-    its own.
+    """BroadcastWeights pushes weights over one process group per engine, so that an engine that
+    dies breaks only its own group.
 
-    It sends the whole model once per engine, through the first process. Every process holds one
-    bucket at a time, which the engines get one after the other.
+    The trainer's first process sends the whole model to each engine. Every process holds one bucket
+    at a time, which is sent to the engines one after the other.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class BroadcastWeights(WholeWeights):
         self._forget(set(self._groups))
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Creates a group with each engine that has none."""
+        """Creates a process group with each waiting engine that has none. Returns the names of the
+        engines that can take a push.
+        """
         return self._first(lambda: self._met(waiting))
 
     def _keep(self, names: set[str]) -> None:
@@ -100,7 +102,10 @@ class BroadcastWeights(WholeWeights):
         return self._exporter.total_bytes * len(names), asked
 
     def _send(self, name: str, tensors: Sequence[Tensor], completion: "Future[None]") -> None:
-        """Sends a bucket to an engine, unless it has already failed."""
+        """Sends a bucket to engine `name`; does nothing if the engine's group is closed. Closes the
+        group if the engine has already failed (`completion`: its pending reply) or the connection
+        breaks.
+        """
         group = self._groups.get(name)
         if group is None:
             return
@@ -121,11 +126,13 @@ class BroadcastWeights(WholeWeights):
 
 class EngineGroup:
     """EngineGroup is a process group of the trainer's first process, as rank 0, and the workers of
-    one engine. They rendezvous as in torch's `init_process_group`.
+    one engine. The processes rendezvous as in torch's `init_process_group`.
     """
 
     def __init__(self, host: str, name: str, workers: int, limit: timedelta):
-        """Opens the store at which they rendezvous."""
+        """Opens the rendezvous store on `host`. `workers`: number of the engine's workers; `limit`:
+        time limit of joining and of each tensor.
+        """
         self.name, self.size, self._limit = name, 1 + workers, limit
         self._meeting = Meeting(host, seconds=limit.total_seconds())
         self._group: Any = None
@@ -135,7 +142,7 @@ class EngineGroup:
         return self._group is not None
 
     def told(self, device: torch.device) -> dict[str, Any]:
-        """Returns the request to join the group, in SGLang's fields."""
+        """Returns the request to an engine to join the group, with SGLang's field names."""
         return {
             "master_address": self._meeting.host,
             "master_port": self._meeting.port,
@@ -146,7 +153,9 @@ class EngineGroup:
         }
 
     def open(self, device: torch.device) -> None:
-        """Waits for the workers. Raises EngineFault if they do not join."""
+        """Creates the group once all workers have joined. Raises EngineFault if a worker does not
+        join in time.
+        """
         store = dist.PrefixStore(self.name, self._meeting.store)
         try:
             # torch has no public API for a group outside the default one
@@ -164,7 +173,9 @@ class EngineGroup:
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.size)}
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors to all workers, in this order. Raises EngineFault if a worker is gone."""
+        """Sends tensors to all workers, in the given order. Raises EngineFault if a worker is gone
+        or the time limit has passed.
+        """
         try:
             sent = [
                 dist.broadcast(tensor, src=0, group=self._group, async_op=True)
@@ -187,7 +198,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _described(tensors: Sequence[PlannedTensor]) -> dict[str, list[Any]]:
-    """Returns names, dtypes and shapes of tensors for a JSON request."""
+    """Returns lists of the names, dtypes and shapes of tensors for a JSON request."""
     return {
         "names": [each.name for each in tensors],
         "dtypes": [str(each.dtype).removeprefix("torch.") for each in tensors],

@@ -1,5 +1,5 @@
-"""Weight sync to stock servers: each push writes a Hugging Face folder, which servers reload as
-they loaded their first model.
+"""Weight sync to unmodified inference servers: each push writes a Hugging Face folder, which the
+servers reload in the way they loaded their first model.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ from rftmega.weights.transports.whole_weights import WholeWeights
 
 
 class CheckpointWeights(WholeWeights):
-    """CheckpointWeights writes one complete folder per push, through the first process."""
+    """CheckpointWeights writes one complete Hugging Face folder per push, through the first
+    process.
+    """
 
     run = ""
 
@@ -30,8 +32,9 @@ class CheckpointWeights(WholeWeights):
         folder: str | Path,
         run: str = "",
     ):
-        """`model`: the Hugging Face folder of the base model. `folder`: visible under the same path
-        to the first process and every engine. `run`: name of the run that pushes.
+        """`model`: the Hugging Face folder of the base model. `folder`: parent of the push folders,
+        visible under the same path to the first process and every engine. `run`: name of the run
+        that pushes.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.run = run
@@ -61,7 +64,9 @@ class CheckpointWeights(WholeWeights):
         """Does nothing: servers need no preparation."""
 
     def _remove_old(self, version: int, target: Path | None = None) -> None:
-        """Marks the folder of a push, and removes folders that no server reads any more."""
+        """Marks the push folder `target` as this run's, and removes the run's folders of older
+        versions that no server reads any more.
+        """
         if target is not None:
             with suppress(OSError):  # then it is just never removed
                 pushed_folders.mark(target, self.run)

@@ -1,7 +1,8 @@
 """Weight sync through a shared file system, for engines that share nothing else with the trainer.
 
-Each process writes its share of the slices, every element once in all, as safetensors. Slices that
-have not changed since the last push are not written again: the manifest names the earlier file.
+Each process writes its share of the slices as safetensors; together, the processes write every
+element once. Slices that have not changed since the last push are not written again: the manifest
+names the earlier file.
 """
 
 import json
@@ -36,7 +37,7 @@ READER = -1  # a rank that is no trainer process
 
 
 class DiskWeights(RemoteWeights):
-    """DiskWeights writes one folder per push, which engines read."""
+    """DiskWeights writes one folder per push, from which engines read the weights."""
 
     run = ""
 
@@ -49,8 +50,8 @@ class DiskWeights(RemoteWeights):
         folder: str | Path,
         run: str = "",
     ):
-        """`folder`: visible under the same path to every process and engine. `run`: name of the run
-        that pushes.
+        """`folder`: parent of the push folders, visible under the same path to every process and
+        engine. `run`: name of the run that pushes.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.run = run
@@ -62,8 +63,9 @@ class DiskWeights(RemoteWeights):
         self._manifests: dict[str, set[str]] = {}  # version's folder -> folders that it names
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective, with the policy's
-        weights on the device. An engine refuses a slice with another checksum.
+        """Returns the checksums of every slice of the last push; a collective. The policy's weights
+        must be on the device. An engine refuses a slice whose checksum is not the one in the
+        manifest, so the received and sent checksums are equal.
         """
         self.shards.look_again()
         found = []
@@ -108,7 +110,9 @@ class DiskWeights(RemoteWeights):
         return moved, self._asked(names, self.engines.receive, told_folder)
 
     def _least_bytes(self, landed: Sequence[str]) -> int:
-        """Returns the bytes of a complete push; unchanged slices make `push_ratio` less than 1."""
+        """Returns the size in bytes of all weights; since unchanged slices are not written,
+        `push_ratio` may be less than 1.
+        """
         return sum(tensor.bytes for tensor in self.tensors)
 
     def _forget(self, names: set[str]) -> None:
@@ -117,7 +121,7 @@ class DiskWeights(RemoteWeights):
             self._entries = {}
 
     def _write(self, draft: Path) -> None:
-        """Writes this process's changed slices, one file per bucket."""
+        """Writes this process's changed slices into `draft`, one file per bucket."""
         draft.mkdir(parents=True, exist_ok=True)
         pushed_folders.mark(draft, self.run)
         entries: dict[str, list[Any]] = {}
@@ -142,8 +146,8 @@ class DiskWeights(RemoteWeights):
         self._entries = entries
 
     def _settle(self, draft: Path, version: int, entries: Sequence[dict[str, list[Any]]]) -> None:
-        """Writes the manifest, which completes the push, and removes folders that no kept manifest
-        refers to.
+        """Writes the manifest, which completes the push, and removes the folders of older pushes
+        that no kept manifest refers to. `entries`: the manifest entries of each process's slices.
 
         Raises EngineFault if the manifest can't be written.
         """
@@ -167,8 +171,8 @@ class DiskWeights(RemoteWeights):
 
 
 def own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:
-    """Returns the slices of each bucket that this process writes: every element once in all,
-    distributed evenly over its holders.
+    """Returns, for each bucket, the slices that process `rank` writes. Together, the processes
+    write every element once; the processes that hold a slice share the work evenly.
     """
     balance = Balance()
     found = []

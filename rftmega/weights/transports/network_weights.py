@@ -1,8 +1,8 @@
-"""Weight sync to engines on any host: each process sends the slices that it holds and a worker
-reads, over a process group of the trainer and that engine's workers.
+"""Weight sync to engines on any host: each trainer process sends the slices that it holds and a
+worker reads, over a process group of the trainer and that engine's workers.
 
 There is one group per engine: an engine that dies, hangs or is cut off breaks only its own group
-and misses the push; the others get it.
+and misses the push; the other engines get the weights.
 """
 
 import hashlib
@@ -55,8 +55,8 @@ Result = TypeVar("Result")
 
 
 class EnginePlan(NamedTuple):
-    """EnginePlan holds the messages that an engine's workers receive; engines with equal needs
-    share one.
+    """EnginePlan holds the messages that an engine's workers receive in a push; engines with equal
+    needs share one EnginePlan.
     """
 
     sends: list[dict[int, Layout]]  # of this process, per bucket: rank in the group -> message
@@ -65,14 +65,14 @@ class EnginePlan(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Link is the connection to one engine."""
+    """Link is the connection to one engine: the process group and the plan of its messages."""
 
     group: TransferGroup
     plan: EnginePlan
 
 
 class NetworkWeights(RemoteWeights):
-    """NetworkWeights sends each engine's workers the slices that they read."""
+    """NetworkWeights sends each engine worker only the slices that it reads."""
 
     def __init__(
         self,
@@ -104,10 +104,11 @@ class NetworkWeights(RemoteWeights):
         self._sent: list[tuple[int, Layout, Tensor]] = []  # target, message, checksums
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective, with the policy's
-        weights on the device.
+        """Returns the checksums of every slice of the last push; a collective. The policy's weights
+        must be on the device.
 
-        A worker refuses a slice whose checksum differs from the one sent with it.
+        A worker refuses a slice whose checksum is not the one sent with it, so the received and
+        sent checksums are equal.
         """
         self.shards.look_again()
         found = []
@@ -123,7 +124,9 @@ class NetworkWeights(RemoteWeights):
         self._forget(set(self._links))
 
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Creates a link to each engine that has none."""
+        """Creates a link to each waiting engine that has none. Returns the names of the engines
+        that can take a push.
+        """
         new = [each for each in waiting if each.name not in self._links]
         groups = {}
         for each in new:
@@ -169,7 +172,9 @@ class NetworkWeights(RemoteWeights):
             self._links.pop(name).group.close()
 
     def _join(self, engine: WaitingEngine, group: str) -> None:
-        """Asks an engine's workers to join the group."""
+        """Asks an engine's workers to join the process group `group`, and waits for the reply.
+        Raises EngineError if they refuse.
+        """
         told = {
             "meeting": self._place,
             "name": group,
@@ -186,8 +191,8 @@ class NetworkWeights(RemoteWeights):
             raise
 
     def _made(self, engine: WaitingEngine, name: str) -> Link:
-        """Creates the process group with an engine's workers. Raises EngineFault if they do not
-        join.
+        """Plans the messages to an engine's workers, and creates the process group `name` with
+        them. Raises EngineFault if a worker does not join.
         """
         needs = []
         for worker in range(engine.workers):
@@ -222,7 +227,9 @@ class NetworkWeights(RemoteWeights):
             ) from error
 
     def _planned(self, needs: Sequence[Needs]) -> EnginePlan:
-        """Plans the messages for workers with these needs, identically on every process."""
+        """Returns the plan of the messages for workers with these needs, computed identically on
+        every process and cached.
+        """
         key = hashlib.sha256(b"".join(map(packed_needs, needs))).digest()
         if key not in self._plans:
             self._plans[key] = self._new_plan(needs)
@@ -256,10 +263,10 @@ class NetworkWeights(RemoteWeights):
 
     @torch.no_grad()
     def _send(self, names: Sequence[str], version: int) -> int:
-        """Sends this process's part of every bucket to these engines. Returns the bytes that all
-        processes sent.
+        """Sends this process's part of every bucket to the engines `names`. Returns the number of
+        bytes that all processes sent.
 
-        A link that breaks is closed, so that its workers do not wait for more.
+        A link that breaks is closed, so that its workers do not wait for more messages.
         """
         self.buffer_bytes = sent = 0
         broken: set[str] = set()
@@ -307,7 +314,9 @@ class NetworkWeights(RemoteWeights):
         return message
 
     def _over(self, name: str, broken: set[str], work: Callable[[], Result]) -> Result | None:
-        """Runs `work` on a link. Returns None, and closes the link, if it breaks."""
+        """Runs `work`, which sends over the link to engine `name`. If the connection breaks, closes
+        the link, adds the engine to `broken` and returns None.
+        """
         try:
             return work()
         except EngineFault:
@@ -317,7 +326,8 @@ class NetworkWeights(RemoteWeights):
 
 
 def _layouts(ordered: dict[tuple[int, int], list[TensorSlice]], source: int) -> dict[int, Layout]:
-    """Returns the messages that one process sends, by target; workers with equal needs share a
+    """Returns the layouts of the messages that process `source` sends, by target process; targets
+    with equal slices share a layout. `ordered`: slices by (source, target), in the order of the
     message.
     """
     alike: dict[Any, Layout] = {}
@@ -329,7 +339,7 @@ def _layouts(ordered: dict[tuple[int, int], list[TensorSlice]], source: int) -> 
 
 
 def _own_address(host: str, port: int) -> str:
-    """Returns the address of this host on the route to `host`."""
+    """Returns the IP address of this host on the route to `host`."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as to:
         to.connect((host, port))  # sends nothing
         return str(to.getsockname()[0])

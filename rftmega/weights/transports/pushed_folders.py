@@ -1,4 +1,4 @@
-"""Names, marks and removes the folders that pushes write; a run removes only its own."""
+"""Names, marks and removes the folders that pushes write. A run removes only its own folders."""
 
 import shutil
 from collections.abc import Collection
@@ -8,17 +8,19 @@ MARK = ".rftmega-push"  # file in a folder, with the name of its run
 
 
 def folder_name(version: int, run: str) -> str:
-    """Returns the folder name of a push, unique per version and run."""
+    """Returns the folder name of a push, unique per weight version and run."""
     return f"version-{version}-{run}" if run else f"version-{version}"
 
 
 def mark(folder: Path, run: str) -> None:
-    """Marks a folder as the run's. Raises OSError if it can't."""
+    """Writes a marker file that records the folder as belonging to `run`. Raises OSError if the
+    file can't be written.
+    """
     (folder / MARK).write_text(run)
 
 
 def remove_old(folder: Path, run: str, kept: Collection[str]) -> None:
-    """Removes the run's folders except those in `kept`. Folders of other runs stay."""
+    """Removes the push folders of `run` except the names in `kept`. Folders of other runs stay."""
     for old in folder.glob("version-*"):
         if old.name not in kept and _is_of(old, run):
             shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Base of the weight transports to remote engines, each of which may miss a push."""
+"""Base class of the weight transports to remote engines, each of which may miss a push without
+failing it for the others.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +21,9 @@ Result = TypeVar("Result")
 
 
 class WaitingEngine(NamedTuple):
-    """WaitingEngine is an engine that waits for weights."""
+    """WaitingEngine is an engine that waits for weights, with its name, number of workers and
+    address.
+    """
 
     name: str  # a new one after each start
     workers: int
@@ -28,7 +32,7 @@ class WaitingEngine(NamedTuple):
 
 
 class RemoteReceivers(Protocol):
-    """RemoteReceivers is the part of the engines' interface that a push uses.
+    """RemoteReceivers is the part of the remote engines' interface that a push uses.
 
     It is called only on the first process.
     """
@@ -37,8 +41,8 @@ class RemoteReceivers(Protocol):
     newest: int
 
     def waiting(self) -> list[WaitingEngine]:
-        """Returns the engines that wait for weights, starting servers if needed; they generate
-        nothing until they land.
+        """Returns the engines that wait for weights, after starting servers if needed. These
+        engines generate nothing until `land` is called for them.
         """
         ...
 
@@ -49,7 +53,7 @@ class RemoteReceivers(Protocol):
     def land(self, name: str, version: int) -> None: ...
 
     def late(self) -> list[WaitingEngine]:
-        """Returns the waiting engines that do not have the last push."""
+        """Returns the waiting engines that do not have the weights of the last push."""
         ...
 
     def pushed(self) -> None:
@@ -57,13 +61,13 @@ class RemoteReceivers(Protocol):
         ...
 
     def miss(self, name: str, error: EngineError) -> None:
-        """Records that an engine missed the push."""
+        """Records that engine `name` missed the push, and why."""
         ...
 
     def invalidate(self) -> None: ...
 
     def measures(self) -> Metrics:
-        """Returns metrics of the engines' state."""
+        """Returns metrics of the engines, e.g. the number of healthy servers."""
         ...
 
 
@@ -72,7 +76,7 @@ Asked = dict[str, "Future[None]"]  # engine -> its reply; empty except on the fi
 
 class RemoteWeights(ABC):
     """RemoteWeights is a WeightSync whose engines take a push independently of each other. All
-    processes must construct it and call it in step.
+    processes must construct it and call its methods in the same order.
     """
 
     def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
@@ -85,7 +89,9 @@ class RemoteWeights(ABC):
         self.buffer_bytes = 0  # peak size of the messages that this process held in the last push
 
     def push(self, *, version: int) -> Metrics:
-        """Runs `_push`; engines neither join nor leave meanwhile."""
+        """Makes every engine that receives the weights generate under `version`; see `_push`.
+        Engines neither join nor leave during a push.
+        """
         try:
             return self._push(version)
         finally:
@@ -93,7 +99,7 @@ class RemoteWeights(ABC):
 
     def _push(self, version: int) -> Metrics:
         """Makes every engine that receives the weights generate under `version`. Engines that
-        missed them are reported to their owner and generate nothing.
+        missed the weights are reported (`RemoteReceivers.miss`) and generate nothing.
 
         Raises EngineFault on every process if no engine has the weights.
         """
@@ -122,8 +128,8 @@ class RemoteWeights(ABC):
         } | self._first(self.engines.measures)
 
     def push_to_late(self) -> int:
-        """Sends the last push's weights to engines that have joined since, while the others
-        generate. Returns how many have them now.
+        """Sends the last push's weights to engines that have joined since then, while the other
+        engines generate. Returns the number of joined engines that now have the weights.
 
         Call it before the trainer's weights change.
         """
@@ -140,8 +146,8 @@ class RemoteWeights(ABC):
     def _given(
         self, waiting: Sequence[WaitingEngine], version: int
     ) -> tuple[list[str], list[str], int]:
-        """Sends a push to engines. Returns the engines that could take it, those that have it, and
-        the bytes moved.
+        """Sends a push to the waiting engines. Returns the names of the engines that could receive
+        it, the names of the engines that now have the weights, and the number of bytes sent.
         """
         holders = _holders(waiting)
         names = self._linked([each for each in waiting if not each.holds])
@@ -156,28 +162,34 @@ class RemoteWeights(ABC):
 
     @abstractmethod
     def _linked(self, waiting: Sequence[WaitingEngine]) -> list[str]:
-        """Prepares these engines. Returns those that can take a push."""
+        """Prepares the waiting engines for a push. Returns the names of the engines that can take a
+        push.
+        """
 
     @abstractmethod
     def _keep(self, names: set[str]) -> None:
-        """Forgets all engines except these."""
+        """Forgets all engines whose names are not in `names`."""
 
     def _forget_sums(self) -> None:  # noqa: B027  files have one of each slice
         """Forgets the checksums of the previous push."""
 
     @abstractmethod
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        """Sends a push. Returns the bytes that all processes sent, and the engines' pending
-        replies.
+        """Sends a push to the engines `names`. Returns the number of bytes that all processes sent,
+        and the engines' pending replies.
         """
 
     @abstractmethod
     def _least_bytes(self, landed: Sequence[str]) -> int:
-        """Returns the minimum of bytes to move for these engines."""
+        """Returns the smallest number of bytes that must be sent to give the engines in `landed`
+        the weights.
+        """
 
     @abstractmethod
     def _forget(self, names: set[str]) -> None:
-        """Forgets engines, which must be prepared again before they can take a push."""
+        """Forgets the engines in `names`, which must be prepared again before
+        they can take a push.
+        """
 
     def _asked(
         self,
@@ -185,14 +197,16 @@ class RemoteWeights(ABC):
         work: Callable[..., None],
         *arguments: Any,
     ) -> Asked:
-        """Starts `work` for each engine, on the first process."""
+        """Starts `work(name, *arguments)` in a thread for each engine. Returns the pending replies
+        by engine name; {} except on the first process.
+        """
         if self.rank:
             return {}
         return {name: begun(work, name, *arguments) for name in names}
 
     def _those(self, asked: Asked) -> list[str]:
-        """Returns the engines that completed the request; reports the others as having missed the
-        push.
+        """Returns the names of the engines that completed their request; reports all other engines
+        as having missed the push.
         """
         found = []
         end = time.monotonic() + self.reply_seconds
@@ -212,7 +226,10 @@ class RemoteWeights(ABC):
         return found
 
     def _landed(self, receiving: Asked, holders: Sequence[str], version: int) -> list[str]:
-        """Returns the engines that have the weights and serve requests."""
+        """Returns, on every process, the names of the engines that have the weights and serve
+        requests. `receiving`: pending replies of the engines being sent weights; `holders`: engines
+        that had the weights before.
+        """
 
         def landed() -> list[str]:
             whole = [*holders, *self._those(receiving)]
@@ -223,7 +240,7 @@ class RemoteWeights(ABC):
     def _first(self, work: Callable[[], Result]) -> Result:
         """Runs `work` on the first process and returns its result on every process.
 
-        Raises EngineError on all processes if it raises one there.
+        Raises EngineError on all processes if `work` raises an EngineError on the first.
         """
         told: list[Any] = [None, None]
         failure: EngineError | None = None
@@ -247,8 +264,9 @@ def _holders(waiting: Sequence[WaitingEngine]) -> list[str]:
 
 
 def begun(work: Callable[..., None], *arguments: Any) -> "Future[None]":
-    """Starts `work` in a daemon thread, which the program does not wait for at exit: the other side
-    may be cut off and never reply.
+    """Starts `work` in a daemon thread, which the program does not wait for at exit: the remote
+    engine may be cut off and never reply. Returns a Future that holds the error of `work`, or None
+    when it ends.
     """
     completion: Future[None] = Future()
 

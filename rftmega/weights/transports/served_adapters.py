@@ -1,5 +1,5 @@
-"""Pushes LoRA adapters to servers: the frozen base model is sent to each once, by any transport,
-and the unrounded adapter matrices with each push.
+"""Pushes LoRA adapters to servers: the frozen base model is sent to each server once, by any
+transport, and the unrounded adapter matrices with each push.
 """
 
 import time
@@ -17,8 +17,8 @@ from rftmega.weights.transports.shared_weights import SharedWeights
 
 
 class AdapterReceivers(Protocol):
-    """AdapterReceivers is the engines' interface for adapters; they land with the current
-    `payload`.
+    """AdapterReceivers is the interface of the engines for adapters. An engine that completes a
+    push loads the adapters in the current `payload`.
 
     It is called only on the first process.
     """
@@ -30,10 +30,11 @@ class AdapterReceivers(Protocol):
 
 class ServedAdapters:
     """ServedAdapters is a WeightSync for adapters on servers. All processes must construct it and
-    call it in step.
+    call its methods in the same order.
 
-    A push is a push of the base model: engines that have it are only told to land. Each lands with
-    the adapters, also one that joins between two pushes.
+    A push runs the base model's push, in which engines that have the base model receive no weights.
+    Each engine loads the adapters when it completes a push, also an engine that joins between two
+    pushes.
     """
 
     def __init__(
@@ -49,17 +50,19 @@ class ServedAdapters:
         self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of the frozen model and one per adapter matrix; a collective.
+        """Returns the checksums of the frozen base model's slices and one SliceChecksums per
+        adapter matrix; a collective.
 
-        A server takes a matrix only if its checksum is the one it was sent with, so received and
-        sent are equal.
+        A server accepts a matrix only if its checksum is the one sent with the matrix, so the
+        received and sent checksums are equal.
         """
         return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
         """Makes every engine that receives the current adapters generate under `version`.
 
-        Raises as the base model's push, and EngineError if processes have different adapters.
+        Raises the errors of the base model's push, and EngineError if processes have different
+        adapters.
         """
         begin = time.perf_counter()
         self.engines.invalidate()
@@ -85,7 +88,7 @@ class ServedAdapters:
         }
 
     def push_to_late(self) -> int:
-        """Sends base model and adapters to engines that have joined since the last push (see
-        LateWeights).
+        """Sends the base model and adapters to engines that have joined since the last push (see
+        LateWeights). Returns the number of engines that received both.
         """
         return self.base.push_to_late() if isinstance(self.base, RemoteWeights) else 0

@@ -1,8 +1,8 @@
 """Weight sync to servers on this host: every process writes its slices into shared memory that all
-of them map.
+processes and servers map.
 
-Nothing is gathered: each byte is written once, from its shard to where the engines' loaders copy
-from, for any number of engines.
+No tensor is gathered: each byte is written once, from the shard directly to the memory from which
+the engines' loaders copy, for any number of engines.
 """
 
 import time
@@ -34,7 +34,7 @@ SEGMENTS = 2  # one is read while the other is being written
 
 
 class Receivers(Protocol):
-    """Receivers is the part of the engines' interface that a push uses.
+    """Receivers is the part of the local engines' interface that a push uses.
 
     It is called only on the first process.
     """
@@ -46,8 +46,8 @@ class Receivers(Protocol):
     def begin(self) -> None: ...
 
     def lacks_weights(self) -> bool:
-        """Returns whether `take` is needed by any engine; with frozen weights, only by one without
-        them.
+        """Returns whether any engine needs weights through `take`. If the weights are frozen,
+        engines that have loaded them already need none.
         """
         ...
 
@@ -58,12 +58,14 @@ class Receivers(Protocol):
     def invalidate(self) -> None: ...
 
     def measures(self) -> Metrics:
-        """Returns metrics of the engines' state."""
+        """Returns metrics of the engines, e.g. the number of healthy servers."""
         ...
 
 
 class SegmentEntry(NamedTuple):
-    """SegmentEntry is the location of a tensor in a memory segment."""
+    """SegmentEntry is the place of a tensor in a memory segment: its first byte `start`, dtype and
+    shape.
+    """
 
     name: str
     dtype: torch.dtype
@@ -89,7 +91,7 @@ class SharedBucket(NamedTuple):
 class SharedWeights:
     """SharedWeights pushes new weights to the engines of this host.
 
-    All processes must construct it and call it in step.
+    All processes must construct it and call its methods in the same order.
     """
 
     def __init__(self, shards: Sequence[Shard], engines: Receivers, *, bucket_bytes: int):
@@ -109,8 +111,8 @@ class SharedWeights:
         self._agree("Telling the engines what a push brings")
 
     def push(self, *, version: int) -> Metrics:
-        """Makes every engine generate under `version`; after a failure, no engine generates until a
-        complete push.
+        """Makes every engine generate under `version`. After a failure, no engine generates until a
+        push succeeds.
 
         Raises EngineError on every process if the push fails.
         """
@@ -139,18 +141,18 @@ class SharedWeights:
         }
 
     def _are_wanted(self) -> bool:
-        """Returns on every process whether an engine lacks the weights."""
+        """Returns, on every process, whether an engine lacks the weights."""
         told = [self._control is not None and self.engines.lacks_weights()]
         dist.broadcast_object_list(told)
         return told[0]
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every tensor of the last push; a collective, with the policy's
-        weights on the device.
+        """Returns the checksums of every tensor of the last push; a collective. The policy's
+        weights must be on the device.
 
-        The trainer's weights are written again, into memory that no engine reads now. A worker
-        takes a tensor only if its checksum is the one it was sent with, so received and sent are
-        equal.
+        The trainer's weights are written again, into memory that no engine reads at that time. A
+        worker accepts a tensor only if its checksum is the one sent with the tensor, so the
+        received and sent checksums are equal.
         """
         found = []
         self.shards.look_again()
@@ -164,9 +166,10 @@ class SharedWeights:
         return found
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
-        """Sends bucket by bucket; on the first process, `reading` gets the engines' pending reads.
+        """Sends all buckets, one after the other. On the first process, a future for the engines'
+        read of each bucket is added to `reading`.
 
-        Returns the bytes that all processes wrote.
+        Returns the number of bytes that all processes wrote.
         """
         moved = 0
         for number, bucket in enumerate(self.buckets):
@@ -191,7 +194,9 @@ class SharedWeights:
         return moved
 
     def _ask(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Calls the engines on the first process; skipped once a call has failed."""
+        """Calls `work`, a method of the engines, on the first process; skips the call if an earlier
+        one has failed.
+        """
         if self._control and self._failure is None:
             try:
                 work(*arguments)
@@ -206,7 +211,9 @@ class SharedWeights:
             self._ask(reading[number].result)
 
     def _agree(self, what: str) -> None:
-        """Synchronises all processes; all raise if the first process's engines failed."""
+        """Synchronises all processes; every process raises if the engines failed on the first.
+        `what`: the action that failed, for the error text.
+        """
         mark()
         failed = torch.tensor(int(self._failure is not None), device=self.shards.device)
         dist.all_reduce(failed)
@@ -217,8 +224,8 @@ class SharedWeights:
 
     @torch.no_grad()
     def _write(self, bucket: SharedBucket, memory: Tensor) -> list[int]:
-        """Writes this process's slices. Returns the checksums of all tensors of the bucket, and the
-        bytes that all processes wrote.
+        """Writes this process's slices of a bucket to `memory`; a collective. Returns the checksums
+        of all tensors of the bucket, followed by the number of bytes that all processes wrote.
         """
         targets = self._targets(bucket, memory)
         if targets:
@@ -245,7 +252,9 @@ class SharedWeights:
         return found
 
     def _targets(self, bucket: SharedBucket, memory: Tensor) -> list[Tensor]:
-        """Returns views of one segment, which are the same in every push."""
+        """Returns the views of the segment `memory` that this process writes a bucket's slices to.
+        The views are cached, since they are the same in every push.
+        """
         key = id(bucket.writes), int(memory.storage_offset())
         if key not in self._views:
             self._views[key] = [
@@ -255,8 +264,9 @@ class SharedWeights:
         return self._views[key]
 
     def _described(self, bucket: SharedBucket, segment: int, sums: Sequence[int]) -> dict[str, Any]:
-        """Describes a bucket for the worker that reads it
-        (`receivers.shared_memory.SharedMemoryUpdate`).
+        """Returns the description of a bucket for the worker that reads it
+        (`receivers.shared_memory.SharedMemoryUpdate`). `segment`: number of the memory segment;
+        `sums`: the tensors' checksums.
         """
         return {
             "memory": self.name,
@@ -275,8 +285,8 @@ class SharedWeights:
 
 
 def _plan(buckets: Sequence[list[LogicalTensor]]) -> list[SharedBucket]:
-    """Plans the slices that each process writes: every element once in all, distributed evenly over
-    its holders.
+    """Plans the slices that this process writes. Together, the processes write every element once;
+    the processes that hold a slice share the work evenly.
     """
     me, reader = dist.get_rank(), -1
     balance = Balance()
@@ -304,7 +314,7 @@ def _plan(buckets: Sequence[list[LogicalTensor]]) -> list[SharedBucket]:
 
 
 def segment_bytes(tensors: Sequence[LogicalTensor], bucket_bytes: int) -> int:
-    """Returns the memory size in bytes that any bucket fits in."""
+    """Returns how many bytes of memory the largest bucket takes."""
     most = 0
     for bucket in buckets_of(tensors, bucket_bytes, for_an_engine=True):
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in planned(bucket)]
@@ -313,8 +323,8 @@ def segment_bytes(tensors: Sequence[LogicalTensor], bucket_bytes: int) -> int:
 
 
 def _shared_memory(size: int) -> tuple[str, int, Tensor]:
-    """Creates shared memory that every process of this host maps. Returns (name, bytes per segment,
-    [bytes] of all segments).
+    """Creates SEGMENTS memory segments of `size` bytes that every process of this host maps; a
+    collective. Returns (name, bytes per segment, the bytes of all segments as a tensor).
     """
     told = [shared.create(size * SEGMENTS) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)

@@ -13,13 +13,16 @@ from rftmega.core.errors import EngineFault
 
 
 class Meeting:
-    """Meeting is the rendezvous store at which processes of several programs find each other.
+    """Meeting is the rendezvous store (a TCPStore) at which processes of several programs find each
+    other.
 
-    Any host that reaches its address can read and write it: keep it on a private network.
+    Any host that reaches the store's address can read and write it: keep it on a private network.
     """
 
     def __init__(self, host: str, *, seconds: float):
-        """Opens the store in this process, at a free port of the address `host` only."""
+        """Opens the store in this process, at a free port of the address `host` only. `seconds`:
+        time limit of a store operation.
+        """
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
             listening.listen()
@@ -35,7 +38,7 @@ class Meeting:
 
 
 def visited(host: str, port: int, *, seconds: float) -> dist.Store:
-    """Connects to the store of a Meeting in another process.
+    """Connects to the store of a Meeting in another process, and returns the client.
 
     Raises EngineFault if the store does not respond.
     """
@@ -46,8 +49,8 @@ def visited(host: str, port: int, *, seconds: float) -> dist.Store:
 
 
 class TransferGroup:
-    """TransferGroup is a process group beside the default one: ranks below `trainers` are the
-    trainer's processes, the others are workers.
+    """TransferGroup is a process group in addition to torch's default group: the trainer's
+    processes have the lowest ranks, an engine's workers the higher ones.
 
     Connections are opened at the first send, so only pairs that exchange messages are connected.
     """
@@ -63,10 +66,10 @@ class TransferGroup:
         host: str,
         seconds: float,
     ):
-        """`host`: the address at which the others reach this process. `seconds`: time limit of one
-        message, and for the others to join.
+        """`host`: the address at which the other processes reach this process. `seconds`: time
+        limit of one message, and for the other processes to join.
 
-        Raises EngineFault if the others do not join.
+        Raises EngineFault if the processes do not join in time.
         """
         self._limit = timedelta(seconds=seconds)
         own = dist.PrefixStore(name, store)
@@ -86,15 +89,17 @@ class TransferGroup:
             raise EngineFault(f"The processes of {name} do not find each other: {error}") from error
 
     def send(self, message: Tensor, target: int) -> "InFlight":
-        """Starts sending [bytes]; the message must not change until that has ended."""
+        """Starts sending the message [bytes] to process `target`; the message must not change until
+        the returned InFlight has ended.
+        """
         return InFlight(self._begun(self._group.send, message, target), self._limit)
 
     def receive(self, message: Tensor, source: int) -> "InFlight":
-        """Starts receiving into [bytes]."""
+        """Starts receiving from process `source` into the message [bytes]."""
         return InFlight(self._begun(self._group.recv, message, source), self._limit)
 
     def close(self) -> None:
-        """Closes the connections; messages in flight fail on the other side."""
+        """Closes the connections; messages in transit fail at the other processes."""
         self._group.abort()
 
     def _begun(self, begin: Any, message: Tensor, other: int) -> Any:
@@ -105,14 +110,14 @@ class TransferGroup:
 
 
 class InFlight:
-    """InFlight is a message in transit."""
+    """InFlight is a message that is being sent or received."""
 
     def __init__(self, work: Any, limit: timedelta):
         self._work, self._limit = work, limit
 
     def wait(self) -> None:
-        """Waits for the message. Raises EngineFault if the other side is gone or the limit has
-        passed.
+        """Waits until the message is sent or received. Raises EngineFault if the other process is
+        gone or the time limit has passed.
         """
         try:
             self._work.wait(self._limit)

@@ -1,6 +1,7 @@
 """Serialised transfer plan: the slices that one engine worker receives from each trainer process.
 
-Trainer processes and workers exchange needs and plans as MessagePack.
+Workers send their needs (the blocks that they read) and trainer processes reply with plans, both as
+MessagePack.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,9 @@ ToldTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
 class ToldBucket(msgspec.Struct, array_like=True):
-    """ToldBucket is the serialised form of a bucket."""
+    """ToldBucket is the serialised form of a bucket: its tensors, and the slices that a worker
+    receives from each trainer process.
+    """
 
     tensors: list[ToldTensor]
     slices: dict[int, list[PlacedBox]]  # by source, in the order of its message
@@ -35,8 +38,8 @@ def packed_needs(needs: Needs) -> bytes:
 
 
 def unpacked_needs(told: bytes, shapes: Mapping[str, Sequence[int]] | None = None) -> Needs:
-    """Decodes needs. Raises ValueError if they are invalid or, with `shapes`, don't fit these
-    tensors.
+    """Decodes a worker's needs: the blocks (boxes) that it reads, by HF name. Raises ValueError if
+    the bytes are invalid or, with `shapes`, a name is unknown or a block lies outside its tensor.
     """
     needs = _needs.decode(told)
     for name, boxes in needs.items() if shapes is not None else ():
@@ -63,9 +66,10 @@ def packed_plan(
     buckets: Sequence[Sequence[PlannedTensor]],
     receives: Sequence[Mapping[int, Sequence[TensorSlice]]],
 ) -> bytes:
-    """Packs the slices that one worker receives.
+    """Encodes the plan for one worker: the slices that it receives.
 
-    `buckets`: the tensors of each; `receives`: by source, slices in the order of the message.
+    `buckets`: the tensors of each bucket; `receives`: for each bucket, the slices by source
+    process, in the order of the message.
     """
     told = []
     for tensors, of_sources in zip(buckets, receives, strict=True):
@@ -79,7 +83,9 @@ def packed_plan(
 
 
 class ReceivedBucket:
-    """ReceivedBucket is a bucket on the worker's side, with the layout of each message."""
+    """ReceivedBucket is a bucket on the receiving worker, with the layout of the message from each
+    trainer process.
+    """
 
     def __init__(self, told: ToldBucket):
         dtypes = [(name, _dtype(dtype), shape) for name, dtype, shape in told.tensors]
@@ -95,7 +101,7 @@ class ReceivedBucket:
 
 
 def unpacked_plan(told: bytes) -> list[ReceivedBucket]:
-    """Decodes a plan. Raises ValueError if it is invalid."""
+    """Decodes a worker's plan. Raises ValueError if it is invalid."""
     return [ReceivedBucket(bucket) for bucket in _buckets.decode(told)]
 
 

@@ -1,4 +1,4 @@
-"""Base of the transports that send whole HF-named tensors to engines."""
+"""Base class of the transports that send whole HF-named tensors to engines."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from rftmega.weights.transports.remote_weights import Asked, RemoteReceivers, Re
 
 
 class WholeWeights(RemoteWeights):
-    """WholeWeights sends the complete model to engines that do not have this package."""
+    """WholeWeights sends the complete model to engines that run without this package, e.g. stock
+    SGLang.
+    """
 
     def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
@@ -22,8 +24,9 @@ class WholeWeights(RemoteWeights):
         self._sums = dict[str, int]()  # of this process's slices in the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective, with the policy's
-        weights on the device. The engines' copies are not verified: they have no checksums.
+        """Returns the checksums of every slice of the last push; a collective. The policy's weights
+        must be on the device. The received checksums repeat the sent ones, since these engines
+        compute none.
         """
         self.shards.look_again()
         found = []
@@ -39,4 +42,6 @@ class WholeWeights(RemoteWeights):
 
     @abstractmethod
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        """Sends the tensors to these engines; see `_brought`."""
+        """Sends whole tensors to the engines `names`. Returns the number of bytes sent, and the
+        engines' pending replies.
+        """

@@ -1,4 +1,4 @@
-"""Reads a server's reply to a run that claims it."""
+"""Interprets a server's reply when a run claims the server."""
 
 from contextlib import suppress
 from typing import Any
@@ -12,7 +12,9 @@ class ServerTaken(EngineError):
     """ServerTaken is raised for a server that another run holds."""
 
     def __init__(self, address: str, owner: str, heard: float):
-        """`heard`: seconds since the owner's last sign of life."""
+        """`owner`: description of the run that holds the server; `heard`: seconds since that run
+        last renewed its lease.
+        """
         self.heard = heard
         super().__init__(
             f"The server at {address} belongs to another run, {owner}, which was heard of {heard:.0f} s ago. Give this run "
@@ -22,7 +24,7 @@ class ServerTaken(EngineError):
 
 
 def refuse_taken(address: str, reply: HTTPReply) -> None:
-    """Raises ServerTaken if the reply says that another run holds the server."""
+    """Raises ServerTaken if the reply has the status of a server that another run holds."""
     if reply.status != ownership.TAKEN:
         return
     taken = dict[str, Any]()

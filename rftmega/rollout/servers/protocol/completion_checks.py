@@ -1,4 +1,4 @@
-"""Validates a server's completion before it is trained on."""
+"""Validates a completion from a server before the trainer uses it."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,12 +17,14 @@ LARGEST_ID = 2**31
 
 
 class WrongReply(EngineFault):
-    """WrongReply is raised for a completion that no working engine generates."""
+    """WrongReply is raised for an invalid completion, which no working engine would generate."""
 
 
 @dataclass(frozen=True)
 class CompletionLimits:
-    """CompletionLimits restricts what a valid completion of one request can be."""
+    """CompletionLimits are the limits that a valid completion of one request meets: length, token
+    ids and stop tokens.
+    """
 
     most: int = LARGEST_ID  # tokens
     vocabulary: int = LARGEST_ID
@@ -36,9 +38,9 @@ ANY_COMPLETION = CompletionLimits()
 def checked(
     reply: protocol.ServerReply, limits: CompletionLimits
 ) -> tuple["array[Any]", "array[Any]"]:
-    """Returns the tokens and log-probs of a completion.
+    """Returns the token ids and log-probs in a server's reply.
 
-    Raises WrongReply if it is no valid completion of the request.
+    Raises WrongReply if the reply is no valid completion within `limits`.
     """
     for what, content in (("token ids", reply.token_ids), ("log-probs", reply.logprobs)):
         if len(content) % 4:
@@ -63,9 +65,10 @@ def checked(
 def versions_of(
     spans: Sequence[tuple[str, int, int]], numbers: Sequence[int], tokens: int
 ) -> "array[Any]":
-    """Returns the weight version of each of `tokens` tokens. `numbers`: the push of each span.
+    """Returns the weight version of each of `tokens` tokens. `spans`: (version string, first token,
+    end) of each range of tokens; `numbers`: the version number of each range.
 
-    Raises WrongReply if the spans do not cover all tokens contiguously.
+    Raises WrongReply if the ranges do not cover all tokens contiguously.
     """
     versions = array("i")
     for (_, start, end), number in zip(spans, numbers, strict=True):

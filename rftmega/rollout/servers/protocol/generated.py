@@ -22,19 +22,19 @@ class WeightSpan(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """TokenLogprob is the log-prob of one token in vLLM's reply."""
+    """TokenLogprob is the log-prob of one sampled token in vLLM's reply."""
 
     logprob: float
 
 
 class Logprobs(msgspec.Struct):
-    """Logprobs holds the log-probs of all tokens in vLLM's reply."""
+    """Logprobs holds the log-probs of all sampled tokens in vLLM's reply."""
 
     content: list[TokenLogprob] | None = None
 
 
 class Choice(msgspec.Struct):
-    """Choice is a completion in vLLM's reply."""
+    """Choice is one completion in vLLM's reply."""
 
     token_ids: list[TokenId]
     finish_reason: str
@@ -60,7 +60,9 @@ class GenerateReply(msgspec.Struct):
 
 
 class SGLangToken(msgspec.Struct, array_like=True):
-    """SGLangToken is a token in SGLang's reply; its text may follow."""
+    """SGLangToken is a sampled token in SGLang's reply, an array in which the token's text may
+    follow.
+    """
 
     logprob: float
     token: TokenId
@@ -73,7 +75,7 @@ class SGLangEnd(msgspec.Struct):
 
 
 class SGLangMeta(msgspec.Struct):
-    """SGLangMeta is the part of SGLang's reply that is read."""
+    """SGLangMeta holds the fields of meta_info in SGLang's reply that this project uses."""
 
     finish_reason: SGLangEnd
     output_token_logprobs: list[SGLangToken] | None = None
@@ -88,19 +90,19 @@ class SGLangReply(msgspec.Struct):
 
 
 def reply_of(reply: Any) -> GenerateReply:
-    """Parses vLLM's reply. Raises EngineFault for anything else."""
+    """Parses vLLM's reply. Raises EngineFault if it is no valid reply."""
     return _converted(reply, GenerateReply)
 
 
 def of_vllm(choice: Any) -> protocol.ServerReply:
-    """Parses one choice of vLLM's reply. Raises EngineFault for anything else."""
+    """Parses one choice of vLLM's reply. Raises EngineFault if it is no valid choice."""
     return _converted(choice, Choice).reply
 
 
 def of_sglang(reply: Any) -> protocol.ServerReply:
     """Parses SGLang's reply.
 
-    Raises EngineFault for anything else, and for tokens without weight versions.
+    Raises EngineFault if it is no valid reply, or has tokens without weight versions.
     """
     told = _converted(reply, SGLangReply).meta_info
     tokens = told.output_token_logprobs or []

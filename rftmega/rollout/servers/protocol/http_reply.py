@@ -1,4 +1,4 @@
-"""Sends HTTP requests to a server. Its reply may come from a proxy or be truncated."""
+"""Sends HTTP requests to a server, whose reply may come from a proxy or be truncated."""
 
 import time
 from typing import Any, NamedTuple
@@ -14,13 +14,15 @@ SHOWN = 500  # bytes of a body, in a message
 
 
 class HTTPReply(NamedTuple):
-    """HTTPReply is a server's status and body."""
+    """HTTPReply is the status and body of a server's reply."""
 
     status: int
     body: bytes
 
     def read(self) -> dict[str, Any]:
-        """Parses the body as a JSON object. Raises ValueError for anything else."""
+        """Parses the body as a JSON object, and returns it. Raises ValueError for any other
+        content.
+        """
         found = parse_json(self.body)
         if not isinstance(found, dict):
             raise ValueError(f"it is {kind_of(found)}")
@@ -32,8 +34,9 @@ class HTTPReply(NamedTuple):
 
 
 def asked(method: str, url: str, seconds: float, **given: Any) -> HTTPReply:
-    """Returns the reply, which must be complete within about `seconds`. Raises the exceptions in
-    BROKEN.
+    """Sends a request and returns the reply, which must be complete within about `seconds`.
+    `given`: further arguments of httpx. Raises the exceptions in BROKEN if there is no complete
+    reply.
     """
     end = time.monotonic() + seconds
     body = bytearray()

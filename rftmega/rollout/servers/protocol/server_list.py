@@ -1,4 +1,4 @@
-"""Reads the server list, a file of server addresses that may be edited at any time."""
+"""Reads the server list, a file of server addresses that may change at any time."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from rftmega.config.addresses import address_of
 
 
 class ServerListLook(NamedTuple):
-    """ServerListLook is the content of a server list: unique addresses, and problems with
-    unreadable lines.
+    """ServerListLook is the content of a server list: addresses without duplicates, and messages
+    about invalid lines.
     """
 
     addresses: tuple[str, ...] = ()
@@ -16,7 +16,9 @@ class ServerListLook(NamedTuple):
 
 
 def read_server_list(file: Path) -> ServerListLook:
-    """Reads the addresses, one per line; # starts a comment. A missing file has none."""
+    """Reads the addresses in `file`, one per line; # starts a comment. Returns no addresses if the
+    file is missing.
+    """
     try:
         text = file.read_bytes().decode("utf-8-sig", errors="replace")
     except FileNotFoundError:

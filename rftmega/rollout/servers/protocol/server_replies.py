@@ -21,7 +21,9 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StaleReply(EngineFault):
-    """StaleReply is raised for a completion generated with weights of another push or run."""
+    """StaleReply is raised for a completion that was generated with weights of
+    another push or run.
+    """
 
 
 def answered(
@@ -32,11 +34,12 @@ def answered(
     limits: CompletionLimits = ANY_COMPLETION,
     run: str = "",
 ) -> PartialCompletion:
-    """Returns a server's completion, with its expert routes if `routed` is given, after a context
-    of `context` tokens. `run`: the run whose pushes its weights must come from.
+    """Returns the completion in a server's reply, with its expert routes if `routed` is given.
+    `context`: number of tokens before the completion; `run`: id of the run whose pushes the weights
+    must come from.
 
-    Raises StaleReply for tokens of no push of the run; WrongReply for an invalid completion, or for
-    routes that do not match the tokens.
+    Raises StaleReply for tokens generated with weights that this run did not push; WrongReply for
+    an invalid completion, or for routes that do not match the tokens.
     """
     ids, logprobs = checked(reply, limits)
     numbers = []
@@ -55,7 +58,9 @@ def answered(
 
 
 def _routes_of(reply: protocol.ServerReply, routed: RoutedModel, fed: int) -> Tensor:
-    """Returns the routes of `fed` tokens. Raises WrongReply if they are missing or do not match."""
+    """Returns the expert routes in a reply. `fed`: number of tokens that the model processed.
+    Raises WrongReply if the routes are missing or do not match.
+    """
     size = math.prod(reply.shape)
     kind = np.dtype(np.uint8 if len(reply.routes) == size else np.int16)
     if min(reply.shape, default=0) < 0 or len(reply.routes) != size * kind.itemsize:

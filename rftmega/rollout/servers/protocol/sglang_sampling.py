@@ -7,7 +7,7 @@ ALL = -1  # value of top_k that keeps all tokens
 
 
 def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns SGLang's sampling parameters for those of vLLM's SamplingParams."""
+    """Converts the arguments of vLLM's SamplingParams to SGLang's sampling parameters."""
     found = {
         "max_new_tokens": sampling["max_tokens"],
         "temperature": sampling["temperature"],
@@ -25,8 +25,9 @@ def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filters(sampling: Mapping[str, Any]) -> bool:
-    """Returns whether sampling is truncated (top-p, top-k, min-p). SGLang's log-probs are of the
-    full distribution at its temperature; those of the truncated one come with its mask.
+    """Returns whether sampling is restricted by top-p, top-k or min-p. If so, SGLang must return
+    its sampling mask: without the mask, its log-probs are of the full distribution at its
+    temperature.
     """
     part = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
     return bool(sampling["temperature"] > 0 and part)

@@ -1,3 +1,3 @@
-"""Code that runs inside a run's vLLM server: authentication, ownership, the completions socket and
-its protocol.
+"""Code that runs inside a vLLM server of a run: authentication, ownership, and the WebSocket for
+completions with its protocol.
 """

@@ -1,9 +1,9 @@
 """Authentication middleware of a run's vLLM server: requires the key on every request, and allows
 only the paths that the trainer uses.
 
-vLLM's own key protects only some paths, and its endpoints for weights (VLLM_SERVER_DEV_MODE) come
-with others that execute arbitrary requests. A server loads this by `--middleware`, outside all of
-vLLM's own.
+vLLM's own key protects only some paths, and its development endpoints for weights
+(VLLM_SERVER_DEV_MODE) include endpoints that execute arbitrary requests. A server loads this
+middleware with `--middleware`, which runs before all of vLLM's own.
 """
 
 import hmac
@@ -53,9 +53,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def headers(key: str, run: str = "") -> dict[str, str]:
-    """Returns the authentication headers of this run's requests.
+    """Returns the authentication headers for requests of the run `run` ("": no run).
 
-    Raises ValueError if the key is empty or can't be in a header.
+    Raises ValueError if the key is empty or has characters that can't be in a header.
     """
     if not key:
         raise ValueError(f"{KEY} is empty: whoever reaches a server could use it. {ADVICE}")
@@ -72,7 +72,9 @@ def headers(key: str, run: str = "") -> dict[str, str]:
 
 
 def given_key() -> str:
-    """Returns the key from the environment. Raises ValueError if it is missing or invalid."""
+    """Returns the key from the environment variable. Raises ValueError if the key is missing or
+    invalid.
+    """
     if KEY not in os.environ:
         raise ValueError(f"{KEY} is not set. {ADVICE}")
     headers(os.environ[KEY])
@@ -80,12 +82,14 @@ def given_key() -> str:
 
 
 class Authentication:
-    """Authentication is an ASGI middleware that passes on only authenticated requests to allowed
-    paths.
+    """Authentication is an ASGI middleware that passes only authenticated requests to allowed paths
+    on to vLLM.
     """
 
     def __init__(self, app: App):
-        """Raises ValueError without a valid key, so that the server does not start."""
+        """Raises ValueError if the environment has no valid key, so that the
+        server does not start.
+        """
         self.app = app
         if parent := os.environ.get(PARENT):
             end_with_all(int(parent))
@@ -119,7 +123,7 @@ class Authentication:
             await self.app(scope, receive, send)
 
     async def _own(self, receive: Receive, send: Send) -> None:
-        """Claims or releases the server."""
+        """Handles a request that claims or releases the server."""
         try:
             said = json.loads(await _body(receive) or b"null")
         except (ValueError, RecursionError):
@@ -134,7 +138,7 @@ def _run_of(scope: Message) -> str:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Returns the body of a request; None if the sender disconnected before its end."""
+    """Returns the body of a request; None if the client disconnected before the end of the body."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -146,7 +150,9 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 async def _tell_samples(scope: Message, send: Send) -> None:
-    """Returns checksums of samples of the requested media kinds: ?image=TOKEN&video=TOKEN."""
+    """Replies with the checksums of vLLM's patches of sample media. The query names the media kinds
+    with their placeholder tokens: ?image=TOKEN&video=TOKEN.
+    """
     from rftmega.rollout.engines.image_prompts import samples_of_vllm
 
     try:
@@ -159,8 +165,9 @@ async def _tell_samples(scope: Message, send: Send) -> None:
 
 
 async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
-    """Passes an adapter payload to all workers; ?version= is the push that it must belong to.
-    Replies with status 400 without a version, 500 if a worker refuses it.
+    """Passes an adapter payload to all workers. The query's `version` is the push that the payload
+    must belong to. Replies with status 400 if there is no version, 500 if a worker refuses the
+    payload.
     """
     payload = await _body(receive)
     if payload is None:
@@ -191,7 +198,9 @@ async def _tell(found: Any, send: Send, *, status: int = 200) -> None:
 
 
 async def _serve(scope: Message, receive: Receive, send: Send) -> None:
-    """Serves the requests of one WebSocket here: vLLM's own endpoints cost more."""
+    """Serves the completion requests of one WebSocket with CompletionsSocket, since vLLM's own
+    endpoints cost more.
+    """
     from rftmega.rollout.servers.vllm.completions_socket import CompletionsSocket
 
     await CompletionsSocket(scope["app"].state.engine_client, receive, send).serve()

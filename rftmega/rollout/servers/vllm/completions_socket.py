@@ -1,7 +1,7 @@
-"""Serves completion requests over one WebSocket, inside a vLLM server.
+"""Serves completion requests over a WebSocket, inside a vLLM server.
 
-vLLM's own endpoint takes one HTTP request per completion, as JSON in both directions: 18 ms of two
-cores for four tokens, of which the engine needs one.
+vLLM's own endpoint takes one HTTP request per completion, as JSON in both directions, which costs
+18 ms of two cores for four tokens, including the engine's own time.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ _connections = itertools.count()  # numbers of this server's connections
 
 
 class CompletionsSocket:
-    """CompletionsSocket serves one connection until it is closed; unfinished requests are then
-    aborted.
+    """CompletionsSocket serves one WebSocket connection until it is closed; unfinished requests are
+    then aborted.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CompletionsSocket:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ):
-        """`engine`: vLLM's AsyncLLM. `receive` and `send` are ASGI's."""
+        """`engine`: vLLM's AsyncLLM. `receive` and `send`: ASGI's functions for the connection."""
         self.engine, self._receive, self._send = engine, receive, send
         self._name = f"socket-{next(_connections)}"
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -75,7 +75,7 @@ class CompletionsSocket:
         self._news.set()
 
     async def _generated(self, ask: protocol.Ask) -> Any:
-        """Returns the engine's final output."""
+        """Returns the engine's final output for a request."""
         parameters = SamplingParams(
             **ask.sampling, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -93,7 +93,9 @@ class CompletionsSocket:
         return output
 
     async def _hand_out(self) -> None:
-        """Sends replies; those that arrive during a send go together in the next."""
+        """Sends replies, until cancelled. Replies that arrive during a send are sent together in
+        the next message.
+        """
         while True:
             await self._news.wait()
             self._news.clear()
@@ -102,8 +104,8 @@ class CompletionsSocket:
                 await self._send({"type": "websocket.send", "bytes": protocol.packed(replies)})
 
     def _some(self) -> list[protocol.ServerReply | protocol.Failure]:
-        """Removes and returns replies of about MESSAGE bytes in all, at least one: routes are
-        large.
+        """Removes and returns pending replies of about MESSAGE bytes in all, and at least one,
+        since expert routes are large.
         """
         taken: list[protocol.ServerReply | protocol.Failure] = []
         size = 0
@@ -115,7 +117,7 @@ class CompletionsSocket:
 
 
 def _told(ask: protocol.Ask, output: Any) -> protocol.ServerReply:
-    """Converts vLLM's output to a reply."""
+    """Converts vLLM's output for a request to a ServerReply."""
     choice = output.outputs[0]
     ids = choice.token_ids
     pairs = zip(ids, choice.logprobs or (), strict=True)

@@ -1,5 +1,5 @@
-"""Lease of a server by one run at a time: any run with the key may claim a free server, and keeps
-it while it renews the lease.
+"""Lease of a server by one run at a time: any run with the key may claim a free server, and holds
+it as long as it renews the lease.
 """
 
 import time
@@ -14,7 +14,7 @@ BAD = 400
 
 
 class Ownership:
-    """Ownership is the lease of one server."""
+    """Ownership is the lease of one server: which run holds it and when the run last renewed it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.changes = 0  # of the owner: a new owner must not use the last one's weights
@@ -23,7 +23,9 @@ class Ownership:
         self._heard = 0.0
 
     def told(self, said: Any) -> tuple[int, dict[str, Any]]:
-        """Claims or releases the server. Returns the status and body of the reply."""
+        """Handles a request to claim or release the server. `said`: the request's JSON. Returns the
+        status and body of the reply.
+        """
         if not isinstance(said, dict):
             return BAD, {"error": "no object"}
         run, name = said.get("run"), said.get("name", "")
@@ -41,5 +43,7 @@ class Ownership:
         return 200, {"status": "claimed"}
 
     def allows(self, run: str) -> bool:
-        """Returns whether requests of this run are allowed; an unclaimed server allows all."""
+        """Returns whether requests of the run `run` are allowed: the run holds the server, or no
+        run does.
+        """
         return self._run in ("", run)

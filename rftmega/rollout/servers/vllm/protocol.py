@@ -1,5 +1,5 @@
-"""WebSocket protocol between the trainer and a server with this package: MessagePack, many
-concurrent requests, each message a list of them.
+"""WebSocket protocol between the trainer and a server that runs this package. Each message is a
+MessagePack list of requests or of replies; many requests run at the same time.
 """
 
 import zlib
@@ -24,13 +24,15 @@ class Ask(msgspec.Struct, array_like=True, tag=0):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1):
-    """Cancel aborts a request."""
+    """Cancel aborts a running request."""
 
     number: int
 
 
 class ServerReply(msgspec.Struct, array_like=True, tag=0):
-    """ServerReply is the requested completion, or its part if it was aborted."""
+    """ServerReply is the requested completion, or the part generated so far if the request was
+    aborted.
+    """
 
     number: int
     token_ids: bytes  # int32
@@ -44,7 +46,7 @@ class ServerReply(msgspec.Struct, array_like=True, tag=0):
 
 
 class Failure(msgspec.Struct, array_like=True, tag=1):
-    """Failure is the reason why there is no completion."""
+    """Failure is the reply to a request for which there is no completion, with the reason."""
 
     number: int
     error: str
@@ -61,12 +63,12 @@ def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerReply | Failure]) -
 
 
 def asked(message: bytes | str) -> list[Ask | Cancel]:
-    """Decodes requests. Raises ProtocolError for anything else."""
+    """Decodes a message of requests. Raises ProtocolError if the message is invalid."""
     return _decoded(_asked, message)
 
 
 def answered(message: bytes | str) -> list[ServerReply | Failure]:
-    """Decodes replies. Raises ProtocolError for anything else."""
+    """Decodes a message of replies. Raises ProtocolError if the message is invalid."""
     return _decoded(_answered, message)
 
 
@@ -80,15 +82,15 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", message: bytes | str) -> A
 
 
 def numbered(sequence: int, token_ids: bytes) -> int:
-    """Returns the number of a request, which includes a checksum of its prompt, so that a
-    completion of another prompt never matches.
+    """Returns the number of a request: its sequence number combined with a checksum of its prompt,
+    so that a completion of another prompt never matches.
     """
     return sequence << 32 | zlib.crc32(token_ids)
 
 
 def renumbered(number: int, answered_ids: Sequence[int]) -> int:
-    """Returns the number for the completion of the prompt `answered_ids`: that of the request if
-    the prompt is the request's.
+    """Returns the number for a reply to request `number` whose prompt was `answered_ids`. It equals
+    the request's number only if the prompt is the request's.
     """
     return numbered(number >> 32, integers(answered_ids))
 
@@ -98,7 +100,7 @@ def integers(token_ids: Sequence[int]) -> bytes:
 
 
 def numbers(kind: str, content: bytes) -> "array[Any]":
-    """Decodes an array with this type code."""
+    """Decodes `content` as an array with the type code `kind` (of Python's array module)."""
     found: array[Any] = array(kind)
     found.frombytes(content)
     return found
