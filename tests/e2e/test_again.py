@@ -49,11 +49,13 @@ class Arguments(list):
 
 
 sys.argv = Arguments(sys.argv)
-import socket
+import random, socket
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    sys.argv.port = str(free.getsockname()[1])
+for port in random.sample(range(20_000, 30_000), 100):  # no process gets these unasked
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)):
+            sys.argv.port = str(port)
+            break
 memory = ["rollout.cpu_cache_gib=0.05"] if engine == "vllm" else []
 cell(ValueError("a bug"), "first", *memory)
 cell(None, "second", *memory)
