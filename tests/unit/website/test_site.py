@@ -189,7 +189,10 @@ def test_the_page_of_options_has_each_with_its_default_and_meaning(site: Path) -
     unions = {name.removesuffix(".type") for name in options() if name.endswith(".type")}
     plain = {n for n in options() if not n.endswith(".type") and not n.startswith(copied)}
     assert listed == plain | unions | {"base"}
-    assert "`parallel.tensor` | `1` | Processes that share each layer" in text
+    assert (
+        "`parallel.tensor` | `1` | Tensor-parallel size (TP): processes that share each layer"
+        in text
+    )
     assert "<small>(whole number, at least 1)</small>" in text
     assert 'id="parallel.tensor"' in (site / "options.html").read_text()
 
