@@ -25,7 +25,7 @@ def run_body(world: object, config: Path, backend: str, *options: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if backend == "plain":
-            patch.setattr(train, "backend_of", lambda config: PlainBackend())
+            patch.setattr(train, "built_backend", lambda config: PlainBackend())
         patch.setattr(process_group, "start", lambda **_: nullcontext(world))
         patch.setattr(sys, "argv", ["train_rl.py", str(config), *ENGINE, *options])
         assert train_rl.main() == 0
