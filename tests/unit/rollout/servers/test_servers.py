@@ -267,7 +267,7 @@ class Expanding(Scripted):
         self.tokens = tokens
         self.asked: list[dict[str, Any]] = []
 
-    async def reply(self, client: Any, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def generate(self, client: Any, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         self.asked.append(body)
         first, placeholder, *rest = body["token_ids"]
         choice = {
