@@ -29,7 +29,7 @@ from tests.layouts import build_manager
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, torch
-from rftmega import device
+from rftmega.runtime import device
 kept = torch.ones(int(sys.argv[1]), dtype=torch.uint8, device=device.current().here())
 device.current().synchronize()
 print("held", flush=True)

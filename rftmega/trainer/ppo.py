@@ -6,6 +6,7 @@ trainer gets.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rftmega.algorithms.mismatch import Gap
@@ -155,7 +156,11 @@ class PPOTrainer(Trainer):
         samples, seen = self._roll_out(batch)
         scored = self._score(samples)
         trained, replayed = self._beside_replayed(scored)
-        metrics = self._update(samples, scored, trained)
+        with self.phase("update"):
+            complete = partial(self._complete, samples, scored)
+            metrics = self.learner.update(scored.experience, self.step, trained, scored=complete)
+        if self.replay is not None:
+            self.replay.keep(scored.experience, samples.group)
         self.step += 1
         self._join()
         with self.phase("push"):
@@ -195,21 +200,11 @@ class PPOTrainer(Trainer):
         with self.phase("replay"):
             return self.replay.beside(scored.experience, self.step)
 
-    def _update(
-        self, samples: Samples[Ragged], scored: "ScoredStep", trained: Experience[Ragged]
-    ) -> Metrics:
-        """Takes the optimizer steps and returns their metrics; adds log-probs and mismatch to
-        `scored` if it has none yet.
-        """
-
-        def complete(whole: Experience[Ragged]) -> None:
-            scored.experience, scored.gap = whole, self._gap(samples, whole)
-
-        with self.phase("update"):
-            metrics = self.learner.update(scored.experience, self.step, trained, scored=complete)
-        if self.replay is not None:
-            self.replay.keep(scored.experience, samples.group)
-        return metrics
+    def _complete(
+        self, samples: Samples[Ragged], scored: "ScoredStep", whole: Experience[Ragged]
+    ) -> None:
+        """Completes `scored` with the log-probs that the update's own forward pass found."""
+        scored.experience, scored.gap = whole, self._gap(samples, whole)
 
     def _join(self) -> None:
         """Waits for rollouts that run during the update, if the schedule requires it before weights

@@ -13,7 +13,7 @@ from rftmega.runtime.device import CPU
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROGRAM = """
 import re, torch
-from rftmega import device
+from rftmega.runtime import device
 kept = torch.ones(64 << 20, dtype=torch.uint8)
 print(re.search(r"AnonHugePages: +(\\d+)", open("/proc/self/smaps_rollup").read())[1])
 """
