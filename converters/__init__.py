@@ -63,6 +63,7 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json with the architecture's default for each absent field.
+
     Raises CheckpointError for an architecture without a table, and for fields that are missing,
     null or of the wrong type.
     """

@@ -21,7 +21,7 @@ from rftmega.converters.rules import (
     Vocabulary,
     VocabularyColumns,
 )
-from rftmega.converters.vision import AUDIO_MODELS, MODULE
+from rftmega.converters.vision import AUDIO, MODULE
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD
 
@@ -72,7 +72,7 @@ def adapted_layers(
     Raises ConfigError for a target that the model does not have, for the embedding or the LM head
     of a model that ties them, and for a model that cannot have adapters.
     """
-    if any(rule.megatron[0].startswith((MODULE, AUDIO_MODELS)) for rule in rules):
+    if any(rule.megatron[0].startswith((MODULE, AUDIO)) for rule in rules):
         raise ConfigError(
             "model.lora.rank: the model has a tower that sees or hears, and can't have adapters yet. Set it to 0."
         )
@@ -123,6 +123,7 @@ def _are_tied(of_vocabulary: Sequence[Rule]) -> bool:
 
 def without_head(targets: Sequence[str]) -> list[str]:
     """Returns `targets` without the LM head, for a value model, which has none.
+
     Raises ConfigError if no target remains.
     """
     kept = [target for target in targets if target not in HEADS]

@@ -42,6 +42,7 @@ class Fields:
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns `given` with a default for each absent field.
+
         Raises CheckpointError with a list of fields that are missing, null or of the wrong type.
         """
         required = (*REQUIRED, *self.required)

@@ -77,6 +77,7 @@ def grouped_attention(
     fused: bool = False,
 ) -> list[Rule]:
     """Returns the rules of grouped-query attention.
+
     `fused`: a folder stores q, k and v in one tensor. `full_width_qk_norm`: the q and k norms span
     all heads.
     """
@@ -167,6 +168,7 @@ def routed_experts(
     config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
 ) -> list[Rule]:
     """Returns the rules of routed experts, with two candidates of Megatron's names.
+
     Megatron's own experts are one module per expert; Transformer Engine's grouped module numbers
     its weights.
     """

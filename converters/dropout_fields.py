@@ -1,4 +1,5 @@
 """Finds the fields of a config.json that set dropout or noise in training.
+
 Such fields describe the training run that produced the folder, and are ignored: here only
 `model.dropout` sets the dropout of an update, and scoring and generation use none.
 """

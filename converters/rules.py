@@ -45,6 +45,7 @@ class Sliceable(Protocol):
 @dataclass(frozen=True)
 class Rule:
     """Rule describes one Megatron tensor and the HF tensors that it consists of.
+
     In names, {layer} and {expert} are local indices for Megatron and global ones for HF.
     """
 
@@ -96,6 +97,7 @@ class Rule:
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
         """Returns the segments of HF tensors that form shard `rank` of `ranks`.
+
         Raises WeightMismatch if the tensor can't be split equally.
         """
         return [self.stored(segment) for segment in self.cut(rank, ranks)]

@@ -1,4 +1,5 @@
 """Describes tensors of a folder that stack one matrix of every expert.
+
 Qwen3-VL's MoE models are published this way: the matrices are transposed, [experts, in, out], with
 gate and up concatenated along out. transformers 5 writes them untransposed, [experts, out, in].
 """
@@ -32,6 +33,7 @@ class Stack:
 
     def places(self, *, transposed: bool) -> Iterator[tuple[str, "Place"]]:
         """Yields the name of every matrix in the stack and its Place.
+
         `transposed`: the stack is stored in the published layout.
         """
         for expert, names in enumerate(self.matrices):

@@ -14,7 +14,7 @@ from rftmega.core.errors import CheckpointError
 Tower = Mapping[str, Any]  # vision_config or audio_config, completed
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 MODULE = "visual."  # prefix in our model
-AUDIO_MODELS = "audio."
+AUDIO = "audio."
 
 
 def renamed(rules: list[Rule], prefix: str) -> list[Rule]:
@@ -42,11 +42,11 @@ def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
 
 def audio_tower_rules(shapes: Shapes) -> list[Rule]:
     """Returns the rules of an audio encoder's tensors with these names and shapes."""
-    return [Replicated((AUDIO_MODELS + name,), (HFTensor(name, shape),)) for name, shape in shapes]
+    return [Replicated((AUDIO + name,), (HFTensor(name, shape),)) for name, shape in shapes]
 
 
 def is_of_tower(rule: Rule) -> bool:
-    return rule.megatron[0].startswith((MODULE, AUDIO_MODELS))
+    return rule.megatron[0].startswith((MODULE, AUDIO))
 
 
 def embedding_name(rules: list[Rule]) -> str:

@@ -82,6 +82,7 @@ class AudioLanguageModel(TowerModel):
         lengths: Tensor | None = None,
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
+
         The first chunk takes `frames` and `lengths` (see AudioEncoder; None if the micro-batch has
         no waveform) and `features` [N]: the 1-based index of the encoder output that replaces the
         token's embedding, 0 for text tokens.

@@ -124,6 +124,7 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Returns the description of the model of a Hugging Face config.
+
     Raises CheckpointError, naming the field, for an unsupported architecture, or a setting that
     Megatron-Core 0.16 can't represent here.
     """

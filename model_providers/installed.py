@@ -37,6 +37,7 @@ class Installed:
 @functools.cache
 def installed() -> Installed:
     """Returns the optional packages of this machine.
+
     A package counts only if it can be imported, and on CUDA only.
     """
     if device.current().type != "cuda":

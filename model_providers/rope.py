@@ -140,6 +140,7 @@ def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> flo
 
 def _number(fields: dict[str, Any], name: str) -> float:
     """Removes a positive number from `fields` and returns it.
+
     Raises CheckpointError if it is missing, null or not a positive number.
     """
     value = fields.pop(name, None)
@@ -162,6 +163,7 @@ def _optional(fields: dict[str, Any], name: str, default: float) -> float:
 
 def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
     """Removes the YaRN settings from `fields`, and returns the factor and the other settings.
+
     A factor of null is derived from the context lengths; an absent factor raises CheckpointError,
     as in transformers.
     """

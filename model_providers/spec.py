@@ -78,6 +78,7 @@ def _adapt(mlp: MLPSubmodules, adapted: Callable[[type], type]) -> None:
 
 def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
     """Moves the norms of attention and MLP after their output projections.
+
     `adapters`: `allow_adapters` has already separated norms from linear layers.
     """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():

@@ -39,6 +39,7 @@ def read_tower(
     config: HFConfig, *, width: str, ffn: int | None, gated: bool, parameters: int
 ) -> VisionTower:
     """Returns the description of a vision encoder, read from vision_config.
+
     `width` names the field of the encoder's hidden size; `ffn`: its FFN size, None to read
     intermediate_size; `gated`: its MLPs are gated; `parameters`: its number of parameters.
     """

@@ -76,6 +76,7 @@ class VisionLanguageModel(TowerModel):
         grids: Tensor | None = None,
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
+
         The first chunk takes the images' patches `pixels` [P, C] and their sizes `grids` [I, 3]
         (both None if the micro-batch has no image), and `features` [N]: the 1-based index of the
         encoder output that replaces the token's embedding, 0 for text tokens.

@@ -43,10 +43,10 @@ def hub(
             """Writes nothing."""
 
         def do_HEAD(self) -> None:  # noqa: N802  http.server's name
-            self._completion(body=False)
+            self._respond(body=False)
 
         def do_GET(self) -> None:  # noqa: N802
-            self._completion(body=True)
+            self._respond(body=True)
 
         def do_POST(self) -> None:  # noqa: N802
             self._taken()
@@ -109,7 +109,7 @@ def hub(
                 "actions": {"upload": {"href": f"{self._host()}/large/{wanted['oid']}"}}
             }
 
-        def _completion(self, *, body: bool) -> None:
+        def _respond(self, *, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             asked.append(f"{self.command} {path}")
             if self._refused():

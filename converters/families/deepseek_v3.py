@@ -77,6 +77,7 @@ def sigmoid_moe(config: Config) -> list[Rule]:
 
 def latent_attention(config: Config) -> list[Rule]:
     """Returns the rules of multi-head latent attention.
+
     Up-projections are split by whole heads. With Transformer Engine every rank holds all of the
     down-projections, and the up-projections contain the norms.
     """

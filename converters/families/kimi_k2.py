@@ -1,4 +1,5 @@
 """Kimi-K2: the same tensors as DeepSeek-V3.
+
 transformers has no defaults for Kimi-K2, so fields for which DeepSeek-V3 has defaults are required
 here.
 """

@@ -1,4 +1,5 @@
 """Qwen3-VL MoE: Qwen3 MoE with Qwen3-VL's vision encoder.
+
 A folder stores the matrices of all experts of a layer in two stacked tensors.
 """
 

@@ -123,9 +123,9 @@ class Fetched:
 
     def _write(self, address: str, claim: Path) -> None:
         request = urllib.request.Request(address, headers={"User-Agent": "rftmega"})
-        with self._opener.open(request, timeout=TIMEOUT) as completion, claim.open("wb") as file:
+        with self._opener.open(request, timeout=TIMEOUT) as response, claim.open("wb") as file:
             size = 0
-            while part := completion.read(PART):
+            while part := response.read(PART):
                 size += len(part)
                 if size > MOST_BYTES:
                     raise DataError(
@@ -133,7 +133,7 @@ class Fetched:
                     )
                 file.write(part)
                 file.flush()
-            said = completion.headers.get("Content-Length")
+            said = response.headers.get("Content-Length")
             if said is not None and size != int(said):
                 raise DataError(f"{address} broke off: {size:,} of {int(said):,} bytes came.")
 

@@ -69,8 +69,8 @@ class PolicyActor(Generic[Processor]):
         )
 
     def __call__(self, *given: Any, **settings: Any) -> Any:
-        completion: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
-        return completion
+        found: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
+        return found
 
     def _rows(
         self,
@@ -91,7 +91,7 @@ class PolicyActor(Generic[Processor]):
         mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
         return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
 
-    def _completion(self, rows: Rows, return_output: bool) -> Any:
+    def _forward_result(self, rows: Rows, return_output: bool) -> Any:
         """Returns the result of `forward` for rows that contain their images and waveforms:
         log-probs, and with `return_output` also the TokenStats.
         """

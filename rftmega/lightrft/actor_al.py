@@ -51,10 +51,10 @@ class ActorAL(PolicyActor[AudioProcessor]):
             raise ValueError("ActorAL hears and does not see. Give waveforms as audio_values.")
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         rows = with_frames(rows, audio_values, feature_attention_mask, self.processor)
-        completion = self._completion(rows, return_output)
+        found = self._forward_result(rows, return_output)
         if not return_aligned_inputs:
-            return completion
-        return (*(completion if return_output else (completion,)), sequences, attention_mask)
+            return found
+        return (*(found if return_output else (found,)), sequences, attention_mask)
 
 
 @dataclass(frozen=True, slots=True)

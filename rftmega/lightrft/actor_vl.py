@@ -40,4 +40,4 @@ class ActorVL(PolicyActor[ImageProcessor]):
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         rows = with_patches(rows, patches, self.processor)
-        return self._completion(rows, return_output)
+        return self._forward_result(rows, return_output)

@@ -44,7 +44,7 @@ from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
 from rftmega.weights.receivers.fp8 import BLOCK
 
 # first Transformer Engine version that supports gradient checkpointing with FP8
-FP8_BYTES = (2, 6)
+FP8_SINCE = (2, 6)
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -165,9 +165,9 @@ def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) 
     """Lists why the trainer can't use FP8 matmuls."""
     said = f"model.fp8={config.model.fp8}"
     engine = installed().transformer_engine
-    if engine is None or engine < FP8_BYTES:
+    if engine is None or engine < FP8_SINCE:
         told = installed().told or "on a CPU, which has no such products"
-        least = ".".join(map(str, FP8_BYTES))
+        least = ".".join(map(str, FP8_SINCE))
         return [
             f"{said} needs Transformer Engine {least} or later on CUDA; this run would be {told}. Set it to none."
         ]

@@ -103,6 +103,7 @@ def module_name(weight: str) -> str:
 
 def _of_vocabulary(model: "PreTrainedModel") -> dict[str, tuple[str, Any]]:
     """Returns the embedding and the LM head as last part of the name -> (full name, module).
+
     A module of an unexpected class or name is omitted.
     """
     kinds = {EMBEDDING: nn.Embedding, HEAD: nn.Linear}

@@ -39,6 +39,7 @@ class TransformersModel(ModelDescription):
 
 def read_config(path: str | Path) -> Any:
     """Returns transformers' config of a model folder.
+
     Raises CheckpointError if backend=fsdp can't train the model, because its type is unknown to
     transformers, or because it has an unsupported vision or audio encoder, quantised weights or
     bidirectional attention.

@@ -60,6 +60,7 @@ def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> Tran
 
 def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
     """Returns a model's layers, including those of a vision encoder.
+
     Raises CheckpointError if transformers does not name the class of the layers.
     """
     kinds = set(model._no_split_modules or ())

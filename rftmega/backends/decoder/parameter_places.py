@@ -1,4 +1,5 @@
 """Finds the positions of Hugging Face tensors in the parameters of a transformers model.
+
 Most parameters have the same name as in the folder. Where transformers fuses tensors (experts into
 one three-dimensional tensor, gate and up into one), its conversion mapping defines the block (box)
 of each tensor in the parameter. Tensors that do not become a block (transposed, interleaved) raise

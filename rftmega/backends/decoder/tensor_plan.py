@@ -1,4 +1,5 @@
 """Reads transformers' own tensor-parallel plan of a decoder.
+
 The plan assigns styles to modules and parameters; this module computes which elements a process
 holds. The embedding and LM head are not taken from the plan: their vocabulary rows are always
 split, in blocks of which the last may be short.

@@ -14,11 +14,13 @@ from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeight
 
 class FSDPActor(FSDPModel):
     """FSDPActor computes log-probs and trains the policy.
+
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: ShardingMesh):
         """Builds the model and its optimizer and loads the weights.
+
         Log-probs are those of the sampling distribution, at the temperature
         `cfg.rollout.temperature`.
         """

@@ -31,6 +31,7 @@ class AdaptedStack:
         lora: LoRA,
     ):
         """Adds LoRA pairs to the experts.
+
         `name`: of the fused parameter. `parts`: names of the matrices stacked by rows in each
         expert, such as gate_proj and up_proj; those in `found` get pairs.
         """
@@ -78,6 +79,7 @@ class AdaptedStack:
 
     def names(self, above: str = "") -> dict[str, tuple[str, str]]:
         """Returns matrix name -> parameter names of its A and B.
+
         `above`: name of the experts module that the names begin with; by default transformers'
         name.
         """

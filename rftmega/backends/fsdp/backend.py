@@ -16,6 +16,7 @@ class FSDPBackend:
 
     def value_model(self, config: RunConfig, *, role: str) -> FSDPCritic:
         """Builds a critic or a reward model, with its own sharding mesh.
+
         `role`: "critic" for a trained model; any other only scores.
         """
         return FSDPCritic(config, ShardingMesh.create(config.parallel), learns=role == "critic")

@@ -187,6 +187,7 @@ class FSDPModelManager:
     @torch.no_grad()
     def _load(self, files: HFFolder) -> None:
         """Reads this process's rows of all weights from the folder.
+
         Raises CheckpointError, the same on every process, for non-finite weights, and for an LM
         head that differs from the embedding that it should be tied to.
         """
@@ -338,6 +339,7 @@ class FSDPModelManager:
 
     def gather_nothing(self) -> None:
         """Frees all gathered parameters.
+
         With ZeRO-2 parameters would stay gathered after a pass without gradients, and be used again
         although their shards were updated or replaced in between.
         """

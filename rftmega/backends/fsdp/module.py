@@ -74,18 +74,18 @@ class Network(nn.Module):
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
         """Computes the head's outputs [N] for target token ids [N].
+
         `fed`: the decoder's keyword arguments. `places` [N]: indices, in the decoder's flattened
         output, of the hidden states that predict the targets.
         """
         hidden = self.decoder(**fed, use_cache=False).last_hidden_state
-        completions: tuple[Tensor, ...] = self.head(
-            hidden.flatten(0, 1)[places], targets, temperature
-        )
-        return completions
+        outputs: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        return outputs
 
 
 class SeeingNetwork(Network):
     """SeeingNetwork is a vision-language decoder with a head.
+
     Its vision encoder runs in every pass of every process, with or without an image, because
     gathering its weights is a collective.
     """
@@ -94,6 +94,7 @@ class SeeingNetwork(Network):
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
         """Computes the head's outputs [N] for target token ids [N].
+
         `fed` also contains `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: the 1-based index
         of the vision encoder's output that replaces the token's embedding, 0 for text tokens.
         """
@@ -117,10 +118,8 @@ class SeeingNetwork(Network):
             **{EDGES: fed[EDGES]},
             **more,
         ).last_hidden_state
-        completions: tuple[Tensor, ...] = self.head(
-            hidden.flatten(0, 1)[places], targets, temperature
-        )
-        return completions
+        outputs: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +136,7 @@ class Built:
 
 def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
     """Builds the model of a folder's config.json on the meta device, in float32.
+
     `value_model`: a value head, with a bias if `head_bias`, replaces the LM head. Raises
     CheckpointError if transformers can't build the model, or if it can't be run correctly.
     """

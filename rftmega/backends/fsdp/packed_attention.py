@@ -1,4 +1,5 @@
 """Attention over packed rows for any transformers decoder.
+
 transformers passes queries, keys and values to an attention function that is chosen by name. This
 one restricts attention to each row, so that the work grows with the squares of the row lengths
 instead of the square of their total: in one kernel where possible (`takes_rows`), otherwise batched
@@ -34,6 +35,7 @@ NEUTRAL = frozenset(
 
 class Edges:
     """Edges holds the boundaries of packed rows: 0, then the end of each row.
+
     Tensors derived from the boundaries are sent to the device once for all layers of a micro-batch,
     without blocking the host.
     """

@@ -68,10 +68,8 @@ class FSDPRunner(ModelRunner):
             where=self.manager.where,
             images=self._images(rows),
         )
-        completions = self.manager.network(
-            fed.arguments, fed.places, fed.targets, batch.temperature
-        )
-        return self.stats(*[_in_rows(completion, fed) for completion in completions])
+        outputs = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
+        return self.stats(*[_in_rows(output, fed) for output in outputs])
 
     def _images(self, rows: Rows) -> ImageTensors | None:
         """Returns the vision encoder's inputs for the rows' images; None for a model without one.
@@ -90,10 +88,10 @@ class FSDPRunner(ModelRunner):
         return replace(fed, pixels=black, grids=grid)
 
 
-def _in_rows(completions: Tensor, fed: Feed) -> Tensor:
+def _in_rows(outputs: Tensor, fed: Feed) -> Tensor:
     """Scatters outputs [N] into [B, T], leaving out the filler token of an empty micro-batch.
     Differentiable even without targets, so that the backward pass runs through every layer.
     """
     size = fed.rows * fed.columns
-    canvas = completions.new_zeros(size + 1)  # the last element takes the filler
-    return canvas.index_put((fed.slots,), completions)[:size].unflatten(0, (fed.rows, fed.columns))
+    canvas = outputs.new_zeros(size + 1)  # the last element takes the filler
+    return canvas.index_put((fed.slots,), outputs)[:size].unflatten(0, (fed.rows, fed.columns))

@@ -66,6 +66,7 @@ def sharded_modules(network: nn.Module) -> Iterator[FSDPModule]:
 
 def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device) -> None:
     """Allocates memory on device `where` for a sharded network on the meta device.
+
     Parameters are left uninitialised. transformers recomputes buffers that checkpoints don't
     contain, such as RoPE frequencies. Raises CheckpointError for a buffer that transformers does
     not recompute.

@@ -69,8 +69,8 @@ def _columns(module: Any, group: Any, *, joins: bool) -> Forward:
     linear: Forward = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        completion = linear(copied(x, group))
-        return joined(completion, group) if joins else completion
+        output = linear(copied(x, group))
+        return joined(output, group) if joins else output
 
     return forward
 
@@ -81,8 +81,8 @@ def _rows(module: Any, group: Any, *, of_whole: bool) -> Forward:
         part = functional.linear(own, module.weight)
         if isinstance(module, LinearWithPair):
             part = module.with_product(own, part)
-        completion = summed(part, group)
-        whole: Tensor = completion if module.bias is None else completion + module.bias
+        output = summed(part, group)
+        whole: Tensor = output if module.bias is None else output + module.bias
         return whole
 
     return forward

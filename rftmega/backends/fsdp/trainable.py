@@ -146,6 +146,7 @@ class FSDPModel:
 
     def described(self) -> dict[str, Any]:
         """Returns a description of the model for a checkpoint.
+
         Its keys are "hf_config", "dtype", "layout" and "path" (the folder of the initial weights,
         for messages); with adapters also "adapters" and "base", a checksum of the frozen weights;
         with a frozen reference "reference", its checksum.

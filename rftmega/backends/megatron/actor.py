@@ -19,11 +19,13 @@ from rftmega.runtime.parallel.topology import Topology
 
 class MegatronActor(MegatronModel):
     """MegatronActor computes log-probs and trains the policy.
+
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
     def __init__(self, cfg: RunConfig, placement: Topology, role: str = "actor"):
         """Builds the model and loads its weights.
+
         `role`: "actor", or "reference" for a model that only scores (no optimizer). Log-probs are
         those of the sampling distribution, at the temperature `cfg.rollout.temperature`.
         """

@@ -54,6 +54,7 @@ class AdapterDelta:
 
 class Adapters:
     """Adapters holds the LoRA adapters on this process's part of a model.
+
     `bound` lists their matrices with conversion rules, like the model's weights; `replicas` lists,
     in the same order, the replica indices of each matrix.
     """

@@ -100,6 +100,7 @@ def _non_finite(item: Bound) -> set[str]:
 @torch.no_grad()
 def load_hf(files: HFFolder, bound: Sequence[Bound]) -> None:
     """Fills every bound parameter from `files`, reading only this process's slices.
+
     Raises CheckpointError for a missing tensor, a tensor of another shape or an unreadable file.
     """
     for item in bound:

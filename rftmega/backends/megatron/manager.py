@@ -230,6 +230,7 @@ class MegatronModelManager:
 
     def frames(self, waveform: PlacedWaveform) -> Tensor:
         """Returns the frames [M, T] of a waveform, as inputs of the audio encoder.
+
         Raises DataError if its file has changed or can no longer be read.
         """
         return self._audio_processor.frames(waveform.source, waveform.digest)

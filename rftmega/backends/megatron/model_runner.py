@@ -1,4 +1,5 @@
 """MegatronRunner runs micro-batches through Megatron's pipeline schedule.
+
 With `calculate_per_token_loss`, Megatron expects a loss function to return (local sum, local
 integer count, any object), and divides gradients once, by the sum of the counts of all
 micro-batches and ranks.
@@ -39,6 +40,7 @@ class MegatronRunner(ModelRunner):
         self, manager: MegatronModelManager, stats: Any, processor: HiddenProcessor | None
     ):
         """Creates the runner.
+
         `stats`: class of the statistics per token; `processor` computes them from hidden states, or
         is None for a value model.
         """

@@ -121,6 +121,7 @@ def load_distributed(chunks: Sequence[Any], folder: Path, bound: Sequence[Bound]
 
 def _state_of(chunk: Any) -> Any:
     """Returns Megatron's sharded state dict of a chunk.
+
     For the last stage Megatron would access the LM head, which a value model lacks; this is
     prevented.
     """

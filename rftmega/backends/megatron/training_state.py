@@ -27,6 +27,7 @@ def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
 ) -> Iterator[ShardBox]:
     """Yields the trained weights and, if `average` is given, their average.
+
     With adapters, only the adapters' tensors are trained.
     """
     for number, item in enumerate(manager.trained):

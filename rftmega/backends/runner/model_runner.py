@@ -174,6 +174,7 @@ class ModelRunner:
 
     def _model_inputs(self, rows: Rows[Any]) -> Rows:
         """Returns rows in padded form, as model inputs.
+
         Only a policy uses `routes`; since they are large, they are padded later, when their
         micro-batch is computed.
         """

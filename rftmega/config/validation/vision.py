@@ -43,10 +43,10 @@ def vision(config: RunConfig) -> list[str]:
         fields = read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):
         return []
-    audio_processor = fields.get("audio_config")
-    if isinstance(audio_processor, dict):
-        positions = audio_processor.get("max_source_positions", 1500)
-        return _with_audio_processor(config, positions if isinstance(positions, int) else 1500)
+    audio = fields.get("audio_config")
+    if isinstance(audio, dict):
+        positions = audio.get("max_source_positions", 1500)
+        return _with_audio(config, positions if isinstance(positions, int) else 1500)
     tower = fields.get("vision_config")
     if not isinstance(tower, dict):
         return _without(config, TOWERS, "a model with a tower that sees or hears")
@@ -77,7 +77,7 @@ def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
     return found
 
 
-def _with_audio_processor(config: RunConfig, positions: int) -> list[str]:
+def _with_audio(config: RunConfig, positions: int) -> list[str]:
     """Returns the conflicts with an audio-language model; `positions`: number of positions of a
     waveform in the audio encoder.
     """

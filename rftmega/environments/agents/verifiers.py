@@ -66,11 +66,11 @@ class Worker:
             self._waiting[number] = loop, future
         try:
             self._write({"id": number, **fields})
-            completion: dict[str, Any] = await future
+            reply: dict[str, Any] = await future
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
-        return completion
+        return reply
 
     def close(self) -> None:
         """Terminates the process, and kills it if it does not end within STOP_SECONDS."""

@@ -1,4 +1,5 @@
 """Reads folders of FP8 weights that have one scale per block of a matrix.
+
 A weight is read in the model's dtype: its FP8 numbers in float32 times the scale of their block.
 Rows of blocks are dequantised one at a time, so that no more than the weight itself is in memory.
 """

@@ -47,6 +47,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def sum_of(path: Path, kind: str, *, step: Callable[[], object] = lambda: None) -> str:
     """Returns the checksum of a file as "kind:digest"; `kind` is a key of KINDS.
+
     `step` is called after every AT_ONCE bytes. Raises CheckpointError if the file can't be read.
     """
     try:
@@ -109,6 +110,7 @@ def _seal(said: Mapping[str, Any]) -> str:
 
 def _hubs(path: Path) -> str | None:
     """Returns the hub's checksum of a file, or None if it is unknown.
+
     Files in the hub's cache are named by their checksum; a download to a local folder records it.
     """
     if path.is_symlink() and (target := path.resolve()).parent.name == "blobs":

@@ -22,6 +22,7 @@ def is_anothers(folder: Path) -> bool:
 
 def begin(folder: Path) -> Path:
     """Creates an empty draft folder for an export to `folder`; `settle` renames it.
+
     Raises OSError, also if the draft's name is taken by something that no export created.
     """
     draft = folder.with_name(folder.name + ".incomplete")

@@ -156,6 +156,7 @@ class HFFolder:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of tensor `name`.
+
         Raises CheckpointError unless the dtype is in WEIGHT_DTYPES: tensors of other dtypes are
         quantised weights or no weights.
         """
@@ -220,6 +221,7 @@ class HFFolder:
 
 def read_into(stream: Any, tensor: Tensor, what: str) -> None:
     """Fills a contiguous tensor from an unbuffered file.
+
     `what` names the file and tensor in messages. Raises CheckpointError if the file ends early.
     """
     view = memoryview(bytes_of(tensor))

@@ -76,6 +76,7 @@ class PEFTFolder:
 
     def __init__(self, folder: str | Path, *, option: str = ""):
         """Opens a folder; `option` is the config option that names it, for messages.
+
         Raises CheckpointError for adapters other than supported LoRA adapters.
         """
         self.folder = Path(folder)
@@ -163,6 +164,7 @@ class PEFTFolder:
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads a tensor by its name without PEFT's prefix.
+
         Raises CheckpointError if the tensor is missing or has another shape.
         """
         self._read.add(PREFIX + name)
@@ -273,6 +275,7 @@ def write_config(
     whole: Sequence[str] = (),
 ) -> None:
     """Writes adapter_config.json and a model card.
+
     `whole`: names of tensors trained in full, which belong to a value head (see `trained_whole`).
     """
     modules = sorted({name.rpartition(".")[0] for name in whole})

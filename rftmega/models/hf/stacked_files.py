@@ -60,6 +60,7 @@ class UnstackedFolder(HFFolder):
 
     def __init__(self, folder: str | Path, stacks: Sequence[Stack]):
         """Opens the folder.
+
         Raises CheckpointError if a stacked tensor has an unexpected shape, or if a matrix is also
         stored as a separate tensor.
         """

@@ -96,6 +96,7 @@ def _halves(
 
 def _behind(x: Tensor, groups: int) -> Tensor:
     """Maps [b, heads, q, ...] to [b, groups, heads of a group * q, ...].
+
     Without a mask, the queries of all heads in a group are like more queries of one head, so keys
     need not be repeated.
     """

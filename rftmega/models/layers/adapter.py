@@ -44,6 +44,7 @@ class LowRankAdapter(nn.Module):
         group: Any,
     ):
         """Creates the adapter with zero matrices.
+
         `weight` [out, in] is this process's part of the layer's weight. `members` [out, pairs] has
         a 1 where a row belongs to a LoRA pair: q, k and v have one pair each, although they are
         rows of one weight. `group`: the processes that share the layer.
@@ -223,6 +224,7 @@ def with_adapters(grouped: type) -> type:
 
 def let_gradients_begin(embedding: nn.Module) -> None:
     """Makes a frozen embedding's output require a gradient.
+
     A layer under full gradient checkpointing computes gradients only if its input requires one.
     After a frozen embedding, adapters would silently get none.
     """

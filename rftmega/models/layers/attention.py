@@ -28,6 +28,7 @@ LONGEST = 8192  # longest row whose chunks may have a mask each
 
 class PackedAttention(torch.nn.Module):
     """PackedAttention computes causal, grouped-query attention.
+
     It replaces Megatron's DotProductAttention on a CPU, and on CUDA without Transformer Engine.
     """
 

@@ -44,6 +44,7 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
 
 def _count_once(down: Any) -> None:
     """Marks Transformer Engine's down projections as not split over ranks.
+
     Transformer Engine marks every weight as a shard, although every rank holds these weights in
     full: their gradients, equal on all ranks, would count once per rank in the global norm.
     """
@@ -53,6 +54,7 @@ def _count_once(down: Any) -> None:
 
 def _sum_gradients_of_the_shared_key(module: MLASelfAttention) -> None:
     """Sums the gradient of the rotary key that all heads share over tensor-parallel ranks.
+
     Each rank computes the gradient from its own heads only. Megatron-Core 0.16.1 gathers the output
     of a column-parallel `linear_kv_down_proj` without summing gradients in the backward pass. The
     hook `_whole` changes the output so that Megatron gathers it with summed gradients. The fix

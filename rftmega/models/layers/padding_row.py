@@ -1,4 +1,5 @@
 """Stops the gradient of the padding token's row in Megatron's embedding, as in transformers.
+
 A policy may sample the padding token. Its embedding row is often zeros, where a norm's gradient is
 about a thousand times that of other rows: this row alone would determine how all gradients are
 clipped.
@@ -13,6 +14,7 @@ from torch import Tensor
 
 def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
     """Stops the gradient from embedding lookups of `token` to its row.
+
     If the LM head is tied to the embedding, the row still gets the LM head's gradient.
     """
     embedding.padding_token = token

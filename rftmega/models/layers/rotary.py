@@ -85,6 +85,7 @@ class MultimodalRotary(PackedRotary):
         by_rows: bool,
     ):
         """Creates the module.
+
         `sections`: number of frequencies for each of time, height and width; they follow each other
         in blocks, or are `interleaved`. `by_rows`: attention uses the boundaries of padded rows, so
         each row's angles are sliced separately.

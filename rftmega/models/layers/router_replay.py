@@ -43,6 +43,7 @@ class RouteInputs:
 
     def packed(self, take: Callable[..., Tensor], slots: Tensor, own: slice) -> PackedRoutes:
         """Returns the routes of the tokens in this process's packed slots `own`.
+
         `take` is Packing.take_vectors; `slots` maps packed tokens to indices in the flat [B * S]
         grid.
         """

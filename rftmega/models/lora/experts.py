@@ -1,4 +1,5 @@
 """LoRA adapters on MoE experts whose matrices are stacked in one tensor per layer.
+
 The layer's own forward pass indexes the stacked tensor by expert and multiplies tokens with the
 matrix. During that pass an object replaces the tensor, and adds the products of the expert's LoRA
 pairs: the sum of a matrix and its delta is never materialised, and frozen experts get no gradient.

@@ -1,4 +1,5 @@
 """Prepares torch for megatron.core, and must be imported before it.
+
 On a CPU it installs the view of torch that Megatron needs; on CUDA it keeps float32 matmuls in
 float32 instead of TF32.
 """

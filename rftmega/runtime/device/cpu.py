@@ -37,6 +37,7 @@ class CPU:
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
         """Returns the CPU device, after dividing the cores among the processes of this host.
+
         More threads than cores only wait for each other.
         """
         cores = len(os.sched_getaffinity(0))

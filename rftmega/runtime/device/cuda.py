@@ -85,6 +85,7 @@ class CUDA:
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a pinned host buffer [size], fast to copy to and from the device.
+
         Torch's own pinned memory comes in powers of two, up to twice the requested size. This
         buffer is a plain memory mapping, registered with the driver until the last tensor over it
         is freed.

@@ -40,6 +40,7 @@ def found() -> Hardware:
 
 def refusals(host: Hardware) -> list[str]:
     """Lists the reasons why a run would not use the GPUs of this host.
+
     The list is empty if the run uses them, if the host has none, or if CUDA_VISIBLE_DEVICES hides
     them.
     """

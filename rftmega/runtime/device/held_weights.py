@@ -20,6 +20,7 @@ class ReferenceWeights:
 
     def __init__(self, residency: Residency, tensors: Tensors):
         """Copies the model's weights to the host.
+
         `tensors` returns them, detached from autograd; `residency` swaps them into the model.
         """
         self._residency, self._tensors = residency, tensors

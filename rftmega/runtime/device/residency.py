@@ -1,4 +1,5 @@
 """Residency moves the parts of a model between device and host.
+
 A part is a list of tensors. Moving a part to the host frees the *storage* under its tensors and
 leaves the tensor objects, so that aliases of a tensor (Megatron's parameter and gradient buffers,
 shards of a distributed optimizer, the optimizer's own lists) stay valid for every kind of
@@ -80,6 +81,7 @@ class Residency:
         loan: Loan | None = None,
     ):
         """Stores the functions that list and complete the model's tensors.
+
         `parts` lists the current tensors of each part: Adam has none before its first step.
         `finish` completes the parameters if the optimizer left some of them to be gathered later;
         it is called before they are read. `loan`: borrowed parameters that are in none of the
@@ -100,6 +102,7 @@ class Residency:
 
     def off(self, *parts: str, keep: bool = True, but: Iterable[Tensor] = ()) -> None:
         """Moves parts to the host, except the tensors in `but`.
+
         With `keep=False` the parts' content is dropped; they return to the device as zeros.
         """
         self.finish()
@@ -172,6 +175,7 @@ class Residency:
 
     def host(self, tensor: Tensor) -> Tensor:
         """Returns `tensor` if it is on the device, otherwise the same view of its host copy.
+
         The result shares memory with the model: copy it before the model changes.
         """
         berth = self._berths.get(tensor.untyped_storage()._cdata)
@@ -235,6 +239,7 @@ class Residency:
 
     def storages(self) -> dict[str, dict[int, Any]]:
         """Returns part -> storage id -> storage.
+
         A storage that two parts share (e.g. the fp32 main parameters of an fp32 model are its
         parameters) is listed under the first of these parts.
         """

@@ -26,11 +26,12 @@ def checksum(data: Tensor) -> Tensor:
     It adds a sum of 8-byte words weighted by their position within a block, and one weighted by the
     index of the block: it changes if words change, or if words or blocks are swapped.
     """
-    return _of_vocabulary(data.view(torch.int64).view(1, -1, len(LANES)))[0]
+    return _sums(data.view(torch.int64).view(1, -1, len(LANES)))[0]
 
 
 def checksums(slices: Tensor) -> Tensor:
     """Returns the checksums [n] int64 of n equal slices [n, ...], which need not be contiguous.
+
     A slice that does not fill its last block is padded with zeros.
     """
     if not slices.numel():
@@ -39,12 +40,13 @@ def checksums(slices: Tensor) -> Tensor:
     size = flat.shape[1] * flat.itemsize
     step = max(1, AT_ONCE // size)
     if len(flat) <= step:
-        return _of_vocabulary(_words(flat, size))
-    return torch.cat([_of_vocabulary(_words(part, size)) for part in flat.split(step)])
+        return _sums(_words(flat, size))
+    return torch.cat([_sums(_words(part, size)) for part in flat.split(step)])
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
     """Maps [n, elements] to int64 words [n, blocks, words of a block].
+
     Copies the data if a slice does not fill its last block, or if 8-byte words would not be
     aligned.
     """
@@ -58,7 +60,7 @@ def _words(flat: Tensor, size: int) -> Tensor:
     return flat.view(torch.int64).unflatten(1, (-1, len(LANES)))
 
 
-def _of_vocabulary(words: Tensor) -> Tensor:
+def _sums(words: Tensor) -> Tensor:
     """Maps int64 words [n, blocks, words of a block] to checksums [n]."""
     number, blocks_each = words.shape[:2]
     if number * blocks_each * BLOCK <= SMALL:

@@ -24,6 +24,7 @@ class Offset(NamedTuple):
 
 def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offset]:
     """Measures the clock offset of every process, in the order of ranks; a collective.
+
     No process leaves a barrier before all have entered it (F. Cristian's bound on the offset, 1989,
     with a barrier for his request and reply): with the times at which two processes entered and
     left, each barrier bounds their offset from both sides, whatever the barrier's delay. The result

@@ -1,4 +1,5 @@
 """Collectives for tensors on any device; a single process gets its own values back.
+
 Every process of the group must call these functions in the same order.
 """
 
@@ -103,6 +104,7 @@ def board() -> Any:
 
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
     """Returns the objects of all processes of `group` (None: all), in the order of ranks.
+
     They are pickled, so they should be small.
     """
     if not dist.is_initialized():

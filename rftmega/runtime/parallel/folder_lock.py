@@ -1,4 +1,5 @@
 """Locks a folder against other programs, on this host and on others that share the folder.
+
 The lock is a file in the folder. It names the process that holds the lock, which touches the file
 every BEAT_SECONDS. A process that died leaves its lock file behind; the next process takes it over.
 Everything works over NFS: the file is created by link(), and ages are differences between the file
@@ -79,6 +80,7 @@ class FolderLock:
         lost: Callable[[str], None] | None = None,
     ):
         """Prepares a lock; `what` is the kind of program, such as "run".
+
         `beat`: seconds between two touches of the lock file; `stale`: seconds without a touch after
         which a lock may be taken over. A thread calls `lost` with a message if another program has
         taken over this lock, because this process was stopped for longer than that; by default the
@@ -95,6 +97,7 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Acquires the lock.
+
         Raises LockedError if another program holds it, or if no lock can be created in the folder.
         The lock of a process on another host is watched, for `stale` seconds at most, until the
         process touches it (it is alive) or it is stale: a run that died on one host may start again
@@ -118,6 +121,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Releases the lock, and removes folders that `acquire` created if they are empty.
+
         In a forked copy of the process it does nothing.
         """
         if os.getpid() != self.holder.pid or self._thread is None:
@@ -185,6 +189,7 @@ class FolderLock:
 
     def _took_over(self, holder: Holder | None, age: float) -> bool:
         """Tries to replace a stale lock; returns whether it succeeded.
+
         A second lock file lets one process at a time try, otherwise a slower one would replace the
         lock of a faster one.
         """

@@ -1,4 +1,5 @@
 """HostMemory keeps one copy per host of data that all processes of a run read.
+
 Processes of one host map the same memory (`parallel.shared`); the first process of each host
 exchanges the data with other hosts.
 """
@@ -35,6 +36,7 @@ class HostMemory:
 
     def __init__(self, host: str | None = None):
         """Groups the processes by host; a collective.
+
         `host`: name of this process's host; None: it is detected.
         """
         self._host_group: Any = None
@@ -56,6 +58,7 @@ class HostMemory:
 
     def once(self, make: Callable[[], Result]) -> Result:
         """Returns the result of `make`, which only the first process of each host calls.
+
         The result is a tensor, a number, or nested dataclasses, dicts, lists and tuples of tensors
         and numbers, and must not be changed. If `make` raises an exception, every process of the
         host raises one.
@@ -113,6 +116,7 @@ class HostMemory:
 
     def gathered(self, columns: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Concatenates the columns of all processes in the order of ranks.
+
         `columns`: this process's values, [n] each; `sizes` lists n by rank. Returns [sum of n] for
         each column.
         """

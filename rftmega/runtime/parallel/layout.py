@@ -44,6 +44,7 @@ def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
     """Splits the ranks into the smallest groups whose processes together hold every parameter.
+
     In Megatron's rank order tensor-parallel ranks are neighbours, pipeline stages are farthest
     apart, and experts are distributed over consecutive blocks of expert_tensor x expert ranks.
     """

@@ -63,6 +63,7 @@ class Lease:
 
     def __init__(self, rank: int, size: int, board: Any, *, limit: float = LIMIT):
         """Takes this process's rank and the number of processes (`size`).
+
         `board`: a store of torch.distributed, or None for a single process; `limit`: idle seconds
         from which on a rank is named.
         """

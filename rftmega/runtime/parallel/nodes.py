@@ -47,6 +47,7 @@ class NodeReport:
 
 def check_nodes(world: World, needed: Mapping[str, int]) -> None:
     """Checks all hosts and logs the measurements; a collective.
+
     `needed`: folder -> bytes that the run writes there. Raises NodeError, the same on every
     process, if a process finds too little disk space, different package versions, or a different
     time.
@@ -73,6 +74,7 @@ def complaints(
     reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
 ) -> list[str]:
     """Lists the problems, each with a host and the first rank there that has it.
+
     `clocks`: the time on each rank in seconds, read at about the same moment.
     """
     found: dict[tuple[str, str], str] = {}
@@ -154,6 +156,7 @@ def _free(folder: Path) -> int | str:
 
 def _clocks() -> list[float]:
     """Returns the time of each rank in seconds since the epoch, read at about the same moment.
+
     Of several rounds the one in which the times are closest is returned.
     """
     rounds: list[list[float]] = []

@@ -1,4 +1,5 @@
 """Ends processes when the process that started them has ended, for whatever reason.
+
 Imports only modules that every process has loaded already.
 """
 

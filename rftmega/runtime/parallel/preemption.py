@@ -16,6 +16,7 @@ LOOK = 1.0  # seconds between two checks of the store `board`
 
 class StopRequest:
     """StopRequest records whether this process was asked to stop.
+
     `file`: path of a file that a launcher creates to forward the request to its ranks.
     """
 
@@ -32,6 +33,7 @@ request = StopRequest()
 
 def listen() -> None:
     """Installs handlers that turn SIGTERM and SIGUSR1 into stop requests.
+
     A process of a run calls it before its other imports, which take seconds, in its main thread: an
     unhandled signal would end the process.
     """

@@ -38,6 +38,7 @@ class World:
 
 def launched_size() -> int:
     """Returns the number of processes that the launcher started (1 without a launcher).
+
     Works before torch.distributed is initialised.
     """
     return whole_number("WORLD_SIZE", 1)

@@ -17,6 +17,7 @@ INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Returns the store at MASTER_ADDR:MASTER_PORT.
+
     Rank 0 serves it, at that address only, unless torchrun's agent does. The agent's store keeps
     entries from before a restart, so each attempt has its own prefix. Raises NodeError if the
     address is not rank 0's, or is one that other hosts can't reach, and NodeFault if another

@@ -1,4 +1,5 @@
 """Shares memory between processes of one host under unique names.
+
 The memory has no path in any folder, so nothing is left behind however the processes end: other
 processes reach it through its owner's open files (/proc). Its size is sealed: a process that opens
 it can neither shrink nor enlarge it.
@@ -17,6 +18,7 @@ SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 def create(size: int) -> str:
     """Creates shared memory of `size` bytes and returns its name.
+
     It is freed once this process has closed it and no process has it mapped or open.
     """
     token = secrets.token_hex(16)
@@ -37,6 +39,7 @@ def close(name: str) -> None:
 
 def attach(name: str, size: int) -> mmap.mmap:
     """Maps shared memory by its name and size in bytes.
+
     Raises ValueError as `opened` does.
     """
     descriptor = opened(name, size)
@@ -48,6 +51,7 @@ def attach(name: str, size: int) -> mmap.mmap:
 
 def opened(name: str, size: int) -> int:
     """Returns a file descriptor of the shared memory with this name.
+
     Raises ValueError unless the memory was made by `create`, belongs to this user and has `size`
     bytes.
     """

@@ -24,6 +24,7 @@ from rftmega.runtime.parallel.seeds import as_bytes, as_text
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Topology holds parallel sizes and ranks, and the process groups that rftmega uses.
+
     Megatron keeps its groups in module globals, one layout per process. A Topology holds a copy of
     these globals, so that models of different layouts (an actor and a critic) exist in the same
     processes and are active in turn: see `active`.

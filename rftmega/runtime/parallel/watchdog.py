@@ -1,4 +1,5 @@
 """Records this process's progress, and ends a process that hangs.
+
 Working code calls `mark`: at each phase, micro-batch, bucket of a weight push, and completion.
 """
 

@@ -34,7 +34,7 @@ def test_what_a_model_that_sees_can_t_have_is_named(option: str, said: str, tmp_
     assert reasons(tmp_path, SEES, frozen) == []
 
 
-AUDIO_MODELS = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1500}}
+AUDIO = {"model_type": "qwen2_audio", "audio_config": {"max_source_positions": 1500}}
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_what_a_model_that_hears_can_t_have_is_named(
     option: str, said: str, tmp_path: Path
 ) -> None:
     frozen = "model.freeze_vision=true"
-    (found,) = reasons(tmp_path, AUDIO_MODELS, option, frozen)
+    (found,) = reasons(tmp_path, AUDIO, option, frozen)
     assert said in found
     enough = "trainer.max_patches_per_micro_batch=12000"
-    assert reasons(tmp_path, AUDIO_MODELS, frozen, enough, "rollout.max_images=8") == []
+    assert reasons(tmp_path, AUDIO, frozen, enough, "rollout.max_images=8") == []
 
 
 def test_vllm_takes_windows_of_30_seconds_only(tmp_path: Path) -> None:
