@@ -41,8 +41,9 @@ class EngineTraits:
     can start it. has_model: samples from a model's weights, not from a script. side_by_side:
     generates several completions at once, and continues interrupted completions. split: runs
     tensor-parallel over processes, restarts without the trainer, and has options for its memory.
-    serves_adapters: takes LoRA adapters without merging. returns_routes: returns the experts of
-    each token. quantizes: computes with FP8 or int8 weights. broadcasts: receives weights over the
+    vllm_kernels: computes with vLLM's kernels, and has their limits. transformers_class: runs
+    transformers' class of the model. serves_adapters: takes LoRA adapters without merging.
+    returns_routes: returns the experts of each token. quantizes: computes with FP8 or int8 weights. broadcasts: receives weights over the
     network by joining a process group with the trainer, instead of by messages.
     """
 
@@ -52,6 +53,8 @@ class EngineTraits:
     has_model: bool = True
     side_by_side: bool = True
     split: bool = False
+    vllm_kernels: bool = False
+    transformers_class: bool = False
     serves_adapters: bool = False
     returns_routes: bool = False
     quantizes: bool = False
@@ -74,10 +77,17 @@ BACKENDS = {
 }
 ENGINES = {
     "vllm": EngineTraits(
-        served=True, split=True, serves_adapters=True, returns_routes=True, quantizes=True
+        served=True,
+        split=True,
+        vllm_kernels=True,
+        serves_adapters=True,
+        returns_routes=True,
+        quantizes=True,
     ),
     "sglang": EngineTraits(colocated=False, served=True, started_here=False, broadcasts=True),
-    "transformers": EngineTraits(side_by_side=False, returns_routes=True, quantizes=True),
+    "transformers": EngineTraits(
+        side_by_side=False, transformers_class=True, returns_routes=True, quantizes=True
+    ),
     "scripted": EngineTraits(has_model=False),
 }
 

@@ -191,7 +191,7 @@ def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) 
 def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     """Lists why vLLM can't compute the model's linear layers in FP8."""
     rollout = config.rollout
-    by_vllm = engine_of(rollout).split and backend_of(config).names_linear
+    by_vllm = engine_of(rollout).vllm_kernels and backend_of(config).names_linear
     if rollout.quantization == "none" or not by_vllm:
         return []
     given = f"rollout.quantization={rollout.quantization}"
@@ -313,11 +313,11 @@ def _quantised(config: RunConfig) -> list[str]:
 
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
-    if engine_of(config.rollout).split and on.type == "cpu":
+    if engine_of(config.rollout).vllm_kernels and on.type == "cpu":
         found += _vllm_on_a_cpu(model)
     path = config.model.path
-    own_class = engine_of(config.rollout).has_model and not engine_of(config.rollout).served
-    if own_class and (unknown := unknown_to_transformers(path)):
+    by_transformers = engine_of(config.rollout).transformers_class
+    if by_transformers and (unknown := unknown_to_transformers(path)):
         found.append(f"rollout.engine=transformers: {unknown}. Set rollout.engine=vllm.")
     return found
 

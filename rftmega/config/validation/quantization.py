@@ -21,7 +21,7 @@ def quantization(config: RunConfig) -> list[str]:
             f"{given}: rollout.transport=checkpoint is for servers without this package, which quantise nothing. Take network or "
             "disk, or set it to none."
         )
-    if engine_of(rollout).split and not backend_of(config).names_linear:
+    if engine_of(rollout).vllm_kernels and not backend_of(config).names_linear:
         found.append(
             f"{given} with rollout.engine=vllm needs backend=megatron, whose table says which modules have no such numbers. "
             "Set it to none."

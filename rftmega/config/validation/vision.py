@@ -88,7 +88,7 @@ def _with_audio(config: RunConfig, positions: int) -> list[str]:
             "strategy=separate: servers are asked without waveforms so far. Set rollout.max_images=0 for prompts of words "
             "alone, or strategy=colocated."
         )
-    if engine_of(config.rollout).split and positions != VLLM_POSITIONS:
+    if engine_of(config.rollout).vllm_kernels and positions != VLLM_POSITIONS:
         found.append(
             f"rollout.engine=vllm: vLLM takes windows of {VLLM_POSITIONS} positions (30 s), and the model's "
             f"max_source_positions is {positions}. Set rollout.engine=transformers."
