@@ -43,8 +43,9 @@ class EngineTraits:
     tensor-parallel over processes, restarts without the trainer, and has options for its memory.
     vllm_kernels: computes with vLLM's kernels, and has their limits. transformers_class: runs
     transformers' class of the model. serves_adapters: takes LoRA adapters without merging.
-    returns_routes: returns the experts of each token. quantizes: computes with FP8 or int8 weights. broadcasts: receives weights over the
-    network by joining a process group with the trainer, instead of by messages.
+    returns_routes: returns the experts of each token. quantizes: computes with FP8 or int8 weights.
+    broadcasts: receives weights over the network by joining a process group with the trainer,
+    instead of by messages.
     """
 
     colocated: bool = True
