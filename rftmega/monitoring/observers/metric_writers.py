@@ -78,7 +78,7 @@ def status(metrics: Metrics) -> str:
     said = []
     if "reward" in metrics:
         said.append(f"reward {metrics['reward']:.3g} ±{metrics.get('spread', 0):.2g}")
-        said.append(f"{metrics['response_length']:.0f} tokens an answer")
+        said.append(f"{metrics['response_length']:.0f} tokens per completion")
         seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
         if seconds:
             said.append(f"{metrics['generated_tokens'] / seconds:.3g} tokens/s")
