@@ -46,8 +46,9 @@ check: site  ## style, formatting and types; the site, with every link
 site: $(READY)  ## the pages of docs/ as a site, build/site/index.html; a link or an anchor that is not there is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-ranks: $(READY)  ## the exhaustive multi-rank half of the tests
-	$(BIN)/python -m pytest -q -m ranks
+PART ?= 1/1
+ranks: $(READY)  ## the exhaustive half of the tests, many on several ranks; PART=2/3 runs the second third
+	$(BIN)/python -m pytest -q -m ranks -n 2 --dist loadfile --no-loadscope-reorder --part $(PART) $(ARGS)
 
 gpu:  ## the tests of a CUDA device, with PYTHON=... and what it has installed: makes no environment, needs no network
 	$(PYTHON) -m pytest -q -m gpu tests/gpu

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.parts import NEW, parts_of
+
 settings.register_profile("rftmega", deadline=None)  # a timing never decides a test
 settings.load_profile("rftmega")
 
@@ -39,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="tests-")
         os.chmod(os.environ[TEMPORARY], 0o755)
     if config.getoption("--record-durations"):
-        config.pluginmanager.register(Recorder())
+        config.pluginmanager.register(Recorder(durations_file(config)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -48,24 +50,40 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # file of tests -> seconds it took last
+RANKS = Path(__file__).with_name("durations_of_ranks.json")  # the same of its tests marked ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--record-durations", action="store_true", help=f"write {DURATIONS.name}, for `make test`"
+        "--record-durations",
+        action="store_true",
+        help=f"write {DURATIONS.name}, for `make test`, or {RANKS.name}, for `make ranks`",
     )
+    parser.addoption("--part", default="1/1", help="the files of one part of several, such as 2/3")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def durations_file(config: pytest.Config) -> Path:
+    return RANKS if config.getoption("markexpr").strip() == "ranks" else DURATIONS
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the longest files first, so that two workers end together. A new file counts as long."""
-    known = json.loads(DURATIONS.read_text())
+    known = json.loads(durations_file(config).read_text())
+    files = {item.nodeid.partition("::")[0] for item in items}
+    number, of = map(int, config.getoption("--part").split("/"))
+    chosen = parts_of({file: known.get(file, NEW) for file in files}, of)[number - 1]
+    left_out = [item for item in items if item.nodeid.partition("::")[0] not in chosen]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: -known.get(item.nodeid.partition("::")[0], 1e6))
 
 
 class Recorder:
     """Recorder adds up the seconds of each file's tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -73,13 +91,13 @@ class Recorder:
         self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        found = json.loads(DURATIONS.read_text()) | self.seconds  # a part may have run
+        found = json.loads(self.file.read_text()) | self.seconds  # a part may have run
         rounded = {
             file: round(seconds, 1)
             for file, seconds in sorted(found.items())
-            if (DURATIONS.parents[1] / file).is_file()
+            if (self.file.parents[1] / file).is_file()
         }
-        DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
+        self.file.write_text(json.dumps(rounded, indent=0) + "\n")
 
 
 _SILENCED = logging.root.manager.disable

@@ -11,7 +11,9 @@ could bring the machine down.
 
 import argparse
 import ast
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -29,6 +31,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".jsonl")
 LIMIT = 300  # seconds of one test
+CONTEXT = multiprocessing.get_context("forkserver")  # imports take longer than most tests
+CONTEXT.set_forkserver_preload(["tests.third_party"])
 FAILED = 1  # pytest's exit status: tests were run, and some failed
 # of a process that read memory which the bug had freed
 CRASHED = (-signal.SIGSEGV, -signal.SIGABRT)
@@ -109,24 +113,36 @@ def copied(folder: Path) -> Path:
 
 def tested(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """pytest's exit status (None: it took too long), and what it said."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=LIMIT * len(tests))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
+    said = tree.with_suffix(".said")
+    process = CONTEXT.Process(target=_pytest, args=(tree, list(tests), said, dict(os.environ)))
+    process.start()
+    process.join(LIMIT * len(tests))
+    if process.exitcode is None:
+        os.killpg(process.ident, signal.SIGKILL)
+        process.join()
         return None, ""
-    return process.returncode, said
+    return process.exitcode, said.read_text(errors="replace")
+
+
+def _pytest(tree: Path, tests: list[str], said: Path, environment: dict[str, str]) -> None:
+    """Be a process of pytest in the copy, with the copy's modules."""
+    os.setsid()
+    written = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(written, number)
+    os.environ |= environment | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(each for each in sys.path if Path(each).absolute() != ROOT)]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("rftmega", "tests"):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+    import pytest
+
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    sys.stdout.flush()
+    os._exit(int(status))  # no thread that a bug left running keeps it
 
 
 def planted(tree: Path, mutation: Mutation) -> Outcome:
