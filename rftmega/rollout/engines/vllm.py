@@ -47,6 +47,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  #
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
+from rftmega.rollout.engines.compiled_classes import ChangedClasses  # noqa: E402
 from rftmega.rollout.engines.expert_routing import CapturedRoutes  # noqa: E402
 from rftmega.rollout.engines.image_prompts import (  # noqa: E402
     check_expanded,
@@ -69,6 +70,7 @@ from rftmega.weights.receivers.reload import (  # noqa: E402
     FreshParameters,
     forget_expert_kernels,
     pack_output_heads,
+    with_head_bias,
 )
 
 
@@ -194,7 +196,8 @@ class VLLMEngine(Engine):
         written_as = described(unquantised) if self._quantised else None
         threads = torch.get_num_threads()
         self._llm: Any = None
-        with undone(world, self.close):
+        changed = ChangedClasses()
+        with undone(world, self.close), changed.collected():
             self._llm = LLM(
                 model=str(folder),
                 load_format="dummy",
@@ -220,6 +223,7 @@ class VLLMEngine(Engine):
             # vLLM's worker sets one thread, too few for the trainer's work on the host
             if on_cuda:
                 torch.set_num_threads(threads)
+            changed.give_to(self._llm.apply_model(_itself)[0])
             self._read_model(world, on_cuda=on_cuda)
 
     def _read_model(self, world: World, *, on_cuda: bool) -> None:
@@ -233,7 +237,7 @@ class VLLMEngine(Engine):
             check_samples(samples_of_vllm(self._llm.llm_engine.renderer, tokens), processor)
         if self._waveforms:
             self._waveforms.check(self._llm.llm_engine)
-        module = self._llm.apply_model(_itself)[0]
+        self._model = module = self._llm.apply_model(_itself)[0]
         if not self._quantised:  # its loader alone knows how such numbers lie
             self.destinations = FreshParameters(module)
         self._captured: CapturedRoutes | None = None
@@ -365,7 +369,8 @@ class VLLMEngine(Engine):
             named_tensors = quantised(named_tensors)
         try:
             self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(named_tensors)}
+                "reload_weights",
+                kwargs={"weights_iterator": with_head_bias(self._model, named_tensors)},
             )
         except Exception:
             # Half-loaded layers would take their missing tensors from the next push.

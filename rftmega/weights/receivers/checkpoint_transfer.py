@@ -22,7 +22,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rftmega.core.errors import EngineError
 from rftmega.runtime import device
 from rftmega.weights.receivers.fp8 import quantised
-from rftmega.weights.receivers.reload import forget_expert_kernels, pack_output_heads
+from rftmega.weights.receivers.reload import (
+    forget_expert_kernels,
+    pack_output_heads,
+    with_head_bias,
+)
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -62,7 +66,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         if getattr(self.model_config.hf_config, "quantization_config", None):
             device.current().prepare_fp8()
             tensors = list(quantised(tensors))
-        model.load_weights(tensors)
+        model.load_weights(with_head_bias(model, tensors))
 
     def refuse_gaps(self) -> None:
         """Raises EngineError if an expected tensor was not loaded, or a layer received no weights.

@@ -2,10 +2,11 @@
 substitutes our parameter loaders.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import wraps
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
+    get_layerwise_info,
     make_online_process_loader,
 )
 from vllm.platforms import current_platform
@@ -26,6 +28,39 @@ def pack_output_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def with_head_bias(
+    model: Any, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a reload; makes the reload keep an LM head's bias.
+
+    vLLM's Transformers classes create that bias when it is loaded, not when the model is built. A
+    first reload would drop it, because the head had no bias before, and generation would fail.
+    """
+    for name, tensor in tensors:
+        if name.endswith("lm_head.bias"):
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead) and module.bias is None:
+                    _add_bias(module)
+        yield name, tensor
+
+
+def _add_bias(head: Any) -> None:
+    """Gives an LM head a bias of zeros, which the running reload will fill in place."""
+    kept = get_layerwise_info(head).kernel_tensors
+    with _device_of(head):
+        head._register_bias()
+    head.bias.data.zero_()
+    if kept is not None:  # the head's weight is still to come
+        kept[0]["bias"] = head.bias
+
+
+def _device_of(head: Any) -> torch.device:
+    """Returns the device of an LM head, whose weight is on the meta device during a reload."""
+    kept = get_layerwise_info(head).kernel_tensors
+    weight: Tensor = kept[0]["weight"] if kept is not None else head.weight
+    return weight.device
 
 
 def forget_expert_kernels(model: Any) -> None:

@@ -28,6 +28,7 @@ KNOWN = list(options())
             "updates_per_epoch is steps_per_generation / gradient_accumulation_steps",
             "Did you mean",
         ),
+        ("data.apply_chat_template_kwargs", "of verl: data.chat_template_kwargs", "Did you mean"),
         ("actor_rollout_ref.rollout.n", "of verl: rollout.samples_per_prompt", "Did you mean"),
         ("n_samples_per_prompt", "of LightRFT: rollout.samples_per_prompt", "Did you mean"),
         ("optimizer.epsilom", "Did you mean optimizer.epsilon?", "of TRL"),

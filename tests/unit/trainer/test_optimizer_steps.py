@@ -1,13 +1,16 @@
 """A rollout's epochs and mini-batches."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rftmega.config import load
 from rftmega.core.errors import Preempted
 from rftmega.core.types import COUNT, Experience, TokenStats
+from rftmega.trainer.algorithm import Algorithm
 from rftmega.trainer.experience import given
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.optimizer_steps import Schedule, merged, take_steps
@@ -163,3 +166,9 @@ def test_log_probs_of_the_steps_own_forward_pass_are_told_after_a_resume_too() -
     assert told == [10, 10]
     with pytest.raises(AssertionError, match="only a single step's forward pass"):
         take_steps(model, EXPERIENCE, None, Schedule(2).mini_batches(TEN, 0), **settings)  # type: ignore[arg-type]
+
+
+def test_a_rollout_is_split_as_the_options_say(config_file: Path) -> None:
+    given = ["updates_per_epoch=2", "epochs_per_rollout=3"]
+    config = load(config_file, ["trainer.seed=5", *(f"algorithm.{each}" for each in given)])
+    assert Algorithm(config).schedule == Schedule(2, 3, seed=5)
