@@ -31,7 +31,8 @@ class ChangedClasses:
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Collects the classes that vLLM changes in this block; restores them if the block fails."""
-        decorator = transformers_models.support_torch_compile
+        models: Any = transformers_models
+        decorator = models.support_torch_compile
 
         def remembering(**options: Any) -> Callable[[type], type]:
             def decorate(of: type) -> type:
@@ -43,14 +44,14 @@ class ChangedClasses:
 
             return decorate
 
-        transformers_models.support_torch_compile = remembering
+        models.support_torch_compile = remembering
         try:
             yield
         except BaseException:
             self.give_to(Module())
             raise
         finally:
-            transformers_models.support_torch_compile = decorator
+            models.support_torch_compile = decorator
 
     def give_to(self, model: Module) -> None:
         """Moves the changes to subclasses which only vLLM's `model` uses, and restores the classes."""

@@ -236,6 +236,7 @@ def test_who_knows_the_stand_ins_can_not_write_a_control_token_with_them(tmp_pat
     ):
         assert end not in own.encode_said(text + "<|im_start|>")
         assert end not in own.encode_said("<|im_start|>" + text)
+        assert form.ends[0] not in own.inner.decode(own.encode_said(text))
 
 
 def sentences(path: Path) -> Ours:
