@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -56,6 +57,11 @@ def sources(root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
         yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def names_of_several_classes(root: Path) -> list[str]:
     """Lists each public name that more than one class has, with their files."""
     files = defaultdict(list)
@@ -63,7 +69,7 @@ def names_of_several_classes(root: Path) -> list[str]:
         where = path.relative_to(root)
         if where.is_relative_to(KNOWN_BY_ITS_USERS):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(f"{where}:{node.lineno}")
     return [
@@ -75,7 +81,7 @@ def riddles(root: Path, folders: tuple[str, ...]) -> list[str]:
     """Lists the docstrings in the folders that begin with a word of RIDDLES."""
     found = []
     for path in sources(root, folders):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if not isinstance(node, Documented):
                 continue
             first, *_ = (ast.get_docstring(node) or "").split(maxsplit=1) or [""]
@@ -132,7 +138,7 @@ def names_in(root: Path) -> Iterator[str]:
     for path in sources(root, PLAIN):
         where = path.relative_to(root)
         yield f"{where}: {path.stem}"
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{where}: {node.name}"
     for path in documents(root):
@@ -155,7 +161,7 @@ def vague(root: Path) -> list[str]:
     """Lists the docstrings whose first sentence has "what" instead of a noun."""
     found = []
     for path in sources(root, PACKAGES):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, Documented):
                 first = re.split(r"[.;:]\s|\n\n", ast.get_docstring(node) or "", maxsplit=1)[0]
                 if re.search(r"\b[Ww]hat\b", first):
@@ -197,7 +203,7 @@ def test_docstrings_name_things_instead_of_what_they_do(tmp_path: Path) -> None:
     documented = sum(
         isinstance(node, Documented) and ast.get_docstring(node) is not None
         for path in sources(ROOT, PACKAGES)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
     )
     assert len(vague(ROOT)) <= MOST_WHAT * documented
     plant(tmp_path, "rftmega/a.py", 'def f():\n    """Returns what scores completions."""')

@@ -4,6 +4,7 @@ may be named: the map of ARCHITECTURE.md, executable.
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,14 @@ LINKED = ("model_providers", "converters")  # folders beside the package, and pa
 RELATIVE = "a relative import"
 
 
+@cache
+def nodes(code: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(code)))
+
+
 def names_in(path: Path, *, attributes: bool = True) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, and of every dotted attribute, at any depth."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -168,7 +174,7 @@ def names_compared(root: Path) -> list[str]:
     """Comparisons of an attribute or variable `backend` or `engine` with a name in quotes."""
     found = []
     for module, path in modules(root).items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if not isinstance(node, ast.Compare):
                 continue
             left = node.left

@@ -55,17 +55,22 @@ def experience_of(actor: Any) -> Experience:
 
 
 def score_body(
-    world: Any, folder: Path, parallel: ParallelConfig, rows: list[list[int]], temperature: float
+    world: Any,
+    folder: Path,
+    parallel: ParallelConfig,
+    temperature: float,
+    *given: list[list[int]],
 ) -> Any:
-    return build_actor(folder, parallel, temperature=temperature).log_probs(rows_of(rows))
+    actor = build_actor(folder, parallel, temperature=temperature)
+    return [actor.log_probs(rows_of(rows)) for rows in given]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.ranks), 0.7])
 def test_packed_log_probs_and_entropy_are_those_of_unpacked_rows_in_transformers(
     temperature: float, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path, "llama")
-    stats = run_ranks(2, score_body, folder, ParallelConfig(tensor=2), ROWS, temperature)[1]
+    (stats,) = run_ranks(2, score_body, folder, ParallelConfig(tensor=2), temperature, ROWS)[1]
     for b, (row, logits) in enumerate(zip(ROWS, transformers_logits(folder, ROWS), strict=True)):
         logp = (logits / temperature).log_softmax(-1)[:-1]
         entropy = -(logp.exp() * logp).sum(-1)
@@ -79,10 +84,8 @@ def test_no_token_sees_another_row(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen2")
     changed = [*ROWS]
     changed[2] = [(x + 1) % 131 for x in ROWS[2]]
-    parallel = ParallelConfig(tensor=2, pipeline=2)
-    one, two = (
-        run_ranks(4, score_body, folder, parallel, rows, 1.0)[0].logp for rows in (ROWS, changed)
-    )
+    found = run_ranks(2, score_body, folder, ParallelConfig(pipeline=2), 1.0, ROWS, changed)[0]
+    one, two = (stats.logp for stats in found)
     others = [0, 1, 3, 4, 5, 6, 7]
     torch.testing.assert_close(one[others], two[others], atol=1e-6, rtol=0)
     assert (one[2] - two[2]).abs().max() > 0.1
@@ -126,7 +129,10 @@ def experience_of_plain(actor: Any, rows: Any) -> Experience:
     )
 
 
-@pytest.mark.parametrize(("world", "distributed"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world", "distributed"),
+    [pytest.param(1, False, marks=pytest.mark.ranks), (2, False), (2, True)],
+)
 def test_a_step_with_gradients_that_are_not_finite_changes_nothing(
     world: int, distributed: bool, tmp_path: Path
 ) -> None:
@@ -172,7 +178,7 @@ PADDING = 7  # sampled in ROWS, and in a prompt
     [
         ("qwen3", ParallelConfig(tensor=2)),
         ("qwen2-tied", ParallelConfig(tensor=2, sequence=True)),
-        ("qwen2-tied", ParallelConfig(pipeline=2)),
+        pytest.param("qwen2-tied", ParallelConfig(pipeline=2), marks=pytest.mark.ranks),
     ],
 )
 def test_the_embedding_of_the_padding_token_learns_nothing_as_in_transformers(
@@ -263,7 +269,11 @@ def bf16_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) ->
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))]
+    ("world", "parallel"),
+    [
+        (1, ParallelConfig()),
+        pytest.param(4, ParallelConfig(tensor=2, pipeline=2), marks=pytest.mark.ranks),
+    ],
 )
 def test_bf16_with_fp32_main_parameters_follows_fp32_within_its_noise(
     world: int, parallel: ParallelConfig, tmp_path: Path

@@ -1,5 +1,6 @@
 """Adapters learn as in plain torch under every layout, and nothing else learns."""
 
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,11 @@ MIXED: dict[str, Case] = {
     "PP2 x VPP2, split experts": (4, P(pipeline=2, virtual_pipeline=2, expert_tensor=2), SHARDED),
     "EP2 x PP2, recompute": (4, P(pipeline=2, expert=2, recompute="selective"), SHARDED),
 }  # fmt: skip
+QUICK_MIXED = ("EP2", "TP2, split experts")
 FEW = list(MIXED)[:10]
 MANY = list(MIXED)[10:]
-QUICK = list(LAYOUTS)[:9]
+QUICK = ("TP2", "TP2, SP", "PP2, full recompute")
+FIRST = list(LAYOUTS)[:9]
 EXHAUSTIVE = list(LAYOUTS)[9:-1]
 
 
@@ -147,7 +150,14 @@ def assert_learns_as_plain_torch(
     plain_adapters.assert_pairs(found, model, pairs)
 
 
-@pytest.mark.parametrize("name", QUICK)
+def beside(names: Iterable[str], quick: Container[str]) -> list[Any]:
+    """Parameters, of which the quick run has a few."""
+    return [
+        name if name in quick else pytest.param(name, marks=pytest.mark.ranks) for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", beside(FIRST, QUICK))
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name])
 
@@ -185,7 +195,7 @@ def kept_body(world: Any, folder: Path, adapter: Path, case: Case, kept: str) ->
     return told, whole(actor.shards(), actor)
 
 
-@pytest.mark.parametrize("name", ["TP1", "PP2", "DP2, distributed optimizer"])
+@pytest.mark.parametrize("name", beside(["TP1", "PP2", "DP2, distributed optimizer"], ["TP1"]))
 def test_a_base_of_8_bits_on_the_host_is_the_rounded_base_everywhere(
     name: str, tmp_path: Path
 ) -> None:
@@ -204,10 +214,14 @@ def test_a_base_of_8_bits_on_the_host_is_the_rounded_base_everywhere(
     torch.testing.assert_close(found, whole_base, atol=2e-5, rtol=1e-4)
 
 
-def scaled_body(world: Any, folder: Path, adapter: Path, alpha: float, rslora: bool) -> Any:
-    lora = LoRA(rank=RANK, alpha=alpha, rslora=rslora, path=str(adapter))
-    actor = MegatronActor(config_of(folder, P(), PLAIN, lora=lora), Topology.create(P(), seed=1))
-    return actor.log_probs(rows_of(ROWS)).logp
+def scaled_body(world: Any, folder: Path, scalings: list[tuple[Path, float, bool]]) -> Any:
+    found = []
+    for adapter, alpha, rslora in scalings:
+        lora = LoRA(rank=RANK, alpha=alpha, rslora=rslora, path=str(adapter))
+        config = config_of(folder, P(), PLAIN, lora=lora)
+        actor = MegatronActor(config, Topology.create(P(), seed=1))
+        found.append(actor.log_probs(rows_of(ROWS)).logp)
+    return found
 
 
 def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_rank(
@@ -215,21 +229,22 @@ def test_rank_stabilised_adapters_are_multiplied_by_alpha_over_the_root_of_the_r
 ) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
     pairs = plain_adapters.random_pairs(folder, rank=RANK)
-    found = []
+    scalings = []
     for alpha, rslora in ((ALPHA, False), (ALPHA / RANK**0.5, True)):
         adapter = plain_adapters.write_pairs(
             tmp_path / str(rslora), pairs, alpha=alpha, use_rslora=rslora
         )
-        found += run_ranks(1, scaled_body, folder, adapter, alpha, rslora)
-    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+        scalings.append((adapter, alpha, rslora))
+    ((usual, stabilised),) = run_ranks(1, scaled_body, folder, scalings)
+    torch.testing.assert_close(stabilised, usual, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
         ("TP2, SP", WITH_VOCABULARY),
-        ("PP2, full recompute", OF_VOCABULARY),
-        ("TP2, distributed optimizer", WITH_VOCABULARY),
+        pytest.param("PP2, full recompute", OF_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("TP2, distributed optimizer", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("TP1", OF_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("TP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("PP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
@@ -253,7 +268,7 @@ def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
     assert_learns_as_plain_torch(tmp_path, "qwen3", LAYOUTS[name], targets)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", beside(FEW, QUICK_MIXED))
 def test_three_steps_of_adapters_on_experts_are_those_of_plain_torch(
     name: str, tmp_path: Path
 ) -> None:
@@ -277,14 +292,23 @@ def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path:
 @pytest.mark.parametrize(
     ("variant", "targets", "name"),
     [
-        ("qwen3", ("q_proj", "v_proj", "up_proj"), "TP4 (2 key-value heads)"),
-        ("qwen3-tied", (), "PP2"),  # the embedding is on both stages, and frozen
-        ("olmo2", (), "TP2"),  # norms behind the layers
+        pytest.param(
+            *("qwen3", ("q_proj", "v_proj", "up_proj"), "TP4 (2 key-value heads)"),
+            marks=pytest.mark.ranks,
+        ),
+        # the embedding is on both stages, and frozen
+        pytest.param("qwen3-tied", (), "PP2", marks=pytest.mark.ranks),
+        # norms behind the layers
+        pytest.param("olmo2", (), "TP2", marks=pytest.mark.ranks),
         ("phi3", ("qkv_proj", "gate_up_proj"), "TP2, SP"),  # one HF tensor each
-        ("qwen2", ("k_proj", "o_proj"), "TP2, SP"),  # biases
-        ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), "EP2"),
+        # biases
+        pytest.param("qwen2", ("k_proj", "o_proj"), "TP2, SP", marks=pytest.mark.ranks),
+        pytest.param(
+            *("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), "EP2"),
+            marks=pytest.mark.ranks,
+        ),
         ("qwen2-moe", (), "TP2, SP"),  # a shared expert
-        ("mixtral", (), "EP2"),
+        pytest.param("mixtral", (), "EP2", marks=pytest.mark.ranks),
     ],
 )
 def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
@@ -317,8 +341,8 @@ def memory_body(
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("TP1", ()),
-        ("TP2, distributed optimizer", ()),
+        pytest.param("TP1", (), marks=pytest.mark.ranks),
+        pytest.param("TP2, distributed optimizer", (), marks=pytest.mark.ranks),
         ("TP2, distributed optimizer", WITH_VOCABULARY),
         pytest.param("PP2", OF_VOCABULARY, marks=pytest.mark.ranks),
     ],
@@ -336,6 +360,7 @@ def test_only_adapters_have_gradients_and_an_optimizers_state(
         assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.ranks
 def test_memory_of_adapters_on_experts_is_as_foretold(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen3-moe")
     for name in ("EP2, full recompute", "EP2 x TP2 (one process an expert)"):
@@ -357,7 +382,10 @@ def reference_body(
     return on, off, plain.log_probs(rows).logp
 
 
-@pytest.mark.parametrize(("name", "targets"), [("TP2, SP", WITH_VOCABULARY), ("PP2", ())])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("TP2, SP", WITH_VOCABULARY), pytest.param("PP2", (), marks=pytest.mark.ranks)],
+)
 def test_the_reference_is_the_policy_with_its_adapters_off(
     name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -384,8 +412,16 @@ def fresh_body(world: Any, folder: Path, case: Case, targets: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("variant", "case", "targets"),
     [
-        ("qwen3", (4, P(tensor=2, pipeline=2), PLAIN), WITH_VOCABULARY),
-        ("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED), ()),  # a shared expert
+        ("qwen3", (2, P(tensor=2), PLAIN), WITH_VOCABULARY),
+        # a shared expert
+        pytest.param(
+            *("qwen2-moe", (2, P(tensor=2, sequence=True, expert=2), SHARDED), ()),
+            marks=pytest.mark.ranks,
+        ),
+        pytest.param(
+            *("qwen3", (4, P(tensor=2, pipeline=2), PLAIN), WITH_VOCABULARY),
+            marks=pytest.mark.ranks,
+        ),
     ],
 )
 def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
@@ -411,29 +447,25 @@ def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
     assert told[0] == pytest.approx(again[0], rel=TOLERANCE)
 
 
-def zero_body(world: Any, folder: Path, case: Case, cured: bool) -> str:
-    if not cured:
-        adapters.let_gradients_begin = lambda embedding: None
+def zero_body(world: Any, folder: Path, case: Case) -> str:
     actor = actor_of(folder, "", case)
-    try:
-        learn(actor, 1)
-    except NothingTrained as raised:
-        return str(raised)
+    learn(actor, 1)
     # nothing pulls: all advantages are 0
     nothing = given(rows_of(ROWS))
     nothing = replace(nothing, mask=torch.zeros_like(nothing.mask))
     assert actor.step(nothing, cross_entropy_loss())["grad_norm"] == 0
-    return ""
+    adapters.let_gradients_begin = lambda embedding: None
+    with pytest.raises(NothingTrained) as raised:
+        learn(actor_of(folder, "", case), 1)
+    return str(raised.value)
 
 
 def test_a_gradient_that_is_lost_behind_a_frozen_embedding_is_refused(tmp_path: Path) -> None:
     folder, case = save_tiny(tmp_path, "qwen3"), LAYOUTS["full recompute"]
-    assert run_ranks(1, zero_body, folder, case, True) == [""]
-    (lost,) = run_ranks(1, zero_body, folder, case, False)
+    (lost,) = run_ranks(1, zero_body, folder, case)
     assert "no gradient reaches the adapters" in lost
     # of two processes with the same layers each has half of the rows
-    for text in run_ranks(2, zero_body, folder, case, False):
-        assert text == lost
+    assert run_ranks(2, zero_body, folder, case) == [lost, lost]
 
 
 def dropout_body(
@@ -454,7 +486,7 @@ def dropout_body(
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.ranks), True])
 def test_adapters_drop_while_learning_alone_and_replicas_stay_alike(
     sequence: bool, tmp_path: Path
 ) -> None:
@@ -511,7 +543,14 @@ def resume_body(
     return learn(actor, 3)
 
 
-@pytest.mark.parametrize("targets", [(), WITH_VOCABULARY])
+def refused_body(
+    world: Any, folder: Path, tried: Sequence[tuple[Path, int]]
+) -> list[list[tuple[float, float]] | str]:
+    case = (2, P(tensor=2), PLAIN)
+    return [resume_body(world, model, folder, case, rank) for model, rank in tried]
+
+
+@pytest.mark.parametrize("targets", [pytest.param((), marks=pytest.mark.ranks), WITH_VOCABULARY])
 def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_other_weights(
     targets: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -544,14 +583,12 @@ def test_a_checkpoint_of_experts_with_adapters_is_read_under_another_layout(
 def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: Path) -> None:
     model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
     run_ranks(1, save_body, model, folder, (1, P(), PLAIN))
-    (other,) = run_ranks(1, resume_body, model, folder, (1, P(), PLAIN), 2 * RANK)
-    assert "rank=4" in other and "rank=8" in other
-    (none,) = run_ranks(1, resume_body, model, folder, (1, P(), PLAIN), 0)
-    assert "this run with no adapters" in none
     strange = save_tiny(tmp_path / "strange", "qwen3", seed=1)
-    for ranks, parallel in ((1, P()), (2, P(tensor=2))):
-        found = run_ranks(ranks, resume_body, strange, folder, (ranks, parallel, PLAIN), RANK)
-        assert all("belong to other weights" in text for text in found)
+    tried = ((model, 2 * RANK), (model, 0), (strange, RANK))
+    for other, none, elsewhere in run_ranks(2, refused_body, folder, tried):
+        assert "rank=4" in other and "rank=8" in other
+        assert "this run with no adapters" in none
+        assert "belong to other weights" in elsewhere
 
 
 MERGED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
@@ -598,7 +635,9 @@ def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(
     assert_exports_and_pushes_products(tmp_path, "qwen3", LAYOUTS[name], targets)
 
 
-@pytest.mark.parametrize("name", ["EP2 x TP2 (one process an expert)", "TP2, split experts"])
+@pytest.mark.parametrize(
+    "name", beside(["EP2 x TP2 (one process an expert)", "TP2, split experts"], QUICK_MIXED)
+)
 def test_what_is_exported_and_pushed_of_experts_is_the_base_and_the_product_of_its_pair(
     name: str, tmp_path: Path
 ) -> None:

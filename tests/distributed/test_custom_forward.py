@@ -53,7 +53,7 @@ def logits_body(world: Any, folder: Path, parallel: ParallelConfig) -> Any:
     return found
 
 
-@pytest.mark.parametrize("parallel", [P(), P(tensor=2), P(tensor=2, sequence=True), P(context=2)])
+@pytest.mark.parametrize("parallel", [P(tensor=2, sequence=True), P(context=2)])
 def test_logits_come_back_where_the_tokens_were_packed_or_padded(
     parallel: ParallelConfig, tmp_path: Path
 ) -> None:
@@ -110,7 +110,10 @@ def row_temperatures_body(world: Any, folder: Path, parallel: ParallelConfig) ->
         ), ids.roll(-1, 1), mask  # fmt: skip
 
 
-@pytest.mark.parametrize("parallel", [P(), P(tensor=2, context=2, sequence=True)])
+@pytest.mark.parametrize(
+    "parallel",
+    [P(), pytest.param(P(tensor=2, context=2, sequence=True), marks=pytest.mark.ranks)],
+)
 def test_log_probs_without_logits_take_a_temperature_a_row(
     parallel: ParallelConfig, tmp_path: Path
 ) -> None:

@@ -71,15 +71,15 @@ def with_dropout(folder: Path, variant: str, backend: str) -> Path:
 @pytest.mark.parametrize(
     ("backend", "variant", "parallel"),
     [
-        ("fsdp", "qwen3", P()),
-        ("fsdp", "granite", P(recompute="full")),
+        pytest.param("fsdp", "qwen3", P(), marks=pytest.mark.ranks),
+        pytest.param("fsdp", "granite", P(recompute="full"), marks=pytest.mark.ranks),
         ("fsdp", "phi3", P()),
         ("fsdp", "mixtral", P(recompute="full")),
-        ("fsdp", "gpt-oss", P()),
-        ("megatron", "llama", P()),
+        pytest.param("fsdp", "gpt-oss", P(), marks=pytest.mark.ranks),
+        pytest.param("megatron", "llama", P(), marks=pytest.mark.ranks),
         ("megatron", "seed-oss", P(recompute="full")),
-        ("megatron", "phi3", P()),
-        ("megatron", "mixtral", P()),
+        pytest.param("megatron", "phi3", P(), marks=pytest.mark.ranks),
+        pytest.param("megatron", "mixtral", P(), marks=pytest.mark.ranks),
     ],
 )
 def test_an_update_computes_what_a_scoring_pass_does_whatever_config_json_drops(

@@ -59,9 +59,9 @@ def body(
     ("processes", "parallel", "backend", "distributed", "rank"),
     [
         (2, P(), "megatron", True, 0),
-        (2, P(tensor=2), "megatron", False, 4),
-        (2, P(pipeline=2), "megatron", False, 0),
-        (2, P(), "fsdp", False, 0),
+        pytest.param(2, P(tensor=2), "megatron", False, 4, marks=pytest.mark.ranks),
+        pytest.param(2, P(pipeline=2), "megatron", False, 0, marks=pytest.mark.ranks),
+        pytest.param(2, P(), "fsdp", False, 0, marks=pytest.mark.ranks),
         (2, P(tensor=2), "fsdp", False, 4),
     ],
 )

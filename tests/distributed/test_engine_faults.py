@@ -128,7 +128,7 @@ def servers_body(world: World, folder: Path, fault: str, wanted: int, servers: i
     [
         pytest.param("KILL", 0, 2, marks=pytest.mark.ranks),
         ("STOP", 0, 2),
-        ("KILL", 12, 2),
+        pytest.param("KILL", 12, 2, marks=pytest.mark.ranks),
         ("KILL", 0, 1),
     ],
 )
@@ -209,18 +209,18 @@ def shared_body(world: World, times: int, wanted: int) -> Any:
     return told(found), engine.asked, weights.versions
 
 
-def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_what_is_left() -> (
-    None
-):
+@pytest.mark.parametrize("wanted", [0, pytest.param(12, marks=pytest.mark.ranks)])
+def test_an_engine_in_the_trainers_process_gets_its_weights_again_and_answers_what_is_left(
+    wanted: int,
+) -> None:
     (undisturbed, (all_of_it,), _), _ = run_ranks(2, shared_body, 0, 0)[::-1]
-    for wanted in (0, 12):
-        healthy, failing = run_ranks(2, shared_body, 2, wanted)
-        assert healthy[0] == failing[0] == undisturbed
-        assert healthy[1][1:] == [[], []], "it had given all of its answers"
-        first, second, third = failing[1]
-        assert first == all_of_it and len(second) <= 4 and len(third) <= 2
-        assert set(third) < set(second) < set(first)
-        assert healthy[2] == failing[2] == [7, 7, 7]
+    healthy, failing = run_ranks(2, shared_body, 2, wanted)
+    assert healthy[0] == failing[0] == undisturbed
+    assert healthy[1][1:] == [[], []], "it had given all of its answers"
+    first, second, third = failing[1]
+    assert first == all_of_it and len(second) <= 4 and len(third) <= 2
+    assert set(third) < set(second) < set(first)
+    assert healthy[2] == failing[2] == [7, 7, 7]
 
 
 def test_where_there_is_enough_all_the_same_nothing_is_restarted() -> None:
@@ -230,7 +230,7 @@ def test_where_there_is_enough_all_the_same_nothing_is_restarted() -> None:
         assert versions == [7]
 
 
-@pytest.mark.parametrize("wanted", [0, 13])
+@pytest.mark.parametrize("wanted", [pytest.param(0, marks=pytest.mark.ranks), 13])
 def test_an_engine_that_fails_again_and_again_is_named_on_every_process(wanted: int) -> None:
     for said in run_ranks(2, shared_body, 3, wanted):
         assert said == "out of pages (faults.engine_restarts=2 did not help.)"

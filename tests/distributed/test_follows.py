@@ -102,11 +102,21 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("processes", "parallel", "optimizer"),
     [
-        (2, P(), OVERLAPPED),
-        (2, P(pipeline=2, virtual_pipeline=2), PLAIN),
-        (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+        pytest.param(2, P(), OVERLAPPED, marks=pytest.mark.ranks, id="DP2, overlapped"),
+        pytest.param(
+            2,
+            P(pipeline=2, virtual_pipeline=2),
+            PLAIN,
+            marks=pytest.mark.ranks,
+            id="PP2 x VPP2",
+        ),
+        pytest.param(
+            4,
+            P(pipeline=2, virtual_pipeline=2),
+            OVERLAPPED,
+            id="PP2 x VPP2 x DP2, overlapped",
+        ),
     ],
-    ids=["DP2, overlapped", "PP2 x VPP2", "PP2 x VPP2 x DP2, overlapped"],
 )
 def test_every_push_and_export_is_of_the_present_policy(
     processes: int, parallel: ParallelConfig, optimizer: OptimizerConfig, tmp_path: Path

@@ -2,6 +2,8 @@
 refused on both backends, by one process or several, and by a merge.
 """
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,29 @@ P = ParallelConfig
 TARGETS = ("q_proj", "embed_tokens", "lm_head")
 WEIGHTS = "adapter_model.safetensors"
 LAYOUTS = [
-    ("megatron", 1, P()),
-    ("megatron", 2, P(pipeline=2)),
+    pytest.param("megatron", 1, P(), marks=pytest.mark.ranks),
+    pytest.param("megatron", 2, P(pipeline=2), marks=pytest.mark.ranks),
     ("megatron", 2, P(tensor=2)),
-    ("fsdp", 1, P()),
+    pytest.param("fsdp", 1, P(), marks=pytest.mark.ranks),
     ("fsdp", 2, P()),
-    ("fsdp", 2, P(tensor=2)),
+    pytest.param("fsdp", 2, P(tensor=2), marks=pytest.mark.ranks),
 ]
 
 
-def body(world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, backend: str) -> str:
-    lora = LoRA(rank=4, alpha=6.0, targets=list(TARGETS), path=str(adapter))
-    try:
-        build_policy(folder, parallel, backend=backend, lora=lora)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+def body(
+    world: Any, folder: Path, adapters: Sequence[Path], parallel: ParallelConfig, backend: str
+) -> list[str]:
+    """What is said of each folder of adapters."""
+    found = []
+    for adapter in adapters:
+        lora = LoRA(rank=4, alpha=6.0, targets=list(TARGETS), path=str(adapter))
+        try:
+            build_policy(folder, parallel, backend=backend, lora=lora)
+        except CheckpointError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
 
 
 def written(tmp_path: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
@@ -59,25 +68,26 @@ def test_what_nothing_reads_and_what_is_another_matrix_is_refused_on_all_process
     backend: str, processes: int, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     folder, adapter, held = written(tmp_path)
-    given = (body, folder, adapter, parallel, backend)
-    assert run_ranks(processes, *given) == [""] * processes
-
     name = f"{plain_adapters.PREFIX}model.layers.9.self_attn.q_proj.lora_"
     other = name.replace("layers.9", "layers.0")
     beyond = {f"{name}{letter}.weight": held[f"{other}{letter}.weight"].clone() for letter in "AB"}
-    save_file(held | beyond, adapter / WEIGHTS)
-    for said in run_ranks(processes, *given):
-        assert (
-            "layers.9.self_attn.q_proj.lora_A.weight' (2 such) has no place in this model" in said
-        )
-
+    others = [beyond]
+    wanted = ["layers.9.self_attn.q_proj.lora_A.weight' (2 such) has no place in this model"]
     for module in ("lm_head", "model.embed_tokens"):
         copy = f"{plain_adapters.PREFIX}{module}.base_layer.weight"
         changed = held[copy].clone()
         changed[-1, -1] += 0.5  # in the last process's rows
-        save_file(held | {copy: changed}, adapter / WEIGHTS)
-        for said in run_ranks(processes, *given):
-            assert f"{copy}' is another matrix than the model's own" in said
+        others.append({copy: changed})
+        wanted.append(f"{copy}' is another matrix than the model's own")
+    folders = [adapter]
+    for number, other in enumerate(others):
+        folders.append(tmp_path / f"other{number}")
+        shutil.copytree(adapter, folders[-1])
+        save_file(held | other, folders[-1] / WEIGHTS)
+    for own, *told in run_ranks(processes, body, folder, folders, parallel, backend):
+        assert own == ""
+        for said, reason in zip(told, wanted, strict=True):
+            assert reason in said
 
 
 def test_a_merge_refuses_another_frozen_weight_and_half_a_pair(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rftmega.runtime.device.residency import GRADIENTS, PARTS
 from rftmega.trainer.experience import given
 from rftmega.weights import Exporter
 from tests.allocations import most_bytes
+from tests.chosen import chosen
 from tests.distributed import test_critic
 from tests.distributed.test_checkpoints import tensors
 from tests.distributed.test_offload import contents, prepared_by
@@ -103,15 +104,43 @@ def critic_body(world: Any, folder: Path, parallel: ParallelConfig, backend: str
     return before, metrics, critic.values(experience.rows), exported(critic)
 
 
-@pytest.mark.parametrize("start", ["a reward model", "with a bias", "a policy", "a tied policy"])
-def test_a_critic_learns_as_under_megatron(start: str, tmp_path: Path) -> None:
+def critics_body(world: Any, folders: dict[str, Path], backend: str) -> dict[str, Any]:
+    return {start: critic_body(world, folder, P(), backend) for start, folder in folders.items()}
+
+
+def critic_folder(folder: Path, start: str) -> Path:
     if start.endswith("policy"):
-        folder = save_tiny(tmp_path, "qwen2-tied" if "tied" in start else "qwen3")
-    else:
-        folder = test_critic.save_reward_model(tmp_path, "qwen3", bias="bias" in start)
-    (wanted,) = run_ranks(1, critic_body, folder, P(), "megatron")
-    for found in run_ranks(2, critic_body, folder, P(), "fsdp"):
-        test_critic.assert_equal(found, wanted, start)
+        return save_tiny(folder, "qwen2-tied" if "tied" in start else "qwen3")
+    return test_critic.save_reward_model(folder, "qwen3", bias="bias" in start)
+
+
+@pytest.fixture(scope="module")
+def critics(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
+    """By what a critic starts from: what it learns under Megatron, and in each process of FSDP2."""
+    folders = {
+        start: critic_folder(tmp_path_factory.mktemp("critic"), start)
+        for start in chosen(request, "start")
+    }
+    wanted = run_ranks(1, critics_body, folders, "megatron")
+    found = run_ranks(2, critics_body, folders, "fsdp")
+    return {start: [each[start] for each in (*wanted, *found)] for start in folders}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param("a reward model", marks=pytest.mark.ranks),
+        "with a bias",
+        pytest.param("a policy", marks=pytest.mark.ranks),
+        "a tied policy",
+    ],
+)
+def test_a_critic_learns_as_under_megatron(start: str, critics: dict[str, list[Any]]) -> None:
+    wanted, *found = critics[start]
+    for each in found:
+        test_critic.assert_equal(each, wanted, start)
 
 
 def phases_body(world: Any, folder: Path, parallel: ParallelConfig, dtype: str) -> None:
@@ -212,14 +241,22 @@ def resumed(
     return expected, found
 
 
+FEW = [Case(3), Case(2, P(replicas=2, cpu_offload=True))]
+MANY = [Case(2), Case(1), Case(4, P(replicas=2, tensor=2)), Case(3, P(cpu_offload=True))]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "variant"),
-    [("float32", "qwen2-tied"), ("bfloat16", "qwen3"), ("float32", "qwen3-moe")],
+    ("dtype", "variant", "kinds"),
+    [
+        ("bfloat16", "qwen3", FEW),
+        pytest.param("float32", "qwen2-tied", MANY, marks=pytest.mark.ranks),
+        pytest.param("bfloat16", "qwen3", MANY, marks=pytest.mark.ranks),
+        pytest.param("float32", "qwen3-moe", MANY, marks=pytest.mark.ranks),
+    ],
 )
 def test_a_run_goes_on_bit_for_bit_and_at_another_world_size(
-    dtype: str, variant: str, tmp_path: Path
+    dtype: str, variant: str, kinds: list[Case], tmp_path: Path
 ) -> None:
-    kinds = [Case(2), Case(1), Case(4, P(replicas=2, tensor=2)), Case(3, P(cpu_offload=True))]
     cases = [case._replace(dtype=dtype) for case in kinds]
     expected, (same, *others) = resumed(tmp_path, variant, cases[0], cases)
     assert same == expected
@@ -234,8 +271,18 @@ MEGATRON = {
 }
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.ranks), "bfloat16"])
-@pytest.mark.parametrize("variant", MEGATRON)
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("qwen3-moe", "float32"),
+        pytest.param("qwen3-moe", "bfloat16", marks=pytest.mark.ranks),
+        *(
+            pytest.param(variant, dtype, marks=pytest.mark.ranks)
+            for variant in ("qwen3", "qwen2-tied")
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
+)
 def test_a_run_of_one_backend_goes_on_under_the_other(
     variant: str, dtype: str, tmp_path: Path
 ) -> None:

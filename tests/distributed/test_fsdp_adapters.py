@@ -2,6 +2,7 @@
 learns.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from tests.distributed.test_adapters import (
     STEPS,
     WITH_VOCABULARY,
     assert_drops,
+    beside,
     whole,
 )
 from tests.layouts import build_policy, rows_of
@@ -61,6 +63,8 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
     "2 replicas x 2": (4, P(replicas=2)),
     "2 replicas x TP2": (4, P(replicas=2, tensor=2)),
 }
+QUICK = ("FSDP 1", "FSDP 1 x TP2")
+DTYPES = [pytest.param("float32", marks=pytest.mark.ranks), "bfloat16"]
 
 
 def policy_of(
@@ -113,7 +117,7 @@ def assert_learns_as_plain_torch(
         plain_adapters.assert_pairs(found, model, pairs)
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - {"FSDP 2 x TP2"}))
+@pytest.mark.parametrize("name", beside(sorted(LAYOUTS.keys() - {"FSDP 2 x TP2"}), QUICK))
 def test_three_steps_of_adapters_are_those_of_plain_torch(name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, "qwen3", *LAYOUTS[name])
 
@@ -141,9 +145,10 @@ def test_adapters_on_some_layers_of_other_models_learn_as_in_plain_torch(
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("FSDP 1", WITH_VOCABULARY),
-        ("FSDP 2", OF_VOCABULARY),  # by themselves
-        ("FSDP 2, full recompute", WITH_VOCABULARY),
+        pytest.param("FSDP 1", WITH_VOCABULARY, marks=pytest.mark.ranks),
+        # by themselves
+        pytest.param("FSDP 2", OF_VOCABULARY, marks=pytest.mark.ranks),
+        pytest.param("FSDP 2, full recompute", WITH_VOCABULARY, marks=pytest.mark.ranks),
         ("FSDP 1 x TP2", WITH_VOCABULARY),
         pytest.param("FSDP 2, full recompute", ("v_proj", "embed_tokens"), marks=pytest.mark.ranks),
         pytest.param("FSDP 2", ("lm_head",), marks=pytest.mark.ranks),
@@ -163,7 +168,7 @@ def test_three_steps_of_adapters_on_embedding_and_head_are_those_of_plain_torch(
 
 
 MIXED = (  # variant and layout
-    ("qwen3-moe", "FSDP 2, full recompute"),
+    pytest.param("qwen3-moe", "FSDP 2, full recompute", marks=pytest.mark.ranks),
     ("qwen3-moe", "FSDP 1 x TP2"),
 )
 MANY_MIXED = (
@@ -214,10 +219,11 @@ def trained_of(actor: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("variant", "name", "targets"),
     [
-        ("qwen3", "FSDP 2", MERGED),
-        ("qwen3", "FSDP 2 x TP2, full recompute", MERGED),
+        pytest.param("qwen3", "FSDP 2", MERGED, marks=pytest.mark.ranks),
+        pytest.param("qwen3", "FSDP 2 x TP2, full recompute", MERGED, marks=pytest.mark.ranks),
         ("qwen3", "FSDP 1 x TP2", WITH_VOCABULARY),
-        ("qwen3-moe", "FSDP 2", ("q_proj", "up_proj")),  # half of what stands in a tensor
+        # half of what stands in a tensor
+        pytest.param("qwen3-moe", "FSDP 2", ("q_proj", "up_proj"), marks=pytest.mark.ranks),
         pytest.param("mixtral", "FSDP 1 x TP2", ("w2", "w3"), marks=pytest.mark.ranks),
     ],
 )
@@ -255,8 +261,8 @@ def reference_body(
 @pytest.mark.parametrize(
     ("variant", "name", "targets"),
     [
-        ("qwen3", "FSDP 2, ZeRO-2", ()),
-        ("qwen3", "FSDP 1 x TP2", ()),
+        pytest.param("qwen3", "FSDP 2, ZeRO-2", (), marks=pytest.mark.ranks),
+        pytest.param("qwen3", "FSDP 1 x TP2", (), marks=pytest.mark.ranks),
         ("qwen3", "FSDP 1 x TP2", OF_VOCABULARY),
         pytest.param("qwen3-moe", "FSDP 2, ZeRO-2", (), marks=pytest.mark.ranks),
     ],
@@ -298,13 +304,13 @@ def memory_body(
     return trained, held, found, {key.split("/")[0] for key in kept}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("variant", "name", "targets"),
     [
-        ("qwen3", "FSDP 2, full recompute", ()),
+        pytest.param("qwen3", "FSDP 2, full recompute", (), marks=pytest.mark.ranks),
         ("qwen3", "FSDP 2, full recompute", WITH_VOCABULARY),
-        ("qwen3", "FSDP 2 x TP2, full recompute", ()),
+        pytest.param("qwen3", "FSDP 2 x TP2, full recompute", (), marks=pytest.mark.ranks),
         pytest.param("qwen3", "FSDP 2 x TP2", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("qwen3-moe", "FSDP 2 x TP2, full recompute", (), marks=pytest.mark.ranks),
     ],
@@ -325,31 +331,34 @@ def test_only_adapters_have_main_parameters_gradients_and_an_optimizers_state(
         assert kinds == {"weights", "exp_avg", "exp_avg_sq", *main}
 
 
-def zero_body(world: Any, folder: Path, parallel: ParallelConfig, cured: bool) -> str:
-    if not cured:
-        linear.LinearWithPair.with_product = (  # type: ignore[method-assign]
-            lambda self, x, completion: completion + 0 * self.lora_B(self.lora_A(x))
-        )
-    actor = policy_of(folder, parallel)
-    try:
-        learn(actor, 1)
-    except NothingTrained as raised:
-        return str(raised)
+def zero_body(world: Any, folder: Path) -> str:
+    actor = policy_of(folder, P())
+    learn(actor, 1)
     # nothing pulls: all advantages are 0
     nothing = given(rows_of(ROWS))
     nothing = replace(nothing, mask=torch.zeros_like(nothing.mask))
     assert actor.step(nothing, cross_entropy_loss())["grad_norm"] == 0
-    return ""
+    linear.LinearWithPair.with_product = (  # type: ignore[method-assign]
+        lambda self, x, completion: completion + 0 * self.lora_B(self.lora_A(x))
+    )
+    with pytest.raises(NothingTrained) as raised:
+        learn(policy_of(folder, P(recompute="full")), 1)
+    return str(raised.value)
 
 
 def test_a_gradient_that_is_lost_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path, "qwen3")
-    assert run_ranks(2, zero_body, folder, P(), True) == ["", ""]
-    for lost in run_ranks(2, zero_body, folder, P(recompute="full"), False):
+    for lost in run_ranks(2, zero_body, save_tiny(tmp_path, "qwen3")):
         assert "no gradient reaches the adapters" in lost
 
 
-def dropout_body(world: Any, folder: Path, adapter: Path, parallel: ParallelConfig) -> Any:
+def dropout_body(
+    world: Any, folder: Path, adapter: Path, layouts: Sequence[ParallelConfig]
+) -> list[Any]:
+    """Of each layout."""
+    return [dropped(folder, adapter, parallel) for parallel in layouts]
+
+
+def dropped(folder: Path, adapter: Path, parallel: ParallelConfig) -> Any:
     found = []
     for share in (0.0, 0.5):
         actor = policy_of(folder, parallel, adapter, dropout=share)
@@ -373,16 +382,15 @@ def test_adapters_drop_while_learning_alone_and_the_same_where_rows_are_the_same
     folder = save_tiny(tmp_path / "model", variant)
     pairs = plain_adapters.random_pairs(folder, rank=RANK)
     adapter = plain_adapters.write_pairs(tmp_path / "adapter", pairs, alpha=ALPHA)
-    for parallel in (P(tensor=2), P(tensor=2, recompute="full")):
-        ranks = run_ranks(2, dropout_body, folder, adapter, parallel)
+    layouts = (P(tensor=2), P(tensor=2, recompute="full"), P())
+    *same, others = zip(*run_ranks(2, dropout_body, folder, adapter, layouts), strict=True)
+    for ranks in same:
         assert_drops([found for found, _ in ranks])
         assert torch.equal(ranks[0][1], ranks[1][1])
-        if parallel.recompute == "none":
-            told = [losses for _, losses, _ in ranks[0][0]]
-    again = [losses for _, losses, _ in ranks[0][0]]
+    told, again = ([losses for _, losses, _ in ranks[0][0]] for ranks in same)
     # what is computed again drops the same
     assert again[1] == [pytest.approx(pair, rel=TOLERANCE) for pair in told[1]]
-    one, other = (drawn for _, drawn in run_ranks(2, dropout_body, folder, adapter, P()))
+    one, other = (drawn for _, drawn in others)
     assert not torch.equal(one, other), "other rows drop the same"
 
 
@@ -439,7 +447,14 @@ def resume_body(
     return learn(actor, 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def refused_body(
+    world: Any, folder: Path, tried: Sequence[tuple[Path, int]]
+) -> list[list[tuple[float, float]] | str]:
+    case = Case(2, P(tensor=2))
+    return [resume_body(world, model, folder, case, rank) for model, rank in tried]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_other_weights(
     dtype: str, tmp_path: Path
 ) -> None:
@@ -452,57 +467,72 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert found == expected
 
 
+SAVED = (Case(2, dropout=0.0), Case(1, backend="megatron", dropout=0.0))
+FEW_READERS = (
+    (
+        Case(2, P(tensor=2), dropout=0.0),
+        Case(2, P(tensor=2, sequence=True), backend="megatron", dropout=0.0),
+    ),
+    (Case(1, dropout=0.0),),
+)
+MANY_READERS = (
+    (
+        Case(4, P(tensor=2), dropout=0.0),
+        Case(1, dropout=0.0),
+        Case(2, P(tensor=2, sequence=True), backend="megatron", dropout=0.0),
+        Case(2, backend="megatron", dropout=0.0),
+    ),
+) * 2
+
+
 @pytest.mark.parametrize(
-    ("variant", "targets"),
+    ("variant", "targets", "readers"),
     [
-        ("qwen3", MERGED),
-        pytest.param("qwen3", WITH_VOCABULARY, marks=pytest.mark.ranks),
-        pytest.param("qwen3-moe", MERGED, marks=pytest.mark.ranks),
+        ("qwen3", MERGED, FEW_READERS),
+        pytest.param("qwen3", MERGED, MANY_READERS, marks=pytest.mark.ranks),
+        pytest.param("qwen3", WITH_VOCABULARY, MANY_READERS, marks=pytest.mark.ranks),
+        pytest.param("qwen3-moe", MERGED, MANY_READERS, marks=pytest.mark.ranks),
     ],
 )
 def test_a_checkpoint_of_adapters_is_read_in_another_layout_and_under_the_other_backend(
-    variant: str, targets: tuple[str, ...], tmp_path: Path
+    variant: str,
+    targets: tuple[str, ...],
+    readers: tuple[tuple[Case, ...], ...],
+    tmp_path: Path,
 ) -> None:
     model = save_tiny(tmp_path / "model", variant)
-    for saved in (Case(2, dropout=0.0), Case(1, backend="megatron", dropout=0.0)):
+    for saved, others in zip(SAVED, readers, strict=True):
         folder, saved = tmp_path / saved.backend, saved._replace(targets=targets)
         expected, *_ = run_ranks(saved.processes, save_body, model, folder, saved)
-        for other in (
-            Case(4, P(tensor=2), dropout=0.0),
-            Case(1, backend="fsdp", dropout=0.0),
-            Case(2, P(tensor=2, sequence=True), backend="megatron", dropout=0.0),
-            Case(2, backend="megatron", dropout=0.0),
-        ):
+        for other in others:
             other = other._replace(targets=targets)
             found, *_ = run_ranks(other.processes, resume_body, model, folder, other)
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
 
-def test_random_streams_of_one_backend_are_not_taken_by_the_other(tmp_path: Path) -> None:
-    model, fsdp, megatron = (
-        save_tiny(tmp_path / "model", "qwen3"),
-        Case(1),
-        Case(1, P(), "megatron"),
-    )
-    for saved, other in ((fsdp, megatron), (megatron, fsdp)):
-        folder = tmp_path / saved.backend
-        run_ranks(1, save_body, model, folder, saved)
-        (told,) = run_ranks(1, resume_body, model, folder, other)
-        assert len(told) == 3
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [("fsdp", "megatron"), pytest.param("megatron", "fsdp", marks=pytest.mark.ranks)],
+)
+def test_random_streams_of_one_backend_are_not_taken_by_the_other(
+    saved: str, other: str, tmp_path: Path
+) -> None:
+    model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
+    run_ranks(1, save_body, model, folder, Case(1, backend=saved))
+    (told,) = run_ranks(1, resume_body, model, folder, Case(1, backend=other))
+    assert len(told) == 3
 
 
 def test_adapters_of_another_rank_or_on_other_weights_are_not_resumed(tmp_path: Path) -> None:
     model, folder = save_tiny(tmp_path / "model", "qwen3"), tmp_path / "kept"
-    run_ranks(2, save_body, model, folder, Case(2))
-    for other in run_ranks(2, resume_body, model, folder, Case(2), 2 * RANK):
-        assert "rank=4" in other and "rank=8" in other
-    for none in run_ranks(2, resume_body, model, folder, Case(2), 0):
-        assert "this run with no adapters" in none
+    run_ranks(1, save_body, model, folder, Case(1))
     strange = save_tiny(tmp_path / "strange", "qwen3", seed=1)
-    for case in (Case(1), Case(2, P(tensor=2)), Case(2, P(replicas=2))):
-        for text in run_ranks(case.processes, resume_body, strange, folder, case):
-            assert "belong to other weights" in text
+    tried = ((model, 2 * RANK), (model, 0), (strange, RANK))
+    for other, none, elsewhere in run_ranks(2, refused_body, folder, tried):
+        assert "rank=4" in other and "rank=8" in other
+        assert "this run with no adapters" in none
+        assert "belong to other weights" in elsewhere
 
 
 def merge_body(
@@ -553,16 +583,20 @@ def rounded(kind: torch.dtype) -> float:
 @pytest.mark.parametrize(
     ("name", "dtype", "variant", "targets"),
     [
-        ("FSDP 3", "float32", "qwen3", MERGED),
-        ("FSDP 2 x TP2, full recompute", "bfloat16", "qwen3", MERGED),
-        ("FSDP 2, on the host", "float32", "qwen3", MERGED),
-        ("2 replicas x TP2", "float32", "qwen3", MERGED),
+        pytest.param("FSDP 3", "float32", "qwen3", MERGED, marks=pytest.mark.ranks),
+        pytest.param(
+            *("FSDP 2 x TP2, full recompute", "bfloat16", "qwen3", MERGED),
+            marks=pytest.mark.ranks,
+        ),
+        pytest.param("FSDP 2, on the host", "float32", "qwen3", MERGED, marks=pytest.mark.ranks),
+        pytest.param("2 replicas x TP2", "float32", "qwen3", MERGED, marks=pytest.mark.ranks),
         ("FSDP 2", "float32", "qwen3-moe", MERGED),  # of gate and up, in one tensor, up alone
         ("FSDP 3", "float32", "qwen3", WITH_VOCABULARY),
         pytest.param("FSDP 2 x TP2", "float32", "qwen3", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("FSDP 2", "bfloat16", "qwen3", WITH_VOCABULARY, marks=pytest.mark.ranks),
         pytest.param("FSDP 2 x TP2", "bfloat16", "qwen3-moe", MERGED, marks=pytest.mark.ranks),
         pytest.param("FSDP 3", "float32", "qwen3-moe", MERGED, marks=pytest.mark.ranks),
+        ("FSDP 1 x TP2", "bfloat16", "qwen3", MERGED),
     ],
 )
 def test_what_is_exported_and_pushed_is_the_base_and_the_product_of_its_pair(

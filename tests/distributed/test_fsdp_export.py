@@ -19,6 +19,7 @@ from rftmega.run.placement.supervised import SupervisedStrategy
 from rftmega.run.train import built_backend
 from rftmega.trainer.experience import given
 from rftmega.weights import EngineWeights
+from tests.chosen import chosen
 from tests.layouts import build_policy, config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_decoders import DECODER, MOE, VOCABULARY, WINDOWS
@@ -57,6 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gpt_oss": {**EXPERTS, "sliding_window": 4},
 }
+FEW = ["gemma3_text", "qwen3_next", "olmo3", "lfm2", "phimoe", "codegen", "bloom", "gpt_oss"]
 
 
 def save_architecture(folder: Path, kind: str) -> Path:
@@ -94,9 +96,11 @@ def trained(folder: Path) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {kind: save_architecture(folder / kind, kind) for kind in ARCHITECTURES}
+    return {kind: save_architecture(folder / kind, kind) for kind in chosen(request, "kind")}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +109,13 @@ def found(folders: dict[str, Path]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in FEW else pytest.param(kind, marks=pytest.mark.ranks)
+        for kind in ARCHITECTURES
+    ],
+)
 def test_what_was_trained_is_what_is_pushed_and_what_transformers_reads_back(
     kind: str, folders: dict[str, Path], found: dict[str, Any]
 ) -> None:

@@ -16,6 +16,7 @@ from rftmega.backends.fsdp.module import build
 from rftmega.backends.fsdp.sharding import materialise
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.models.hf.hf_folder import HFFolder
+from tests.chosen import chosen
 from tests.ranks import run_ranks
 from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
 from tests.unit.backends.fsdp.test_families import (
@@ -29,6 +30,7 @@ from tests.unit.backends.fsdp.test_families import (
 WITHOUT_A_PLAN = {"gpt-oss", "codegen", "phimoe"}
 REFUSED = {"gemma2"}
 SHARED = sorted(FAMILIES.keys() - WITHOUT_A_PLAN - REFUSED)
+FEW = ["gemma3", "mixtral", "phi-tied", "phi3", "qwen3-moe", "qwen3-next"]
 FIRST_OF_SECOND = -(-VOCABULARY // 2)  # the first word of the second process
 
 
@@ -68,8 +70,13 @@ def shared(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_decoder(tmp_path_factory.mktemp("model"), family) for family in SHARED}
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    return {
+        family: save_decoder(tmp_path_factory.mktemp("model"), family)
+        for family in chosen(request, "family") or FEW
+    }
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,13 @@ def found(folders: dict[str, Path]) -> list[dict[str, Any]]:
     return run_ranks(2, shared_body, folders)
 
 
-@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in FEW else pytest.param(family, marks=pytest.mark.ranks)
+        for family in SHARED
+    ],
+)
 def test_two_processes_give_transformers_own_log_probs_and_gradients(
     family: str, folders: dict[str, Path], found: list[dict[str, Any]]
 ) -> None:

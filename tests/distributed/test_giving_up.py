@@ -88,7 +88,7 @@ def shared_body(world: World, folder: Path, per_engine: int, until: bool) -> Any
     return completions, steps, came, [(len(c.response_ids), c.scores) for c in whole]
 
 
-@pytest.mark.parametrize("per_engine", [1, 2])
+@pytest.mark.parametrize("per_engine", [pytest.param(1, marks=pytest.mark.ranks), 2])
 def test_all_engines_end_soon_and_every_process_has_what_was_answered(
     per_engine: int, tmp_path: Path
 ) -> None:
@@ -176,7 +176,14 @@ def servers_body(world: World, folder: Path, asked: int, until: bool) -> Any:
     return told(raised.value.completions), told(whole)
 
 
-@pytest.mark.parametrize(("asked", "until"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("asked", "until"),
+    [
+        pytest.param(0, False, marks=pytest.mark.ranks),
+        (1, False),
+        pytest.param(1, True, marks=pytest.mark.ranks),
+    ],
+)
 def test_servers_are_given_up_whichever_process_is_asked(
     asked: int, until: bool, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@ that there is one copy.
 """
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.rollouts import rollout_of
 
 LARGE = 50_000  # elements, more than are sent
-HOSTS = {"one": "aaaa", "two, interleaved": "abab", "each its own": "abcd", "one alone": "aaab"}
+HOSTS = ("aaaa", "abab", "abcd", "aaab")  # of each of four processes
 
 
 class Found(NamedTuple):
@@ -40,6 +41,15 @@ def inode_of(tensor: torch.Tensor) -> str:
         if begin <= address < end:
             return line.split()[4]
     raise AssertionError("no such memory")
+
+
+def _each(world: World, body: Callable[..., Any], cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [body(world, *case) for case in cases]
+
+
+def told_of(body: Callable[..., Any], cases: list[tuple[Any, ...]]) -> Iterator[tuple[Any, Any]]:
+    """Each case, with what each of four processes says of it."""
+    return zip(cases, zip(*run_ranks(4, _each, body, cases), strict=True), strict=True)
 
 
 def _once(world: World, hosts: str) -> Any:
@@ -68,20 +78,19 @@ def _once(world: World, hosts: str) -> Any:
     return calls[0], found.calls, lies
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_one_process_of_each_host_computes_and_the_others_map_what_it_made(hosts: str) -> None:
-    found = run_ranks(4, _once, hosts)
-    firsts = [hosts.index(name) for name in hosts]
-    assert [calls for calls, *_ in found] == [
-        int(rank == first) for rank, first in enumerate(firsts)
-    ]
-    assert [told for _, told, _ in found] == firsts
-    for rank, first in enumerate(firsts):
-        if hosts.count(hosts[rank]) > 1:
-            assert found[rank][2] == found[first][2] != "0", "a copy was made"
-    assert len({lies for *_, lies in found if lies != "0"}) == sum(
-        hosts.count(name) > 1 for name in set(hosts)
-    )
+def test_one_process_of_each_host_computes_and_the_others_map_what_it_made() -> None:
+    for (hosts,), found in told_of(_once, [(hosts,) for hosts in HOSTS]):
+        firsts = [hosts.index(name) for name in hosts]
+        assert [calls for calls, *_ in found] == [
+            int(rank == first) for rank, first in enumerate(firsts)
+        ], hosts
+        assert [told for _, told, _ in found] == firsts
+        for rank, first in enumerate(firsts):
+            if hosts.count(hosts[rank]) > 1:
+                assert found[rank][2] == found[first][2] != "0", f"a copy was made: {hosts}"
+        assert len({lies for *_, lies in found if lies != "0"}) == sum(
+            hosts.count(name) > 1 for name in set(hosts)
+        )
 
 
 def _gathered(world: World, hosts: str, sizes: list[int]) -> Any:
@@ -99,16 +108,13 @@ def _gathered(world: World, hosts: str, sizes: list[int]) -> Any:
     ]
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 70_000, 5], [3, 0, 7, 5]], ids=["shared", "small"])
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_every_process_sees_all_columns_to_the_last_bit_in_the_order_of_ranks(
-    hosts: str, sizes: list[int]
-) -> None:
-    told = run_ranks(4, _gathered, hosts, sizes)
-    for number in range(3):
-        wanted = torch.cat([columns[number] for columns, _ in told])
-        for _, found in told:
-            assert torch.equal(found[number], wanted)
+def test_every_process_sees_all_columns_to_the_last_bit_in_the_order_of_ranks() -> None:
+    cases = [(hosts, [3, 0, size, 5]) for hosts in HOSTS for size in (70_000, 7)]
+    for case, told in told_of(_gathered, cases):
+        for number in range(3):
+            wanted = torch.cat([columns[number] for columns, _ in told])
+            for _, found in told:
+                assert torch.equal(found[number], wanted), case
 
 
 def _of_rows(world: World, hosts: str, small: int) -> list[list[list[float]]]:
@@ -121,13 +127,13 @@ def _of_rows(world: World, hosts: str, small: int) -> list[list[list[float]]]:
     return [[row.tolist() for row in column] for column in found]
 
 
-@pytest.mark.parametrize("small", [0, 10**6], ids=["shared", "small"])
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_each_process_brings_its_rows_and_gets_all(hosts: str, small: int) -> None:
+def test_each_process_brings_its_rows_and_gets_all() -> None:
     wanted = [[10.0 * row + place for place in range(row)] for row in range(7)]
-    for one, other in run_ranks(4, _of_rows, hosts, small):
-        assert one == wanted
-        assert other == [[-number for number in row] for row in wanted]
+    cases = [(hosts, small) for hosts in HOSTS for small in (0, 10**6)]
+    for case, told in told_of(_of_rows, cases):
+        for one, other in told:
+            assert one == wanted, case
+            assert other == [[-number for number in row] for row in wanted], case
 
 
 def _refused(world: World) -> Any:
@@ -185,13 +191,10 @@ def _rollouts(world: World, hosts: str) -> Any:
     return inode_of(found.columns["logprobs"])
 
 
-@pytest.mark.parametrize("hosts", ["aaaa", "abab"])
-def test_rollouts_of_all_engines_come_to_every_process_and_lie_once_on_each_host(
-    hosts: str,
-) -> None:
-    told = run_ranks(4, _rollouts, hosts)
-    assert len(set(told)) == len(set(hosts))
-    assert "0" not in told
+def test_rollouts_of_all_engines_come_to_every_process_and_lie_once_on_each_host() -> None:
+    for (hosts,), told in told_of(_rollouts, [("aaaa",), ("abab",)]):
+        assert len(set(told)) == len(set(hosts))
+        assert "0" not in told
 
 
 def _forgotten(world: World) -> None:

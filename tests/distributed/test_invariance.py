@@ -13,9 +13,6 @@ from transformers import AutoModelForCausalLM
 from rftmega.backends.megatron import manager
 from rftmega.config import ParallelConfig
 from tests.invariance import (
-    ADAPTED,
-    ADAPTED_MOE,
-    AGGREGATIONS,
     ALONE,
     LAYOUTS,
     OVERLAPPED,
@@ -23,7 +20,6 @@ from tests.invariance import (
     QUANTITIES,
     ROWS,
     SETTINGS,
-    SHARDED_ROWS,
     Layout,
     P,
     Setting,
@@ -39,36 +35,32 @@ from tests.layouts import build_actor, rows_of
 from tests.plain_loop import log_probs
 from tests.ranks import run_ranks
 from tests.tiny_models import VARIANTS, save_tiny
-from tests.tiny_vision import KINDS
 
 TOLERANCE = 1e-5
 
 
-# What planted bugs need, and the attention of deepseek-v3, which is another. `make ranks` has the whole
-# table. test_adapters.py and test_fsdp_adapters.py compare adapters with plain torch, test_vision.py
-# images with transformers.
-QUICK = ("qwen3", "qwen2-tied", "qwen3-moe", "deepseek-v3", "qwen3_vl")
-MODELS = [
-    pytest.param(variant, marks=() if variant in QUICK else pytest.mark.ranks)
-    for variant in LAYOUTS
-]
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
-    return request.param, saved(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.fixture(scope="module")
-def alone(model: tuple[str, Path]) -> dict:
-    """One process, by setting: of the first model all of them."""
-    settings = SETTINGS if model[0] == QUICK[0] else list(map(Setting, AGGREGATIONS))
-    return {
-        setting: found[0]
-        for setting, found in zip(settings, runs_of(model[1], ALONE, settings), strict=True)
-    }
+# What planted bugs need, a layout of each kind, and the attention of deepseek-v3, which is another.
+# `test_every_case_of_the_table` has all layouts of all models. test_adapters.py and
+# test_fsdp_adapters.py compare adapters with plain torch, test_vision.py images with transformers.
+QUICK = {
+    "qwen3": (
+        "one process, full recompute",
+        "TP2, SP",
+        "CP2",
+        "PP2, first stage of 1 layer",
+        "FSDP 2, ZeRO-2",
+        "DP2, distributed optimizer, overlapped",
+        "FSDP 2 x TP2, on the host",
+    ),
+    "qwen2-tied": ("PP2 x VPP2", "FSDP, 2 replicas x 2"),
+    "qwen3-moe": (
+        "EP2 x TP2 (one process an expert)",
+        "TP2, SP, distributed optimizer (whole experts)",
+        "FSDP 2, full recompute",
+    ),
+    "deepseek-v3": ("TP2, SP",),
+    "qwen3_vl": ("FSDP 2",),
+}
 
 
 def assert_equal(found: list[dict], wanted: dict, case: str) -> None:
@@ -78,8 +70,10 @@ def assert_equal(found: list[dict], wanted: dict, case: str) -> None:
 
 @pytest.mark.ranks
 def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter(
-    alone: dict,
+    tmp_path: Path,
 ) -> None:
+    runs = runs_of(saved(tmp_path, "qwen3"), ALONE, SETTINGS)
+    alone = {setting: found[0] for setting, found in zip(SETTINGS, runs, strict=True)}
     for setting, found in alone.items():
         reference = Setting(setting.aggregation)
         assert_equal([found], alone[reference], str(setting))
@@ -93,44 +87,31 @@ def test_in_one_process_the_micro_batch_size_and_the_order_of_rows_do_not_matter
     assert moved.abs().max() > 0.1, "nothing was learnt, so nothing was compared"
 
 
-SHARING = {"FSDP 2 x TP2, on the host", "FSDP, 2 replicas x 2 x TP2, full recompute"}
-QUICK_WITH_IMAGES = {"TP2 x PP2, SP", "EP2 x TP2 x ETP2", "FSDP 2"}
-# What other layouts of the same model have in them; the whole table has them as well.
-CONTAINED = {
-    "qwen2-tied": SHARDED_ROWS.keys() - {"FSDP, 2 replicas x 2", "FSDP 1 x TP2"},
-    "qwen3": {
-        *(SHARDED_ROWS.keys() - {"FSDP 4", "FSDP 2, ZeRO-2", "FSDP 2, on the host"} - SHARING),
-        "TP2",
-        "PP2",
-        "DP2",
-        "PP3, last stage of 2 layers",
-        "TP2 x CP2",
-        "PP2 x CP2",
-        "TP2 x PP2, SP",
-    },
-    "qwen3-moe": {
-        *("EP2", "EP2 x PP2", "DP2"),
-        *(SHARDED_ROWS.keys() - {"FSDP 2, full recompute", "FSDP 2 x TP2, ZeRO-2"}),
-    },
-    # test_adapters.py and test_fsdp_adapters.py compare others with plain torch
-    ADAPTED: LAYOUTS[ADAPTED].keys()
-    - {"TP2 x PP2, SP, selective recompute", "FSDP 2 x TP2, ZeRO-2"},
-    ADAPTED_MOE: LAYOUTS[ADAPTED_MOE].keys() - {"EP2 x TP4, SP", "EP2 x TP2 x ETP2"},
-    # test_vision.py compares others with transformers
-    **{kind: LAYOUTS[kind].keys() - QUICK_WITH_IMAGES for kind in KINDS},
-}
+def layouts_body(world: Any, folder: Path, layouts: dict[str, Layout]) -> dict[str, Any]:
+    found = {}
+    for name, layout in layouts.items():
+        try:
+            (found[name],) = learn_body(world, folder, layout, [Setting()])
+        except Exception as error:
+            error.add_note(f"layout: {name}")
+            raise
+    return found
 
 
+@pytest.mark.parametrize("variant", list(QUICK))
 def test_three_updates_are_those_of_one_process_under_every_layout(
-    model: tuple[str, Path], alone: dict
+    variant: str, tmp_path: Path
 ) -> None:
-    variant, folder = model
-    contained = CONTAINED.get(variant, set())
-    assert contained <= LAYOUTS[variant].keys()
-    for name in LAYOUTS[variant].keys() - contained:
-        layout = LAYOUTS[variant][name]
-        (found,) = runs_of(folder, layout, [Setting()])
-        assert_equal(found, alone[Setting()], name)
+    """Layouts of as many processes are learnt under in the same ones, one after the other."""
+    folder = saved(tmp_path, variant)
+    layouts = {"one process": ALONE} | {name: LAYOUTS[variant][name] for name in QUICK[variant]}
+    found: dict[str, list[dict]] = {}
+    for processes in sorted({layout.processes for layout in layouts.values()}):
+        alike = {name: each for name, each in layouts.items() if each.processes == processes}
+        ranks = run_ranks(processes, layouts_body, folder, alike)
+        found |= {name: [rank[name] for rank in ranks] for name in alike}
+    for name, runs in found.items():
+        assert_equal(runs, found["one process"][0], name)
 
 
 def small_buckets_body(world: Any, folder: Path, layout: Layout) -> Any:
@@ -170,7 +151,7 @@ def test_every_case_of_the_table(tmp_path: Path) -> None:
     Also writes the table.
     """
     rows = list(every_case(tmp_path, list(LAYOUTS)))
-    write(rows)
+    write(rows, "")
     # The noise of bf16 is what one process of the same model shows; another order of sums may show
     # a few times that.
     noise = {

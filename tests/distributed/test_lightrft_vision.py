@@ -147,7 +147,10 @@ def continued(model: Any, ids: list[int], given: dict[str, torch.Tensor]) -> lis
 
 @pytest.mark.parametrize(
     ("kind", "processes", "parallel"),
-    [("qwen2_5_vl", 1, ParallelConfig()), ("qwen3_vl", 2, ParallelConfig(tensor=2))],
+    [
+        pytest.param("qwen2_5_vl", 1, ParallelConfig(), marks=pytest.mark.ranks),
+        ("qwen3_vl", 2, ParallelConfig(tensor=2)),
+    ],
 )
 def test_answers_log_probs_and_experience_are_those_of_transformers(
     kind: str, processes: int, parallel: ParallelConfig, tmp_path: Path
@@ -295,7 +298,10 @@ def logits_of(model: Any, ids: list[int], given: dict[str, Any]) -> torch.Tensor
 
 @pytest.mark.parametrize(
     ("kind", "processes", "parallel"),
-    [("qwen2_5_vl", 1, ParallelConfig()), ("qwen3_vl", 2, ParallelConfig(tensor=2))],
+    [
+        ("qwen2_5_vl", 1, ParallelConfig()),
+        pytest.param("qwen3_vl", 2, ParallelConfig(tensor=2), marks=pytest.mark.ranks),
+    ],
 )
 def test_with_videos_too_answers_log_probs_and_patches_are_those_of_transformers(
     kind: str, processes: int, parallel: ParallelConfig, tmp_path: Path

@@ -1,6 +1,7 @@
 """The model that Megatron computes is the model that transformers computes, under every layout."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from tests.ranks import run_ranks
 from tests.tiny_models import VARIANTS, YARN, save_tiny, transformers_logits
 
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {  # processes, layout
-    "tp4": (4, ParallelConfig(tensor=4)),  # fewer key-value heads (2) than ranks
     "tp2-pp2-sp": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True)),
 }
-MORE_LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
+# fewer key-value heads (2) than ranks
+KEYS_OF_SEVERAL: dict[str, tuple[int, ParallelConfig]] = {"tp4": (4, ParallelConfig(tensor=4))}
+MORE_LAYOUTS: dict[str, tuple[int, ParallelConfig]] = KEYS_OF_SEVERAL | {
     "tp1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2)),
     "tp2-pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
@@ -42,39 +44,99 @@ ROWS = [
 ]
 
 
-def logits_body(world, folder, parallel):
-    manager = build_manager(folder, parallel)
-    logits = packed_logits(manager, ROWS)
-    dist.barrier()
-    return logits
+# Other tests of this file compute these as well, under other rotations or layouts.
+ALSO_ELSEWHERE = ("llama-linear-rope", "llama-yarn", "qwen2", "qwen3", "deepseek-v3")
+MODELS = [
+    pytest.param(variant, marks=pytest.mark.ranks if variant in ALSO_ELSEWHERE else ())
+    for variant in VARIANTS
+]
+Layouts = dict[str, tuple[int, ParallelConfig]]
+Case = tuple[Path, ParallelConfig]
+
+
+def logits_body(world: Any, cases: list[Case]) -> list[torch.Tensor | None]:
+    """Of each model in its layout, one after the other."""
+    found = []
+    for folder, parallel in cases:
+        try:
+            found.append(packed_logits(build_manager(folder, parallel), ROWS))
+        except Exception as error:
+            error.add_note(f"model and layout: {folder.name}, {parallel}")
+            raise
+        dist.barrier()
+    return found
+
+
+def logits_of(processes: int, cases: list[Case]) -> list[list[torch.Tensor]]:
+    """[case], of all processes that have them."""
+    ranks = run_ranks(processes, logits_body, cases, timeout=120.0 + 60.0 * len(cases))
+    return [
+        [logits for logits in found if logits is not None] for found in zip(*ranks, strict=True)
+    ]
 
 
 def assert_equal_to_transformers(
-    variant: str, layouts: dict[str, tuple[int, ParallelConfig]], folder: Path, **changes: Any
+    variants: Sequence[str], layouts: Layouts, folder: Path, **changes: Any
 ) -> None:
-    save_tiny(folder, variant, **changes)
-    assert_equal(variant, layouts, folder, folder)
+    models = {folder / variant: variant for variant in variants}
+    for each, variant in models.items():
+        save_tiny(each, variant, **changes)
+    assert_equal(layouts, {each: each for each in models})
 
 
-def assert_equal(
-    variant: str, layouts: dict[str, tuple[int, ParallelConfig]], folder: Path, known: Path
-) -> None:
-    """`known` is a folder that transformers reads."""
+def assert_equal(layouts: Layouts, folders: dict[Path, Path]) -> None:
+    """`folders`: each model's, and one of the same model that transformers reads."""
+    for processes, parallel in layouts.values():
+        ours = logits_of(processes, [(folder, parallel) for folder in folders])
+        for known, found in zip(folders.values(), ours, strict=True):
+            assert_found(found, known)
+
+
+def assert_found(found: list[torch.Tensor], known: Path) -> None:
     wanted = torch.cat([logits[:-1] for logits in transformers_logits(known, ROWS)])
-    for name, (processes, parallel) in layouts.items():
-        found = [x for x in run_ranks(processes, logits_body, folder, parallel) if x is not None]
-        assert found, name
-        for logits in found:
-            assert (logits - wanted).abs().max() < 1e-5, (
-                variant,
-                name,
-                (logits - wanted).abs().max(),
-            )
+    assert found
+    for logits in found:
+        difference = (logits - wanted).abs().max()
+        assert difference < 1e-5, (known.name, difference)
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    assert_equal_to_transformers(variant, LAYOUTS, tmp_path)
+@pytest.fixture(scope="module")
+def computed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[list[torch.Tensor]]]]:
+    """Of each model that a test was chosen for: its folder, and logits under each layout. The same
+    processes compute all of them.
+    """
+    chosen = {
+        item.callspec.params["variant"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == COMPUTED
+    }
+    folders = {
+        variant: save_tiny(tmp_path_factory.mktemp(variant), variant) for variant in sorted(chosen)
+    }
+    cases = [
+        (variant, parallel)
+        for variant in folders
+        for _, parallel in (LAYOUTS | (KEYS_OF_SEVERAL if variant == "olmo2" else {})).values()
+    ]
+    found = logits_of(4, [(folders[variant], parallel) for variant, parallel in cases])
+    by_model: dict[str, list[list[torch.Tensor]]] = {}
+    for (variant, _), logits in zip(cases, found, strict=True):
+        by_model.setdefault(variant, []).append(logits)
+    return {variant: (folders[variant], each) for variant, each in by_model.items()}
+
+
+COMPUTED = "test_logits_equal_those_of_transformers"
+
+
+@pytest.mark.parametrize("variant", MODELS)
+def test_logits_equal_those_of_transformers(
+    variant: str, computed: dict[str, tuple[Path, list[list[torch.Tensor]]]]
+) -> None:
+    folder, found = computed[variant]
+    for logits in found:
+        assert_found(logits, folder)
 
 
 @pytest.mark.ranks
@@ -84,14 +146,14 @@ def test_logits_equal_those_of_transformers_under_the_other_layouts(
 ) -> None:
     has_experts = "moe" in variant or variant.startswith(("mixtral", "deepseek"))
     assert_equal_to_transformers(
-        variant, MORE_LAYOUTS | (EXPERT_LAYOUTS if has_experts else {}), tmp_path
+        [variant], MORE_LAYOUTS | (EXPERT_LAYOUTS if has_experts else {}), tmp_path
     )
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3"])
-def test_each_process_computes_its_own_experts(variant: str, tmp_path: Path) -> None:
+def test_each_process_computes_its_own_experts(tmp_path: Path) -> None:
     """Spread over processes, an expert's number in its process is another than in the model."""
-    assert_equal_to_transformers(variant, {"pp2-ep2": EXPERT_LAYOUTS["pp2-ep2"]}, tmp_path)
+    layouts = {"pp2-ep2": EXPERT_LAYOUTS["pp2-ep2"]}
+    assert_equal_to_transformers(["qwen3-moe", "deepseek-v3"], layouts, tmp_path)
 
 
 ROPES = {
@@ -101,15 +163,16 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("variant", "rope"),
-    [("qwen2", "default"), ("qwen3", "linear"), ("llama", "yarn"), ("deepseek-v3", "yarn")],
-)
 def test_another_base_and_factor_of_the_rotation_count_under_every_number_of_processes(
-    variant: str, rope: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    cases = (("qwen2", "default"), ("qwen3", "linear"), ("llama", "yarn"), ("deepseek-v3", "yarn"))
+    folders = [
+        save_tiny(tmp_path / variant, variant, rope_parameters=ROPES[rope])
+        for variant, rope in cases
+    ]
     layouts = {name: (LAYOUTS | MORE_LAYOUTS)[name] for name in ("tp1", "tp2-pp2-sp")}
-    assert_equal_to_transformers(variant, layouts, tmp_path, rope_parameters=ROPES[rope])
+    assert_equal(layouts, {folder: folder for folder in folders})
 
 
 @pytest.mark.parametrize(
@@ -129,8 +192,8 @@ def test_a_folder_of_8_bit_numbers_is_the_model_that_they_and_their_scales_say(
     plain = save_tiny(tmp_path / "plain", variant)
     said = quantise_folder(plain, tmp_path / "quantised", (20, 28))
     known = plain_folder(plain, tmp_path / "known", said)
-    layouts = {layout: (LAYOUTS | EXPERT_LAYOUTS)[layout]}
-    assert_equal(variant, layouts, tmp_path / "quantised", known)
+    layouts = {layout: (LAYOUTS | MORE_LAYOUTS | EXPERT_LAYOUTS)[layout]}
+    assert_equal(layouts, {tmp_path / "quantised": known})
 
 
 KIMI_ROPE = YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
@@ -149,4 +212,4 @@ def test_kimi_k2_is_deepseek_v3_of_one_group_under_another_name(
     fields = json.loads((known / "config.json").read_text())
     (named / "config.json").write_text(json.dumps(fields | {"model_type": "kimi_k2"}))
     layouts = {layout: (LAYOUTS | EXPERT_LAYOUTS)[layout]}
-    assert_equal("kimi_k2", layouts, named, known)
+    assert_equal(layouts, {named: known})

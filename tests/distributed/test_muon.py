@@ -86,8 +86,12 @@ def learn_body(world: Any, model: Path, parallel: ParallelConfig) -> list[float]
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(1, P()), (2, P(tensor=2)), (2, P(pipeline=2)), (2, P())],
-    ids=["one process", "TP2", "PP2", "DP2"],
+    [
+        pytest.param(1, P(), marks=pytest.mark.ranks, id="one process"),
+        pytest.param(2, P(tensor=2), id="TP2"),
+        pytest.param(2, P(pipeline=2), marks=pytest.mark.ranks, id="PP2"),
+        pytest.param(2, P(), marks=pytest.mark.ranks, id="DP2"),
+    ],
 )
 def test_whole_matrices_are_stepped_alike_under_every_layout(
     ranks: int, parallel: ParallelConfig, tmp_path: Path

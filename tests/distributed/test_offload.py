@@ -35,6 +35,8 @@ KINDS = {
     "a tower, distributed, bf16": (2, "qwen3_vl", P(), SHARDED, "bfloat16", ["DistributedOptimizer"]),
     "experts, distributed, bf16": (4, "qwen3-moe", P(expert=2), SHARDED, "bfloat16", ["DistributedOptimizer"] * 2),
 }  # fmt: skip
+FEW = ["fp32", "bf16", "experts, distributed, bf16"]
+MARKED = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS]
 
 
 def prepared(folder: Path, parallel: ParallelConfig, optimizer: OptimizerConfig, dtype: str) -> Any:
@@ -100,7 +102,7 @@ def offload_body(world: Any, *case: Any) -> Any:
     return kinds, full, steps
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", MARKED)
 def test_every_part_goes_and_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     processes, variant, parallel, optimizer, dtype, wanted = KINDS[kind]
     for kinds, full, gone in run_ranks(
@@ -155,7 +157,7 @@ def phases_body(world: Any, *case: Any) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", MARKED)
 def test_training_does_not_notice_and_scoring_never_loads_optimizer_state(
     kind: str, tmp_path: Path
 ) -> None:

@@ -17,18 +17,26 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
-CASES: list[tuple[str, int, int, ParallelConfig]] = [  # (model, layers, processes, layout)
-    ("qwen2-tied", 4, 4, P(tensor=2, pipeline=2)),
-    ("qwen3", 8, 2, P(pipeline=2, virtual_pipeline=4)),
-    ("qwen3", 6, 3, P(pipeline=3, first_stage_layers=1, last_stage_layers=1)),
+CASES = [  # (model, layers, processes, layout)
+    pytest.param("qwen2-tied", 4, 4, P(tensor=2, pipeline=2), marks=pytest.mark.ranks),
+    pytest.param("qwen3", 8, 2, P(pipeline=2, virtual_pipeline=4), marks=pytest.mark.ranks),
+    pytest.param(
+        "qwen3",
+        6,
+        3,
+        P(pipeline=3, first_stage_layers=1, last_stage_layers=1),
+        marks=pytest.mark.ranks,
+    ),
     ("qwen3", 8, 3, P(pipeline=3, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=2)),
-    ("qwen3", 5, 2, P(pipeline=2, last_stage_layers=2)),
-    ("qwen3", 4, 8, P(tensor=2, context=2, pipeline=2)),
+    pytest.param("qwen3", 5, 2, P(pipeline=2, last_stage_layers=2), marks=pytest.mark.ranks),
+    pytest.param("qwen3", 4, 8, P(tensor=2, context=2, pipeline=2), marks=pytest.mark.ranks),
     ("qwen3-moe", 4, 4, P(tensor=2, sequence=True, expert=2, expert_tensor=2)),
-    ("qwen3-moe", 4, 8, P(pipeline=2, expert=4)),
-    ("qwen3-moe", 4, 4, P(tensor=4, sequence=True, expert=2)),
+    pytest.param("qwen3-moe", 4, 8, P(pipeline=2, expert=4), marks=pytest.mark.ranks),
+    pytest.param("qwen3-moe", 4, 4, P(tensor=4, sequence=True, expert=2), marks=pytest.mark.ranks),
     ("deepseek-v3", 4, 4, P(tensor=2, sequence=True, pipeline=2, expert=2)),
-    ("qwen2-moe", 4, 2, P(tensor=2, sequence=True, expert_tensor=2)),
+    pytest.param(
+        "qwen2-moe", 4, 2, P(tensor=2, sequence=True, expert_tensor=2), marks=pytest.mark.ranks
+    ),
 ]
 
 

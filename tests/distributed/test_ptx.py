@@ -75,7 +75,7 @@ def picked(
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("updates_per_epoch", [1, 2])
+@pytest.mark.parametrize("updates_per_epoch", [pytest.param(1, marks=pytest.mark.ranks), 2])
 def test_updates_equal_a_plain_loop_in_one_process_and_in_four(
     updates_per_epoch: int, tmp_path: Path
 ) -> None:

@@ -50,22 +50,26 @@ def push_body(world: Any, folder: Path, parallel: ParallelConfig, ranks: int) ->
 
 
 PAIRS = [
-    ("llama", 4, P(tensor=2, pipeline=2), 1),
-    ("llama", 4, P(tensor=4), 4),  # key-value heads fewer than ranks on both sides
+    pytest.param("llama", 4, P(tensor=2, pipeline=2), 1, marks=pytest.mark.ranks),
+    # key-value heads fewer than ranks on both sides
+    pytest.param("llama", 4, P(tensor=4), 4, marks=pytest.mark.ranks),
     pytest.param("qwen2", 4, P(tensor=4), 1, marks=pytest.mark.ranks),
     ("qwen2", 4, P(tensor=2), 4),
     ("qwen3-tied", 4, P(pipeline=2, virtual_pipeline=2), 2),
     pytest.param(
         "llama-tied-llama3-rope", 4, P(pipeline=2, first_stage_layers=1), 2, marks=pytest.mark.ranks
     ),
-    ("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2),
-    ("deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1),
+    pytest.param("qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), 2, marks=pytest.mark.ranks),
+    pytest.param(
+        "deepseek-v3", 4, P(tensor=2, sequence=True, expert=4), 1, marks=pytest.mark.ranks
+    ),
     ("phi3", 4, P(tensor=4), 2),  # parts of one tensor, of which each side has other rows
     pytest.param("phi3", 4, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
     pytest.param("olmo2", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
     pytest.param("seed-oss", 4, P(tensor=4), 2, marks=pytest.mark.ranks),
     pytest.param("glm4-moe", 4, P(tensor=2, sequence=True, expert=2), 2, marks=pytest.mark.ranks),
-    ("qwen3_vl", 4, P(tensor=2, pipeline=2), 2),  # its tower is on the first stage, whole
+    pytest.param("qwen3_vl", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
+    # its tower is on the first stage, whole
     ("qwen3_vl_moe", 4, P(tensor=2, sequence=True, pipeline=2, expert=2), 2),
     pytest.param("llama", 8, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
     pytest.param(
@@ -205,8 +209,10 @@ def damaged_body(world: Any, folder: Path, fault: str) -> Any:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("a byte", "of push 4 came damaged from process 1"),
-        ("words swapped", "of push 4 came damaged from process 1"),
+        pytest.param("a byte", "of push 4 came damaged from process 1", marks=pytest.mark.ranks),
+        pytest.param(
+            "words swapped", "of push 4 came damaged from process 1", marks=pytest.mark.ranks
+        ),
         ("rows swapped", "of push 4 came damaged from process 1"),
         ("another push", "Process 1 sent push 3 while this one takes push 4"),
     ],
@@ -244,7 +250,16 @@ def killed_body(world: Any, folder: Path, victim: int, after: int, told: Path) -
         told.write_text(str(error))
 
 
-@pytest.mark.parametrize(("victim", "after"), [(1, -1), (0, 0), (0, 12), (1, 5), (1, 30)])
+@pytest.mark.parametrize(
+    ("victim", "after"),
+    [
+        (1, -1),
+        pytest.param(0, 0, marks=pytest.mark.ranks),
+        (0, 12),
+        pytest.param(1, 5, marks=pytest.mark.ranks),
+        pytest.param(1, 30, marks=pytest.mark.ranks),
+    ],
+)
 def test_a_process_that_dies_before_or_in_a_push_leaves_no_engine_that_answers(
     victim: int, after: int, tmp_path: Path
 ) -> None:

@@ -117,10 +117,12 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
 @pytest.mark.parametrize(
     ("variant", "processes", "parallel", "engine_size", "backend", "targets"),
     [
-        ("qwen3", 1, P(), 1, "megatron", ()),
-        ("qwen3", 2, P(tensor=2), 1, "megatron", WITH_VOCABULARY),
+        pytest.param("qwen3", 1, P(), 1, "megatron", (), marks=pytest.mark.ranks),
+        pytest.param(
+            "qwen3", 2, P(tensor=2), 1, "megatron", WITH_VOCABULARY, marks=pytest.mark.ranks
+        ),
         pytest.param("qwen2", 2, P(pipeline=2), 2, "megatron", (), marks=pytest.mark.ranks),
-        ("qwen3", 2, P(), 2, "fsdp", ()),
+        pytest.param("qwen3", 2, P(), 2, "fsdp", (), marks=pytest.mark.ranks),
         pytest.param(
             "llama", 2, P(pipeline=2), 2, "megatron", WITH_VOCABULARY, marks=pytest.mark.ranks
         ),
@@ -130,6 +132,7 @@ def pushes_body(world: Any, *wanted: Any) -> Any:
         ),
         pytest.param("llama", 4, P(tensor=2), 1, "megatron", (), marks=pytest.mark.ranks),
         pytest.param("phi3", 4, P(tensor=2), 1, "fsdp", (), marks=pytest.mark.ranks),
+        ("qwen3", 1, P(), 1, "fsdp", WITH_VOCABULARY),
     ],
 )
 def test_vllm_with_the_adapters_of_a_push_says_what_the_trainer_says(

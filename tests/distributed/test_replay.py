@@ -89,7 +89,14 @@ def replayed_body(
         pytest.param(
             "qwen2", 4, P(tensor=2, pipeline=2), 4, torch.float32, marks=pytest.mark.ranks
         ),
-        ("qwen3-tied", 2, P(pipeline=2, virtual_pipeline=2), 1, torch.float32),
+        pytest.param(
+            "qwen3-tied",
+            2,
+            P(pipeline=2, virtual_pipeline=2),
+            1,
+            torch.float32,
+            marks=pytest.mark.ranks,
+        ),
         pytest.param("llama", 4, P(tensor=4), 2, torch.bfloat16, marks=pytest.mark.ranks),
     ],
 )

@@ -115,7 +115,15 @@ def body(world: World, per_engine: int, until: bool) -> Any:
     return asked_of(shared, until), engine.begun, engine.steps
 
 
-@pytest.mark.parametrize(("per_engine", "until"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("per_engine", "until"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.ranks),
+        pytest.param(1, True, marks=pytest.mark.ranks),
+        (2, True),
+    ],
+)
 def test_answers_are_one_engines_and_each_request_is_begun_once_by_all_processes_of_one(
     per_engine: int, until: bool
 ) -> None:
@@ -205,7 +213,13 @@ def fault_body(world: World, per_engine: int, until: bool, breaks: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("per_engine", "until", "breaks"), [(1, False, 1), (1, True, 1), (2, False, 1), (2, True, 0)]
+    ("per_engine", "until", "breaks"),
+    [
+        (1, False, 1),
+        pytest.param(1, True, 1, marks=pytest.mark.ranks),
+        pytest.param(2, False, 1, marks=pytest.mark.ranks),
+        pytest.param(2, True, 0, marks=pytest.mark.ranks),
+    ],
 )
 def test_an_engine_that_breaks_down_meanwhile_costs_no_answer(
     per_engine: int, until: bool, breaks: int

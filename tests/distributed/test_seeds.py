@@ -37,7 +37,14 @@ def test_set_seed_covers_python_numpy_and_torch() -> None:
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def streams_body(world: Any, parallel: ParallelConfig) -> Any:
+STREAMS = (P(), P(tensor=2), P(pipeline=2), P(context=2), P(tensor=2, pipeline=2))
+
+
+def streams_body(world: Any) -> list[Any]:
+    return [streams(parallel) for parallel in STREAMS]
+
+
+def streams(parallel: ParallelConfig) -> Any:
     topology = Topology.create(parallel, seed=1)
     common = float(torch.rand(()))  # what hidden dropout draws from
     # what attention dropout, and hidden dropout under SP, draw from
@@ -50,22 +57,22 @@ def streams_body(world: Any, parallel: ParallelConfig) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "parallel", [P(), P(tensor=2), P(pipeline=2), P(context=2), P(tensor=2, pipeline=2)]
-)
-def test_streams_agree_within_tensor_parallelism_and_differ_elsewhere(
-    parallel: ParallelConfig,
-) -> None:
-    found = run_ranks(8, streams_body, parallel)
-    by_tokens: dict[tuple[int, ...], set[float]] = {}
-    for (*tokens, _), common, _ in found:
-        by_tokens.setdefault(tuple(tokens), set()).add(common)
-    assert all(len(values) == 1 for values in by_tokens.values())
-    assert len(set.union(*by_tokens.values())) == len(by_tokens)
-    assert len({own for _, _, own in found}) == 8
+def test_streams_agree_within_tensor_parallelism_and_differ_elsewhere() -> None:
+    for parallel, *found in zip(STREAMS, *run_ranks(8, streams_body), strict=True):
+        by_tokens: dict[tuple[int, ...], set[float]] = {}
+        for (*tokens, _), common, _ in found:
+            by_tokens.setdefault(tuple(tokens), set()).add(common)
+        assert all(len(values) == 1 for values in by_tokens.values()), parallel
+        assert len(set.union(*by_tokens.values())) == len(by_tokens), parallel
+        assert len({own for _, _, own in found}) == 8, parallel
 
 
-def dropout_body(world: Any, folder: Path, parallel: ParallelConfig, dropout: float) -> Any:
+def dropout_body(world: Any, folder: Path, cases: list[tuple[ParallelConfig, float]]) -> list[Any]:
+    """Of each layout and dropout, one after the other."""
+    return [learnt(folder, parallel, dropout) for parallel, dropout in cases]
+
+
+def learnt(folder: Path, parallel: ParallelConfig, dropout: float) -> Any:
     actor = build_actor(
         folder, parallel, OptimizerConfig(epsilon=1e-4, learning_rate=1e-2), dropout=dropout
     )
@@ -88,20 +95,25 @@ def dropout_body(world: Any, folder: Path, parallel: ParallelConfig, dropout: fl
 @pytest.mark.parametrize(
     ("processes", "parallel"),
     [
-        (1, P()),
-        (1, P(recompute="full")),
-        (1, P(recompute="selective")),
+        pytest.param(1, P(), marks=pytest.mark.ranks),
+        pytest.param(1, P(recompute="full"), marks=pytest.mark.ranks),
+        pytest.param(1, P(recompute="selective"), marks=pytest.mark.ranks),
         (2, P(tensor=2)),
         (2, P(tensor=2, sequence=True)),
-        (4, P(tensor=2, pipeline=2, sequence=True, recompute="full")),
+        pytest.param(
+            4,
+            P(tensor=2, pipeline=2, sequence=True, recompute="full"),
+            marks=pytest.mark.ranks,
+        ),
     ],
 )
 def test_dropout_acts_on_learning_only_and_keeps_replicas_equal(
     processes: int, parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path, "qwen3")
-    without = run_ranks(processes, dropout_body, folder, parallel, 0.0)[0]
-    found = run_ranks(processes, dropout_body, folder, parallel, 0.2)
+    cases = [(parallel, 0.0), (parallel, 0.2)]
+    ranks = run_ranks(processes, dropout_body, folder, cases)
+    without, found = ranks[0][0], [each for _, each in ranks]
     for scores_repeat, norms, logp in found:
         assert scores_repeat, "scoring drops"
         assert all(abs(a - b) > 1e-3 for a, b in zip(norms, without[1], strict=True)), (
@@ -113,9 +125,7 @@ def test_dropout_acts_on_learning_only_and_keeps_replicas_equal(
 
 def test_a_recomputed_forward_drops_what_the_first_one_dropped(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "qwen3")
-    plain, full, selective = (
-        run_ranks(1, dropout_body, folder, P(recompute=kind), 0.2)[0]
-        for kind in ("none", "full", "selective")
-    )
+    cases = [(P(recompute=kind), 0.2) for kind in ("none", "full", "selective")]
+    ((plain, full, selective),) = run_ranks(1, dropout_body, folder, cases)
     assert full[1] == pytest.approx(plain[1], rel=1e-5)
     assert selective[1] == pytest.approx(plain[1], rel=1e-5)

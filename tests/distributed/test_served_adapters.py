@@ -81,8 +81,14 @@ def spoilt(payload: bytes) -> bytes:
 
 
 def pushes_body(
-    world: Any, folder: Path, adapter: Path, parallel: ParallelConfig, rollout: Any
+    world: Any,
+    folder: Path,
+    adapter: Path,
+    parallel: ParallelConfig,
+    rollout: Any,
+    killed: bool,
 ) -> Any:
+    """Pushes to servers of which one is killed, or comes late."""
     served = Served(world, folder, adapter, parallel, **rollout)
     seen: dict[str, Any] = {"pushes": []}
     engine, weights = served.engine, served.weights
@@ -117,6 +123,13 @@ def pushes_body(
             seen["states"] = [str(each.state) for each in engine.server_group.members]
             assert len(missed) == 1 and "is not as it was sent" in missed[0], missed
         seen["mended"] = (weights.push(version=4), *served.gap())
+        if not killed:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(member.server, "own", False)
+                member.health.came()  # as if it had come since, from elsewhere
+                landed = weights.push_to_late()
+            seen["late"] = (landed, *served.gap())
+            return seen
         if world.is_main:
             (server, *_) = engine.servers
             os.killpg(server._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -132,33 +145,41 @@ TP2 = {"tensor": 2, "sequence": True}
 
 
 @pytest.mark.parametrize(
-    ("variant", "parallel", "rollout"),
+    ("variant", "parallel", "rollout", "killed"),
     [
-        pytest.param("qwen3", {}, {"transport": "shared_memory"}, id="shared memory", marks=pytest.mark.ranks),
-        pytest.param("qwen3", {}, {"transport": "network"}, id="network"),
-        pytest.param("qwen3", {}, {"transport": "disk"}, id="disk", marks=pytest.mark.ranks),
         pytest.param(
-            "qwen2", TP2, {"transport": "network", "tensor": 2}, id="network, two workers",
+            "qwen3", {}, {"transport": "shared_memory"}, True, id="shared memory",
+            marks=pytest.mark.ranks,
+        ),
+        pytest.param("qwen3", {}, {"transport": "network"}, False, id="network"),
+        pytest.param("qwen3", {}, {"transport": "disk"}, True, id="disk", marks=pytest.mark.ranks),
+        pytest.param(
+            "qwen2", TP2, {"transport": "network", "tensor": 2}, True, id="network, two workers",
             marks=pytest.mark.ranks,
         ),
         pytest.param(
-            "llama", TP2, {"transport": "shared_memory", "servers": 2}, id="two servers",
+            "llama", TP2, {"transport": "shared_memory", "servers": 2}, True, id="two servers",
             marks=pytest.mark.ranks,
         ),
     ],
 )  # fmt: skip
 def test_servers_with_the_adapters_of_a_push_say_what_the_trainer_says(
-    variant: str, parallel: dict[str, Any], rollout: dict[str, Any], tmp_path: Path
+    variant: str,
+    parallel: dict[str, Any],
+    rollout: dict[str, Any],
+    killed: bool,
+    tmp_path: Path,
 ) -> None:
-    """And a server that got other bytes refuses, and one that was started again gets the model again."""
+    """And a server that got other bytes refuses; one that was started again, or comes late, gets the
+    model again.
+    """
     folder = save_tiny(tmp_path / "model", variant, hidden_size=128)
     pairs = random_pairs(folder, rank=8)
     adapter = write_pairs(tmp_path / "adapter", pairs, alpha=16)
     size = sum(x.nbytes for pair in pairs.values() for x in pair)
     servers = rollout.get("servers", 1)
-    for seen in run_ranks(
-        parallel.get("tensor", 1), pushes_body, folder, adapter, P(**parallel), rollout, timeout=400
-    ):
+    asked = (folder, adapter, P(**parallel), rollout, killed)
+    for seen in run_ranks(parallel.get("tensor", 1), pushes_body, *asked, timeout=400):
         for version, (metrics, gap, _, versions) in enumerate(seen["pushes"]):
             assert gap < 1e-5 and versions == {version}
             assert metrics["push_adapter_bytes"] == size and metrics["push_ratio"] == 1
@@ -176,6 +197,10 @@ def test_servers_with_the_adapters_of_a_push_say_what_the_trainer_says(
             assert gap < 1e-5 and versions == {3} and metrics["servers_healthy"] == servers - 1
         metrics, gap, _, versions = seen["mended"]
         assert gap < 1e-5 and versions == {4} and metrics["push_bytes"] == servers * size
+        if not killed:
+            landed, gap, _, versions = seen["late"]
+            assert landed == 1 and gap < 1e-5 and versions == {4}
+            continue
         metrics, gap, _, versions = seen["restarted"]
         assert gap < 1e-5 and versions == {5}
         assert metrics["push_bytes_least"] > servers * size, "it has no model"
@@ -226,6 +251,7 @@ def late_body(world: Any, model: Path, both: Path, adapter: Path) -> Any:
     return seen
 
 
+@pytest.mark.ranks
 def test_a_server_that_comes_between_two_pushes_gets_model_and_adapters(
     two_elsewhere: tuple[Path, Path], tmp_path: Path
 ) -> None:

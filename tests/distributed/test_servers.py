@@ -147,12 +147,13 @@ def from_outside(engine: Any, logs: Path) -> dict[str, Any]:
         "pause",
     ]
     statuses: dict[bool, set[int]] = {False: set(), True: set()}
-    for path in paths:
-        for method in ("GET", "POST", "OPTIONS"):
-            statuses[False].add(httpx.request(method, f"{server.address}/{path}").status_code)
-            if f"/{path}" not in auth.PATHS:
-                reply = httpx.request(method, f"{server.address}/{path}", headers=auth.headers(key))
-                statuses[True].add(reply.status_code)
+    with httpx.Client(base_url=server.address) as client:
+        for path in paths:
+            for method in ("GET", "POST", "OPTIONS"):
+                statuses[False].add(client.request(method, f"/{path}").status_code)
+                if f"/{path}" not in auth.PATHS:
+                    reply = client.request(method, f"/{path}", headers=auth.headers(key))
+                    statuses[True].add(reply.status_code)
     victim = logs / "victim"
     victim.write_bytes(b"thesis")
     refused = []

@@ -81,18 +81,12 @@ LAYOUTS = [
         {"tensor": 2, "pipeline": 2},
         {"servers": 2, "tensor": 2},
         id="network-tp2-pp2-two-servers-of-two",
-        marks=pytest.mark.ranks,
     ),
-    pytest.param(
-        "disk",
-        {"tensor": 2, "sequence": True, "expert": 2},
-        {},
-        id="disk-tp2-ep2",
-        marks=pytest.mark.ranks,
-    ),
+    pytest.param("disk", {"tensor": 2, "sequence": True, "expert": 2}, {}, id="disk-tp2-ep2"),
 ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("transport", "parallel", "rollout"), LAYOUTS)
 def test_servers_answer_under_each_push_as_the_trainer_scores(
     transport: str, parallel: dict[str, Any], rollout: dict[str, Any], tmp_path: Path

@@ -2,13 +2,12 @@
 never against SGLang.
 """
 
-import os
+import runpy
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rftmega.rollout.servers import server_engine
 from rftmega.rollout.servers.vllm import auth
 from tests.distributed.test_servers_push import Trainer, push_body
 from tests.distributed.test_streaming import assert_exact, in_flight_body
-from tests.ranks import run_ranks
+from tests.ranks import CONTEXT, LOCAL, run_ranks, start_in
 from tests.tiny_models import save_tiny
 
 KEY = "the key"
@@ -34,22 +33,26 @@ def sglang(folder: Path, *arguments: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "tests.sglang_server", f"--model-path={folder}"),
-        *(f"--port={port}", f"--api-key={KEY}", *arguments),
-    ]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env=os.environ.copy())
+    given = [f"--model-path={folder}", f"--port={port}", f"--api-key={KEY}", *arguments]
+    process = CONTEXT.Process(target=served, args=(given,), daemon=True)
+    start_in([process], LOCAL)
     try:
         listens = False  # a run would begin with the servers that do
-        while not listens and process.poll() is None:
+        while not listens and process.is_alive():
             time.sleep(0.1)
             with socket.socket() as probe:
                 listens = probe.connect_ex(("127.0.0.1", port)) == 0
-        assert listens, f"the server ended with {process.returncode}"
+        assert listens, f"the server ended with {process.exitcode}"
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(60)
+        process.join(60)
+
+
+def served(arguments: list[str]) -> None:
+    """Is the server's process, forked from one that has imported torch."""
+    sys.argv[1:] = arguments
+    runpy.run_module("tests.sglang_server", run_name="__main__")
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +72,8 @@ def test_servers_answer_under_each_push_as_the_trainer_scores(
     transport: str, servers: int, layout: ParallelConfig, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
-    with sglang(folder) as first, sglang(folder) as second:
-        addresses = [first, second][:servers]
+    with ExitStack() as running:
+        addresses = [running.enter_context(sglang(folder)) for _ in range(servers)]
         given = {"engine": "sglang", "transport": transport, "addresses": addresses}
         size = layout.tensor * layout.pipeline
         for seen in run_ranks(size, push_body, folder, tmp_path, layout, given):
@@ -79,6 +82,9 @@ def test_servers_answer_under_each_push_as_the_trainer_scores(
                 assert metrics["push_ratio"] == 1 and metrics["push_missed"] == 0
                 assert metrics["servers_healthy"] == servers
             assert seen["intact"] == [True] * 3 and seen["changed since"]
+
+
+SHORT, PACE = 60, "--pause=0.06"  # tokens of an answer, which takes almost four seconds
 
 
 @pytest.mark.parametrize(
@@ -94,31 +100,35 @@ def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
     on_update: str, transport: str, tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
-    with sglang(folder, "--pause=0.005") as address:
+    with sglang(folder, PACE) as address:
         given = {"engine": "sglang", "transport": transport, "addresses": [address]}
-        body = partial(in_flight_body, **given)
+        body = partial(in_flight_body, length=SHORT, **given)
         found, _ = run_ranks(2, body, folder, tmp_path, on_update)
-    seen = assert_exact(folder, found, kept=on_update == "keep")
+    seen = assert_exact(folder, found, kept=on_update == "keep", length=SHORT)
     assert 2 not in seen if on_update == "wait" else 2 in seen, "answers of two versions"
 
 
 def patient_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
     """Weights that may take two seconds come while answers take longer."""
     server_engine.MESSAGE_SECONDS = 2.0
-    return in_flight_body(world, folder, logs, "wait", **rollout)
+    return in_flight_body(world, folder, logs, "wait", length=SHORT, **rollout)
 
 
 def test_weights_that_wait_for_long_answers_are_not_sent_before(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
-    with sglang(folder, "--pause=0.04") as address:  # four seconds an answer
+    with sglang(folder, PACE) as address:
         given = {"engine": "sglang", "transport": "network", "addresses": [address]}
         found, _ = run_ranks(2, patient_body, folder, tmp_path, given)
-    assert_exact(folder, found, kept=False)
+    assert_exact(folder, found, kept=False, length=SHORT)
 
 
 def aloof_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
     server_engine.MESSAGE_SECONDS = 4.0
-    return push_body(world, folder, logs, ParallelConfig(), rollout)
+    trainer = Trainer(world, folder, logs, ParallelConfig(), **rollout)
+    try:
+        return [(trainer.weights.push(version=version), trainer.gap()) for version in range(2)]
+    finally:
+        trainer.engine.close()
 
 
 def test_a_server_that_says_that_it_joined_and_did_not_misses_the_push(tmp_path: Path) -> None:
@@ -126,7 +136,7 @@ def test_a_server_that_says_that_it_joined_and_did_not_misses_the_push(tmp_path:
     with sglang(folder) as first, sglang(folder, "--aloof") as second:
         given = {"engine": "sglang", "transport": "network", "addresses": [first, second]}
         (seen,) = run_ranks(1, aloof_body, folder, tmp_path, given)
-    for version, (metrics, (gap, versions)) in enumerate(seen["pushes"]):
+    for version, (metrics, (gap, versions)) in enumerate(seen):
         assert gap < 1e-5 and versions == {version}
         assert metrics["servers_healthy"] == 1
 

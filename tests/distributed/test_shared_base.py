@@ -21,6 +21,7 @@ from rftmega.run.planning.memory import on_host, resident
 from rftmega.run.planning.models import models_of
 from rftmega.runtime.device.residency import Residency
 from rftmega.runtime.parallel.topology import Topology
+from tests.distributed.test_adapters import beside
 from tests.distributed.test_critic import experience_of, square_loss
 from tests.distributed.test_value_adapters import LAYOUTS, Case
 from tests.layouts import config_of
@@ -29,6 +30,7 @@ from tests.tiny_models import save_tiny
 
 STEPS = 3
 SHARED = ("one process", "TP2, SP", "PP2 x VPP2", "DP2, overlapped")
+QUICK = SHARED[:1]
 
 
 class Told(NamedTuple):
@@ -171,7 +173,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", beside(SHARED, QUICK))
 def test_a_critic_on_the_policys_weights_has_the_numbers_of_one_with_its_own_and_no_second_copy(
     name: str, tmp_path: Path
 ) -> None:
@@ -218,7 +220,13 @@ def test_a_base_of_8_bits_on_the_host_is_there_once_and_is_the_same_for_both(
         assert ours.base / 2 < theirs.host - ours.host < 0.8 * ours.base
 
 
-@pytest.mark.parametrize(("variant", "name"), [("qwen2-tied", "PP2 x VPP2"), ("qwen3-moe", "CP2")])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("qwen2-tied", "PP2 x VPP2"),
+        pytest.param("qwen3-moe", "CP2", marks=pytest.mark.ranks),
+    ],
+)
 def test_where_nothing_leaves_the_device_it_holds_the_frozen_weights_once(
     variant: str, name: str, tmp_path: Path
 ) -> None:

@@ -130,9 +130,17 @@ def test_groups_are_trained_whichever_servers_die(tmp_path: Path) -> None:
 LENGTH, WAVES = 240, 2
 
 
-def in_flight_body(world: World, folder: Path, logs: Path, on_update: str, **rollout: Any) -> Any:
-    """Two versions of the weights, and answers that see both: what transformers says of each token.
-    `rollout`: further options of it.
+def in_flight_body(
+    world: World,
+    folder: Path,
+    logs: Path,
+    on_update: str,
+    *,
+    length: int = LENGTH,
+    **rollout: Any,
+) -> Any:
+    """Two versions of the weights, and answers of `length` tokens that see both: what transformers
+    says of each token. `rollout`: further options of it.
     """
     # the trainer has a core of its own: on a shared one its collectives wait until the engine is idle
     core = str(min(os.sched_getaffinity(0)))
@@ -140,7 +148,7 @@ def in_flight_body(world: World, folder: Path, logs: Path, on_update: str, **rol
     actor = build_actor(folder, ParallelConfig(tensor=2), temperature=0.7, token_cap=512)
     config = RolloutConfig(
         max_prompt_tokens=8,
-        max_response_tokens=LENGTH,
+        max_response_tokens=length,
         cpu_cache_gib=0.05,
         max_batch=4,
         on_update=on_update,
@@ -209,15 +217,8 @@ def behaviour(
     return found
 
 
-@pytest.mark.parametrize(
-    "on_update",
-    [
-        pytest.param("wait", marks=pytest.mark.ranks),
-        "abort",
-        pytest.param("recompute", marks=pytest.mark.ranks),
-        pytest.param("keep", marks=pytest.mark.ranks),
-    ],
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("on_update", ["wait", "abort", "recompute", "keep"])
 def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
     on_update: str, tmp_path: Path
 ) -> None:
@@ -229,7 +230,7 @@ def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(
     assert_exact(folder, found, kept=on_update == "keep")
 
 
-def assert_exact(folder: Path, found: Any, *, kept: bool) -> set[int]:
+def assert_exact(folder: Path, found: Any, *, kept: bool, length: int = LENGTH) -> set[int]:
     """Holds what `in_flight_body` found against transformers. Returns how many versions answers had."""
     from transformers import AutoModelForCausalLM
 
@@ -240,7 +241,7 @@ def assert_exact(folder: Path, found: Any, *, kept: bool) -> set[int]:
     *rows, last = found
     for ids, logprobs, versions in rows:
         own = versions[3:]
-        assert len(own) == LENGTH and own == sorted(own) and set(own) <= {3, 4}
+        assert len(own) == length and own == sorted(own) and set(own) <= {3, 4}
         expected = behaviour((old, new), ids, versions, kept=kept)
         assert logprobs == pytest.approx(expected, abs=1e-5), versions
     assert set(last[2][3:]) == {4}

@@ -125,14 +125,9 @@ def test_log_probs_of_every_turn_are_those_of_transformers_over_the_whole_row(
     assert any(one.measures["tool_errors"] for one in rollouts)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "kind"),
-    [
-        (2, "tensor"),
-        pytest.param(1, "servers", marks=pytest.mark.ranks),
-        pytest.param(2, "engines", marks=pytest.mark.ranks),
-        pytest.param(2, "servers", marks=pytest.mark.ranks),
-    ],
+    ("world", "kind"), [(2, "tensor"), (1, "servers"), (2, "engines"), (2, "servers")]
 )
 def test_rollouts_with_tools_are_those_of_one_process(
     world: int, kind: str, alone: tuple[Path, list[Rollout]]

@@ -48,15 +48,9 @@ def train(folder: Path, *, without: str, model: str, processes: int, layout: Par
     return "\n".join(rank.communicate(timeout=120)[0] for rank in ranks)
 
 
-# The one that would be silent always, the others with the exhaustive half: Megatron's version is
-# pinned.
-@pytest.mark.parametrize(
-    "patch",
-    [
-        patch if patch == "rng" else pytest.param(patch, marks=pytest.mark.ranks)
-        for patch in PATCHES
-    ],
-)
+# Megatron's version is pinned. With all patches, every other test of ranks trains.
+@pytest.mark.ranks
+@pytest.mark.parametrize("patch", PATCHES)
 def test_without_a_patch_training_fails(patch: str, tmp_path: Path) -> None:
     model, processes, layout = NEEDED_BY.get(patch, ("qwen2-tied", 1, DENSE))
     said = train(tmp_path, without=patch, model=model, processes=processes, layout=layout)
@@ -64,9 +58,8 @@ def test_without_a_patch_training_fails(patch: str, tmp_path: Path) -> None:
     assert any(words in said for words in SAYS), said
 
 
-@pytest.mark.parametrize(
-    "case", [NEEDED_BY["streams"], pytest.param(NEEDED_BY["uneven"], marks=pytest.mark.ranks)]
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [NEEDED_BY["streams"], NEEDED_BY["uneven"]])
 def test_with_all_patches_training_works(
     case: tuple[str, int, ParallelConfig], tmp_path: Path
 ) -> None:
@@ -75,7 +68,14 @@ def test_with_all_patches_training_works(
     assert said.count("trained") == processes, said
 
 
-def uneven_body(world: Any, sizes: list[int]) -> Any:
+UNEVEN = [[3, 0, 2], [0, 0, 0], [1, 1, 1]]
+
+
+def uneven_body(world: Any) -> list[Any]:
+    return [uneven(world, sizes) for sizes in UNEVEN]
+
+
+def uneven(world: Any, sizes: list[int]) -> Any:
     from megatron.core.tensor_parallel.mappings import (
         gather_from_sequence_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
@@ -91,14 +91,14 @@ def uneven_body(world: Any, sizes: list[int]) -> Any:
     return gathered.detach(), scattered.detach(), mine.grad
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 0], [1, 1, 1]])
-def test_uneven_parts_are_gathered_and_reduced_as_nccl_would(sizes: list[int]) -> None:
-    wanted = torch.cat([torch.full((size, 2), float(rank + 1)) for rank, size in enumerate(sizes)])
-    for rank, (gathered, scattered, grad) in enumerate(run_ranks(3, uneven_body, sizes)):
-        assert torch.equal(gathered, wanted)
-        # the processes' factors: 1 + 2 + 3
-        assert torch.equal(scattered, wanted.split(sizes)[rank] * 6)
-        assert torch.equal(grad, torch.full((sizes[rank], 2), 6.0))
+def test_uneven_parts_are_gathered_and_reduced_as_nccl_would() -> None:
+    for rank, found in enumerate(run_ranks(3, uneven_body)):
+        for sizes, (gathered, scattered, grad) in zip(UNEVEN, found, strict=True):
+            parts = [torch.full((size, 2), float(number + 1)) for number, size in enumerate(sizes)]
+            assert torch.equal(gathered, torch.cat(parts)), sizes
+            # the processes' factors: 1 + 2 + 3
+            assert torch.equal(scattered, parts[rank] * 6), sizes
+            assert torch.equal(grad, torch.full((sizes[rank], 2), 6.0)), sizes
 
 
 def test_the_real_torch_is_left_alone() -> None:
@@ -110,7 +110,10 @@ def test_the_real_torch_is_left_alone() -> None:
 
 def test_it_refuses_to_come_too_late() -> None:
     late = (
-        "import megatron.core\nfrom rftmega.runtime.device import torch_view\ntorch_view.install()"
+        "import sys\n"
+        "sys.modules['megatron.core'] = sys  # importing it takes long\n"
+        "from rftmega.runtime.device import torch_view\n"
+        "torch_view.install()"
     )
     done = subprocess.run(
         [sys.executable, "-c", late], capture_output=True, text=True, check=False, cwd=ROOT

@@ -21,9 +21,9 @@ from tests.distributed.test_adapters import MIXED, assert_learns_as_plain_torch
 from tests.distributed.test_checkpoints import (
     PLAIN,
     SHARDED,
-    STEPS,
-    resume_body,
-    save_body,
+    actor_of,
+    kept_by,
+    learn,
     tensors,
 )
 from tests.distributed.test_shared_base import assert_one_copy
@@ -48,9 +48,10 @@ ROWS = [
     [int(x) for x in torch.arange(40) * 37 % 131],
     [1, 2, 3, 4, 5, 6],
 ]
-FAST = ["qwen2-tied", "mistral-window", "qwen2-moe", "deepseek-v3"]
-SLOW = [
-    pytest.param(variant, marks=pytest.mark.ranks) for variant in VARIANTS if variant not in FAST
+QUICK = ("qwen2-moe", "deepseek-v3")
+MODELS = [
+    pytest.param(variant, marks=() if variant in QUICK else pytest.mark.ranks)
+    for variant in VARIANTS
 ]
 
 
@@ -83,7 +84,7 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
     }, packed_logits(manager, ROWS)
 
 
-@pytest.mark.parametrize("variant", [*FAST, *SLOW])
+@pytest.mark.parametrize("variant", MODELS)
 def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_names(
     variant: str, tmp_path: Path
 ) -> None:
@@ -110,21 +111,21 @@ def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_na
     )
 
 
-@pytest.fixture(scope="module", params=list(ENGINE))
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
-    return request.param, save_tiny(tmp_path_factory.mktemp(request.param), request.param)
-
-
 # all of them: tests/invariance.py
 FEW = {"qwen3": "TP2 x CP2, SP", "qwen3-moe": "EP2 x TP2 x ETP2", "deepseek-v3": "TP2, SP"}
 
 
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, marks=() if variant == "deepseek-v3" else pytest.mark.ranks)
+        for variant in FEW
+    ],
+)
 def test_three_updates_are_those_of_the_local_modules_in_one_process(
-    model: tuple[str, Path],
+    variant: str, tmp_path: Path
 ) -> None:
-    variant, folder = model
+    folder = save_tiny(tmp_path, variant)
     ((alone,),) = runs_of(folder, ALONE, [Setting()])
     (found,) = runs_of(folder, ENGINE[variant][f"{FEW[variant]}, Transformer Engine"], [Setting()])
     for quantity, difference in differences(found, alone).items():
@@ -136,6 +137,7 @@ def unmended_body(world: Any, folder: Path, layout: Layout) -> Any:
     return learn_body(world, folder, layout, [Setting()])[0]
 
 
+@pytest.mark.ranks
 def test_without_our_mending_whole_down_projections_count_once_a_rank_in_the_norm(
     tmp_path: Path,
 ) -> None:
@@ -155,9 +157,38 @@ def local_name(key: str) -> str:
     return key
 
 
+MORE_STEPS = 2
+
+
+def save_body(world: Any, model: Path, folder: Path, case: tuple[Any, ...]) -> list[float]:
+    """Returns the losses of the steps after a step and a save."""
+    actor = actor_of(model, *case)
+    learn(actor, 1)
+    kept_by(actor, folder).save({}, step=1)
+    return learn(actor, MORE_STEPS)
+
+
+def resume_body(
+    world: Any, model: Path, folder: Path, again: Path, case: tuple[Any, ...]
+) -> list[float]:
+    """Returns the losses of steps after the saved one, which is saved `again` first."""
+    actor = actor_of(model, *case)
+    assert kept_by(actor, folder).resume() is not None
+    kept_by(actor, again).save({}, step=1)
+    return learn(actor, MORE_STEPS)
+
+
 SWAPS = [
     ("deepseek-v3", LOCAL, TRANSFORMER_ENGINE, P(tensor=2, sequence=True), P(expert=2), SHARDED),
-    ("qwen3-moe", TRANSFORMER_ENGINE, LOCAL, P(expert=2), P(pipeline=2), SHARDED),
+    pytest.param(
+        "qwen3-moe",
+        TRANSFORMER_ENGINE,
+        LOCAL,
+        P(expert=2),
+        P(pipeline=2),
+        SHARDED,
+        marks=pytest.mark.ranks,
+    ),
     *(
         pytest.param(
             variant,
@@ -190,14 +221,13 @@ def test_a_run_saved_with_one_kind_of_modules_goes_on_with_the_other(
         tmp_path / "again",
     )
     case = (before, optimizer, "float32", 0.0)
-    expected, *_ = run_ranks(2, save_body, folder, kept, case, {}, preloaded=first)
-    found, *_ = run_ranks(
-        2, resume_body, folder, kept, again, (after, optimizer, "float32", 0.0), preloaded=second
-    )
-    assert len(found) == STEPS
+    expected, *_ = run_ranks(2, save_body, folder, kept, case, preloaded=first)
+    case = (after, optimizer, "float32", 0.0)
+    found, *_ = run_ranks(2, resume_body, folder, kept, again, case, preloaded=second)
+    assert len(found) == MORE_STEPS
     assert found == pytest.approx(expected, rel=1e-5)
     saved, back = (
-        {local_name(key): tensor for key, tensor in tensors(each / "step_000003").items()}
+        {local_name(key): tensor for key, tensor in tensors(each / "step_000001").items()}
         for each in (kept, again)
     )
     assert saved.keys() == back.keys()
@@ -233,13 +263,21 @@ def test_a_distributed_checkpoint_of_either_kind_of_modules_starts_the_other(
 
 
 @pytest.mark.parametrize(
-    ("variant", "name"), [("qwen3", "TP2, SP"), ("olmo2", "TP2"), ("qwen3-tied", "full recompute")]
+    ("variant", "name"),
+    [
+        ("qwen3", "TP2, SP"),
+        pytest.param("olmo2", "TP2", marks=pytest.mark.ranks),
+        pytest.param("qwen3-tied", "full recompute", marks=pytest.mark.ranks),
+    ],
 )
 def test_adapters_learn_as_in_plain_torch(variant: str, name: str, tmp_path: Path) -> None:
     assert_learns_as_plain_torch(tmp_path, variant, CASES[name], preloaded=TRANSFORMER_ENGINE)
 
 
-@pytest.mark.parametrize("name", ["EP2, full recompute", "TP2, split experts"])
+@pytest.mark.parametrize(
+    "name",
+    ["EP2, full recompute", pytest.param("TP2, split experts", marks=pytest.mark.ranks)],
+)
 def test_adapters_beside_the_grouped_layers_of_experts_learn_as_in_plain_torch(
     name: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@ layout; nothing else does.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rftmega.run.train import built_backend
 from rftmega.runtime.device.residency import GRADIENTS
 from rftmega.trainer.experience import given
 from tests import plain_adapters
+from tests.distributed.test_adapters import beside
 from tests.distributed.test_critic import (
     PROMPTS,
     ROWS,
@@ -58,7 +59,8 @@ LAYOUTS: dict[str, Case] = {
     "TP2 x CP2, SP, selective recompute": (4, P(tensor=2, context=2, sequence=True, recompute="selective"), SHARDED),
     "PP2 x VPP2 x DP2, overlapped": (4, P(pipeline=2, virtual_pipeline=2), OVERLAPPED),
 }  # fmt: skip
-QUICK = list(LAYOUTS)[:10]
+QUICK = ("one process", "TP2, SP", "PP2, full recompute")
+FIRST = list(LAYOUTS)[:10]
 EXHAUSTIVE = list(LAYOUTS)[10:]
 
 
@@ -139,7 +141,7 @@ def assert_learns_as_plain_torch(
         torch.testing.assert_close(trained, after, atol=2 * TOLERANCE, rtol=2 * TOLERANCE)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", beside(FIRST, QUICK))
 def test_three_steps_of_a_value_model_with_adapters_are_those_of_plain_torch(
     name: str, tmp_path: Path
 ) -> None:
@@ -191,7 +193,7 @@ def memory_body(world: Any, folder: Path, case: Case) -> None:
     assert bytes_of == states(planned, world.size, stage), "it was foretold otherwise"
 
 
-@pytest.mark.parametrize("name", ["one process", "PP2", "TP2"])
+@pytest.mark.parametrize("name", beside(["one process", "PP2", "TP2"], QUICK))
 def test_adapters_and_head_alone_have_gradients_and_an_optimizers_state(
     name: str, tmp_path: Path
 ) -> None:
@@ -223,7 +225,7 @@ def reward_body(
     return before, after
 
 
-@pytest.mark.parametrize("name", ["TP2, SP", "PP2 x VPP2"])
+@pytest.mark.parametrize("name", beside(["TP2, SP", "PP2 x VPP2"], QUICK))
 def test_a_reward_model_of_adapters_learns_and_its_two_folders_say_what_it_says(
     name: str, tmp_path: Path
 ) -> None:
@@ -255,7 +257,7 @@ def assert_reward_model_and_its_folders_agree(tmp_path: Path, case: Case, backen
         torch.testing.assert_close(merged[key], by_hand[key].float(), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.ranks)])
 def test_a_head_with_a_bias_is_a_token_classifiers_in_the_folder_of_adapters(
     backend: str,
     tmp_path: Path,
@@ -271,29 +273,51 @@ def test_a_head_with_a_bias_is_a_token_classifiers_in_the_folder_of_adapters(
     }
 
 
-def lost_body(world: Any, folder: Path, case: Case, cured: bool) -> tuple[int, str]:
-    """Steps that were taken, and what then was raised."""
-    if not cured:
-        adapters.let_gradients_begin = lambda embedding: None
-    critic = critic_of(folder, "", case)
-    for taken in range(3):
-        try:
-            learn(critic, 1)
-        except NothingTrained as raised:
-            return taken, str(raised)
-    return 3, ""
+def lose_gradients() -> None:
+    adapters.let_gradients_begin = lambda embedding: None
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+def lost_body(
+    world: Any,
+    folders: Sequence[Path],
+    case: Case,
+    lose: Callable[[], None],
+    backend: str,
+) -> list[tuple[int, str]]:
+    """Of each folder: the steps that were taken without gradients, and what then was raised."""
+    for folder in folders:
+        learn(critic_of(folder, "", case, backend=backend), 3)
+    lose()
+    found = []
+    for folder in folders:
+        critic = critic_of(folder, "", case, backend=backend)
+        for taken in range(3):
+            try:
+                learn(critic, 1)
+            except NothingTrained as raised:
+                found.append((taken, str(raised)))
+                break
+    return found
+
+
+def assert_lost_gradients_are_told(
+    tmp_path: Path, case: Case, lose: Callable[[], None], backend: str
+) -> None:
+    reward = save_reward_model(tmp_path, "qwen3", bias=True)
+    folders = (reward, tmp_path / "policy")
+    for (at_once, said), (later, told) in run_ranks(
+        case[0], lost_body, folders, case, lose, backend
+    ):
+        # a head at 0 gives them none in its first step
+        assert (at_once, later) == (0, 1)
+        assert "learn nothing but the head" in said
+        assert "learn nothing but the head" in told
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.ranks)])
 def test_adapters_that_no_gradient_reaches_are_told_though_the_head_has_one(
     processes: int, tmp_path: Path
 ) -> None:
     """Of two processes each has half of the rows."""
     case = (processes, P(recompute="full"), SHARDED)
-    reward = save_reward_model(tmp_path, "qwen3", bias=True)
-    # a head at 0 gives them none in its first step
-    for folder, steps in ((reward, 0), (tmp_path / "policy", 1)):
-        assert run_ranks(processes, lost_body, folder, case, True) == [(3, "")] * processes
-        for taken, said in run_ranks(processes, lost_body, folder, case, False):
-            assert taken == steps
-            assert "learn nothing but the head" in said
+    assert_lost_gradients_are_told(tmp_path, case, lose_gradients, "megatron")

@@ -83,16 +83,26 @@ MORE_OF_MOE: dict[str, tuple[int, ParallelConfig, OptimizerConfig]] = {
     ),
 }
 INTERLEAVED = {"PP2 x VPP2": (2, P(pipeline=2, virtual_pipeline=2), OPTIMIZER)}
+# What planted bugs need, and a layout of each kind.
+QUICK = {
+    "qwen2_5_vl": ("PP2",),
+    "qwen3_vl": ("TP2, SP", "DP4, overlapped"),
+    "qwen3_vl_moe": ("EP2 x TP2, SP",),
+}
 UPDATES = 2
 
 
 def layouts_of(kind: str, *, more: bool) -> dict[str, tuple[int, ParallelConfig, OptimizerConfig]]:
     """Returns a few layouts, or those `more` that the few have in them."""
-    if "moe" not in kind:
-        interleaved = {} if kind == "qwen3_vl" else INTERLEAVED
-        return MORE | interleaved if more else LAYOUTS
-    fits = {name: each for name, each in MORE.items() if each[1].tensor == 1 or each[1].sequence}
-    return LAYOUTS | fits | MORE_OF_MOE if more else MOE
+    if "moe" in kind:
+        every = LAYOUTS | MORE
+        fits = {
+            name: each for name, each in every.items() if each[1].tensor == 1 or each[1].sequence
+        }
+        every = MOE | fits | MORE_OF_MOE
+    else:
+        every = LAYOUTS | MORE | ({} if kind == "qwen3_vl" else INTERLEAVED)
+    return {name: each for name, each in every.items() if (name in QUICK.get(kind, ())) != more}
 
 
 def likelihood(stats: Any, experience: Experience) -> TokenLoss:
@@ -217,7 +227,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.ranks) if kind == "qwen2_vl" else kind for kind in KINDS],
+    list(QUICK),
 )
 def test_two_updates_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert_learns_alike(kind, layouts_of(kind, more=False), tmp_path)
@@ -237,7 +247,7 @@ def test_a_frozen_tower_stays_as_it_is_and_the_decoder_learns_all_the_same(
 ) -> None:
     layouts = {
         "one process, full recompute": MORE["one process, full recompute"],
-        "TP2 x PP2, SP": LAYOUTS["TP2 x PP2, SP"],
+        "PP2": MORE["PP2"],
     }
     assert_learns_alike(kind, layouts, tmp_path, frozen=True, model={"freeze_vision": True})
 
@@ -290,13 +300,13 @@ def test_a_critic_s_values_of_images_are_those_of_transformers_hidden_states(
     ]
     pairs = zip(wanted, PROMPTS, strict=True)
     squares = torch.cat([(row[prompt - 1 : -1] - 1.0) ** 2 for row, prompt in pairs])
-    found = run_ranks(4, values_body, tmp_path, P(tensor=2, pipeline=2, sequence=True))
+    found = run_ranks(2, values_body, tmp_path, P(pipeline=2))
     for values, loss, _ in found:
         for ours, theirs in zip(values, wanted, strict=True):
             length = len(theirs) - 1
             torch.testing.assert_close(ours[:length], theirs[:-1], atol=1e-5, rtol=1e-5)
         assert loss == pytest.approx(float(squares.mean()), rel=1e-5)
-    assert sum(heads for _, _, heads in found) == 2, "the last stage's processes have the head"
+    assert sum(heads for _, _, heads in found) == 1, "the last stage's process has the head"
 
 
 @torch.no_grad()
@@ -381,13 +391,18 @@ def convert_body(
 
 CONVERTED = {
     "qwen3_vl": LAYOUTS["TP2 x PP2, SP"],
-    "qwen3_vl_moe": MORE_OF_MOE["EP2 x TP2 x PP2, SP, full recompute"],
+    "qwen3_vl_moe": MOE["EP2 x TP2, SP"],
     "qwen2_vl": LAYOUTS["TP2 x PP2, SP"],
 }
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_vl", "qwen3_vl_moe", pytest.param("qwen2_vl", marks=pytest.mark.ranks)]
+    "kind",
+    [
+        "qwen3_vl_moe",
+        pytest.param("qwen3_vl", marks=pytest.mark.ranks),
+        pytest.param("qwen2_vl", marks=pytest.mark.ranks),
+    ],
 )
 def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
     kind: str, tmp_path: Path
@@ -415,11 +430,14 @@ def test_a_converted_checkpoint_is_the_same_model_and_goes_back_byte_by_byte(
         assert (tensor - wanted[name]).abs().max() < 1e-5 * wanted[name].abs().max(), name
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind == "qwen3_vl" else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS],
-)
-def test_two_updates_on_videos_and_images_are_those_of_transformers(
+def test_two_updates_on_videos_and_images_are_those_of_transformers(tmp_path: Path) -> None:
+    layouts = {"CP2": WITH_VIDEOS["CP2"]}
+    assert_learns_alike("qwen3_vl", layouts, tmp_path, laid_out=rows_with_videos, token_cap=130)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_updates_on_videos_and_images_are_those_of_transformers_under_the_other_layouts(
     kind: str, tmp_path: Path
 ) -> None:
     assert_learns_alike(kind, WITH_VIDEOS, tmp_path, laid_out=rows_with_videos, token_cap=130)

@@ -113,7 +113,7 @@ def body(
 @pytest.mark.parametrize(
     ("kind", "processes", "parallel", "engine_size"),
     [
-        ("qwen2_vl", 1, ParallelConfig(), 1),
+        pytest.param("qwen2_vl", 1, ParallelConfig(), 1, marks=pytest.mark.ranks),
         pytest.param("qwen3_vl", 2, ParallelConfig(tensor=2), 1, marks=pytest.mark.ranks),
         pytest.param("qwen3_vl_moe", 2, ParallelConfig(expert=2), 1, marks=pytest.mark.ranks),
         pytest.param("qwen2_5_vl", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks),

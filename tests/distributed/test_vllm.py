@@ -191,7 +191,8 @@ def also(world: int, parallel: ParallelConfig, engine_size: int) -> Any:
         pytest.param(
             "llama-tied-llama3-rope", 2, ParallelConfig(pipeline=2), 1, marks=pytest.mark.ranks
         ),
-        ("qwen2", 4, ParallelConfig(tensor=2), 2),
+        pytest.param("qwen2", 4, ParallelConfig(tensor=2), 2, marks=pytest.mark.ranks),
+        ("qwen2", 2, ParallelConfig(tensor=2), 2),
         pytest.param("phi3", 4, ParallelConfig(tensor=2), 2, marks=pytest.mark.ranks),
         pytest.param(
             "qwen3-tied",
@@ -219,11 +220,12 @@ def test_vllm_agrees_with_the_trainer_and_with_transformers(
     ("variant", "layout", "sizes", "targets"),
     [
         ("qwen3", ParallelConfig(tensor=2), {}, (*ALL, "embed_tokens", "lm_head")),
-        (
+        pytest.param(
             "qwen3-moe",
             ParallelConfig(tensor=2, sequence=True, expert=2),
             {"moe_intermediate_size": 64},
             (),
+            marks=pytest.mark.ranks,
         ),
     ],
 )
@@ -270,15 +272,19 @@ def says_the_same(engine: Any, oracle: TransformersEngine) -> None:
         )
 
 
-def moe_body(world: Any, folder: Path) -> None:
+def moe_body(world: Any, folder: Path, parallel: ParallelConfig) -> None:
     """Its parameters and its answers, over three pushes."""
     from rftmega.rollout.engines.vllm import VLLMEngine
 
     os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
     config = RolloutConfig(
-        tensor=2, max_prompt_tokens=32, max_response_tokens=12, cpu_cache_gib=0.05, max_batch=8
+        tensor=world.size,
+        max_prompt_tokens=32,
+        max_response_tokens=12,
+        cpu_cache_gib=0.05,
+        max_batch=8,
     )
-    manager = build_manager(folder, ParallelConfig(tensor=2, sequence=True, expert=2))
+    manager = build_manager(folder, parallel)
     engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
     oracle = TransformersEngine(folder, config, stop_ids=[STOP], where=torch.device("cpu"))
     exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=50_000)
@@ -329,13 +335,18 @@ def moe_body(world: Any, folder: Path) -> None:
     engine.close()
 
 
-def test_a_moe_models_experts_are_copied_as_vllms_own_loader_would(tmp_path: Path) -> None:
-    run_ranks(
-        2,
-        moe_body,
-        save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64),
-        timeout=300,
-    )
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (1, ParallelConfig()),
+        pytest.param(2, ParallelConfig(tensor=2, sequence=True, expert=2), marks=pytest.mark.ranks),
+    ],
+)
+def test_a_moe_models_experts_are_copied_as_vllms_own_loader_would(
+    world: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "qwen3-moe", hidden_size=128, moe_intermediate_size=64)
+    run_ranks(world, moe_body, folder, parallel, timeout=300)
 
 
 def family_body(

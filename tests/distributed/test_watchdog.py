@@ -158,7 +158,10 @@ def server_body(world: World, folder: Path, path: str, said: Path) -> str:
 
 @pytest.mark.parametrize(
     ("path", "phase", "asked_by"),
-    [("update_weights", "push", "in take"), ("abort_requests", "rollout", "in _serve")],
+    [
+        pytest.param("update_weights", "push", "in take", marks=pytest.mark.ranks),
+        ("abort_requests", "rollout", "in _serve"),
+    ],
 )
 def test_a_server_that_hangs_in_a_push_or_an_abort_is_named(
     path: str, phase: str, asked_by: str, tmp_path: Path

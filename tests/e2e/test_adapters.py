@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests import plain_adapters
 from tests.e2e.conftest import metrics_of, train_rl
 from tests.e2e.test_backends import COMPARED, run_body, steps_of
 from tests.e2e.test_loop import assert_memory_as_predicted
-from tests.ranks import run_ranks
+from tests.ranks import VLLM, run_ranks
 
 OPTIONS = (
     "model.lora.rank=8",
@@ -24,6 +25,7 @@ OPTIONS = (
     "algorithm.ema_beta=0.5",
     "checkpoint.every=1",
 )
+PPO = (*OPTIONS, "algorithm.advantage=gae", "model.lora.dropout=0.1")
 OPTIONS_OF = {
     "megatron": (),
     "fsdp": (
@@ -36,6 +38,7 @@ OPTIONS_OF = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_run_of_adapters_learns_exports_and_goes_on_as_if_it_had_not_ended(
     backend: str, arithmetic: Path, tmp_path: Path
@@ -57,34 +60,47 @@ def test_a_run_of_adapters_learns_exports_and_goes_on_as_if_it_had_not_ended(
             name: expected[name] for name in COMPARED
         }
         assert_memory_as_predicted(line)
-    assert wanted[0]["reference_kl"] == pytest.approx(0, abs=1e-6)
-    assert wanted[-1]["reference_kl"] > 1e-6, "the reference learnt as well, or nothing did"
-    assert max(line["logprob_gap_max"] for line in wanted) < 1e-4
-    start = load_file(arithmetic / "model" / "model.safetensors")
+    assert_learnt_beside_the_reference(wanted)
+    assert_exports_the_products(arithmetic / "model", whole)
+
+
+def assert_learnt_beside_the_reference(steps: list[dict[str, Any]]) -> None:
+    assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert steps[-1]["reference_kl"] > 1e-6, "the reference learnt as well, or nothing did"
+    assert max(line["logprob_gap_max"] for line in steps) < 1e-4
+
+
+def assert_exports_the_products(model: Path, output: Path) -> None:
+    """Of the policy and of its average: each weight is the model's own and the product of its pair."""
+    start = load_file(model / "model.safetensors")
     for folder in ("policy", "policy_ema"):
-        merged = load_file(next((whole / folder).glob("*.safetensors")))
-        by_hand = plain_adapters.merged_by_hand(arithmetic / "model", whole / f"{folder}_adapter")
+        merged = load_file(next((output / folder).glob("*.safetensors")))
+        by_hand = plain_adapters.merged_by_hand(model, output / f"{folder}_adapter")
         for name, tensor in by_hand.items():
             torch.testing.assert_close(merged[name], tensor.float(), atol=1e-6, rtol=1e-5)
             trained = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj")
             assert torch.equal(merged[name], start[name]) != trained, name
 
 
+@pytest.mark.parametrize(
+    ("processes", "ends"), [(1, (2,)), pytest.param(2, (2, 3), marks=pytest.mark.ranks)]
+)
 def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_one_that_merges_them(
-    arithmetic: Path, tmp_path: Path
+    processes: int, ends: tuple[int, ...], arithmetic: Path, tmp_path: Path
 ) -> None:
-    """In float32, where merging loses nothing; with an evaluation, an interrupted run and a resume."""
+    """In float32, where merging loses nothing; with an evaluation, and a run that is interrupted."""
     config = arithmetic / "run.yaml"
+    engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05", f"parallel.tensor={processes}")
     told = {}
-    for push, ends in (("merged", (3,)), ("adapters", (2, 3))):
+    for push, each in (("merged", ends[-1:]), ("adapters", ends)):
         output = tmp_path / push
-        for steps in ends:
+        for steps in each:
             given = (f"trainer.output={output}", f"trainer.steps={steps}", *OPTIONS)
-            engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05")
             chosen = (*given, *engine, f"model.lora.push={push}")
             if push == "adapters":
                 chosen = (*chosen, "model.lora.evaluated={base: ''}")
-            run_ranks(2, run_body, config, "megatron", *chosen, timeout=300)
+            asked = (run_body, config, "megatron", *chosen)
+            run_ranks(processes, *asked, timeout=300, preloaded=VLLM)
         told[push] = steps_of(output)
     assert max(line["logprob_gap_max"] for line in told["adapters"]) < 1e-4
     first, *_ = [line for line in metrics_of(tmp_path / "merged") if "eval_exact_match" in line]
@@ -109,7 +125,7 @@ def test_servers_that_take_adapters_give_the_run_of_an_engine_that_takes_merged_
     for name, chosen in (("merged", ()), ("served", served)):
         output = tmp_path / name
         given = (f"trainer.output={output}", "trainer.steps=3", *OPTIONS, *engine, *chosen)
-        run_ranks(2, run_body, config, "megatron", *given, timeout=300)
+        run_ranks(2, run_body, config, "megatron", *given, timeout=300, preloaded=VLLM)
         told[name] = steps_of(output)
     for line, expected in zip(told["served"], told["merged"], strict=True):
         assert line["push_bytes"] == line["push_adapter_bytes"] > 0, "the model was sent again"
@@ -121,37 +137,43 @@ def test_servers_that_take_adapters_give_the_run_of_an_engine_that_takes_merged_
 def test_ppo_whose_policy_and_critic_have_adapters_goes_on_as_if_it_had_not_ended(
     arithmetic: Path, tmp_path: Path
 ) -> None:
-    """On the same frozen weights, and with a critic in a layout of its own, on weights of its own."""
-    config = arithmetic / "run.yaml"
-    options = (*OPTIONS, "algorithm.advantage=gae", "model.lora.dropout=0.1")
+    """And its exports are the products of its pairs."""
+    config, whole, ended = arithmetic / "run.yaml", tmp_path / "whole", tmp_path / "ended"
     compared = (*COMPARED, "critic_loss", "critic_grad_norm", "critic_value")
-    told = {}
-    layouts = {"shared": (), "own": ("critic.parallel.tensor=1", "critic.parallel.pipeline=2")}
-    for name, layout in layouts.items():
-        runs = (("whole", 3), ("ended", 2), ("ended", 3)) if name == "shared" else (("whole", 1),)
-        for end, steps in runs:
-            output = tmp_path / name / end
-            given = (f"trainer.output={output}", f"trainer.steps={steps}", *options, *layout)
-            run_ranks(2, run_body, config, "megatron", *given, timeout=200)
-        told[name] = steps_of(tmp_path / name / "whole")
-    wanted, seen = told["shared"], steps_of(tmp_path / "shared" / "ended")
-    assert [line["step"] for line in seen] == [line["step"] for line in wanted]
+    for output, steps in ((whole, 2), (ended, 1), (ended, 2)):
+        given = (f"trainer.output={output}", f"trainer.steps={steps}", *PPO, "parallel.tensor=1")
+        run_ranks(1, run_body, config, "megatron", *given, timeout=200)
+    wanted, seen = steps_of(whole), steps_of(ended)
+    assert [line["step"] for line in seen] == [line["step"] for line in wanted] == [1, 2]
     for line, expected in zip(seen, wanted, strict=True):
         assert {key: line[key] for key in compared} == {key: expected[key] for key in compared}
-    for line in (*wanted, *told["own"]):
         assert_memory_as_predicted(line)
     assert all(line["critic_grad_norm"] > 0 for line in wanted)
     assert wanted[-1]["critic_value"] != 0, "the head, which begins at 0, learns nothing"
-    # dropout draws other numbers in another layout
-    assert told["own"][0]["critic_loss"] == pytest.approx(wanted[0]["critic_loss"], rel=1e-4)
-    reader = TrainingReader(tmp_path / "shared" / "whole" / "checkpoints" / "step_000003")
+    assert_learnt_beside_the_reference(wanted)
+    assert_exports_the_products(arithmetic / "model", whole)
+    reader = TrainingReader(whole / "checkpoints" / "step_000002")
     keys = {key for key in reader.stored if key.startswith("critic/weights/")}
     assert keys
     assert {key for key in keys if ".lora_" not in key} == {"critic/weights/score.weight"}
+
+
+@pytest.mark.ranks
+def test_a_critic_of_adapters_in_a_layout_of_its_own_goes_on_from_one_on_the_policys_weights(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    config, shared, own = arithmetic / "run.yaml", tmp_path / "shared", tmp_path / "own"
+    layout = ("critic.parallel.tensor=1", "critic.parallel.pipeline=2")
     # shared weights have the checksum of a copy, under another layout
-    given = (f"trainer.output={tmp_path / 'shared' / 'ended'}", "trainer.steps=4", *options)
-    run_ranks(2, run_body, config, "megatron", *given, *layouts["own"], timeout=200)
-    assert [line["step"] for line in steps_of(tmp_path / "shared" / "ended")] == [1, 2, 3, 4]
+    for output, steps, critic in ((shared, 2, ()), (own, 1, layout), (shared, 3, layout)):
+        given = (f"trainer.output={output}", f"trainer.steps={steps}", *PPO, *critic)
+        run_ranks(2, run_body, config, "megatron", *given, timeout=200)
+    wanted, found = steps_of(shared), steps_of(own)
+    assert [line["step"] for line in wanted] == [1, 2, 3]
+    for line in (*wanted, *found):
+        assert_memory_as_predicted(line)
+    # dropout draws other numbers in another layout
+    assert found[0]["critic_loss"] == pytest.approx(wanted[0]["critic_loss"], rel=1e-4)
 
 
 @pytest.mark.ranks
@@ -227,7 +249,8 @@ def test_ppo_pushes_adapters_and_the_frozen_weights_that_its_critic_has_as_well(
     engine = ("rollout.engine=vllm", "rollout.cpu_cache_gib=0.05")
     for steps in (2, 3):
         given = (f"trainer.output={tmp_path}", f"trainer.steps={steps}", *options, *engine)
-        run_ranks(2, run_body, arithmetic / "run.yaml", "megatron", *given, timeout=300)
+        asked = (run_body, arithmetic / "run.yaml", "megatron", *given)
+        run_ranks(2, *asked, timeout=300, preloaded=VLLM)
     told = steps_of(tmp_path)
     assert [line["step"] for line in told] == [1, 2, 3]
     for line in told:

@@ -83,6 +83,7 @@ def heard_in(output: Path) -> int:
     return found
 
 
+@pytest.mark.ranks
 def test_a_waveform_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
     given = ["rollout.max_images=1", f"trainer.output={tmp_path}"]
     done = train(world / "run.yaml", *given, timeout=120)

@@ -35,7 +35,9 @@ def steps_of(output: Path) -> list[dict[str, Any]]:
     return [line for line in metrics_of(output) if "loss" in line]
 
 
-@pytest.mark.parametrize(("another", "processes"), [("plain", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("another", "processes"), [pytest.param("plain", 1, marks=pytest.mark.ranks), ("fsdp", 2)]
+)
 def test_another_backend_trains_pushes_saves_and_resumes_as_megatron_does(
     another: str, processes: int, arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -69,6 +71,7 @@ def test_another_backend_trains_pushes_saves_and_resumes_as_megatron_does(
     assert not torch.equal(weights["lm_head.weight"], start["lm_head.weight"]), "nothing was learnt"
 
 
+@pytest.mark.ranks
 def test_a_run_that_was_saved_under_megatron_goes_on_under_fsdp(
     arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ def test_a_run_that_takes_no_more_optimizer_steps_ends_with_its_own_code(
         "optimizer.learning_rate=1e30",
         "faults.max_skipped_steps=2",
         "trainer.steps=9",
+        "data.eval=",
         "trainer.export=true",
     ]
     done = train(

@@ -61,6 +61,7 @@ def assert_gone(ranks: dict[int, psutil.Process]) -> None:
     assert alive == []
 
 
+@pytest.mark.ranks
 def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(
     running: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -77,9 +78,8 @@ def test_killing_one_rank_ends_the_others_within_30_seconds_and_names_it(
     assert_gone(ranks)
 
 
-@pytest.mark.parametrize(
-    "stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ranks)]
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_terminate_leave_no_process_behind(
     stop: signal.Signals, running: subprocess.Popen[str]
 ) -> None:
@@ -146,7 +146,12 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", list(BAD))
+FIRST, *OTHERS = BAD
+
+
+@pytest.mark.parametrize(
+    "what", [FIRST, *(pytest.param(what, marks=pytest.mark.ranks) for what in OTHERS)]
+)
 def test_bad_input_is_one_clear_error_and_nothing_is_written(
     what: str, arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:

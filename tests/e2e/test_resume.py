@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind != REFILLED else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS],
+    [kind if kind == PARTIAL else pytest.param(kind, marks=pytest.mark.ranks) for kind in KINDS],
 )
 def test_a_run_that_is_started_again_gives_the_numbers_and_the_weights_of_one_that_was_not_ended(
     kind: str, arithmetic: Path, tmp_path: Path

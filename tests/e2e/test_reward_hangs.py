@@ -58,6 +58,7 @@ def options(url: str, output: Path) -> list[str]:
     ]
 
 
+@pytest.mark.ranks
 def test_a_reward_that_never_returns_is_named_with_its_limit(
     arithmetic: Path, tmp_path: Path, silent: str, train: Run
 ) -> None:

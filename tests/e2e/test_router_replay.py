@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from rftmega.config.load import load
+from rftmega.core.errors import ConfigError
+from rftmega.run.preflight import preflight
 from tests.e2e.conftest import write_arithmetic
 from tests.e2e.test_backends import COMPARED, run_body, steps_of
 from tests.ranks import run_ranks
@@ -43,46 +46,47 @@ def assert_same(seen: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Non
             assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+def of_engine(engine: str) -> tuple[str, ...]:
+    return f"rollout.engine={engine}", "algorithm.importance_sampling=token"
+
+
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.ranks)])
 def test_in_float32_the_engines_routes_are_those_of_the_scoring_pass(
     engine: str, moe: Path, tmp_path: Path
 ) -> None:
-    """Over two updates a step, of which the second one's router would choose otherwise; stopped
-    after two steps, and resumed.
-    """
-    rollout = (f"rollout.engine={engine}", "algorithm.importance_sampling=token")
-    replays = "rollout.router_replay=engine"
-    whole = run(moe, tmp_path / "engine", *rollout, replays)
+    """Over two updates a step, of which the second one's router would choose otherwise."""
+    given = (*of_engine(engine), "trainer.steps=2")
+    whole = run(moe, tmp_path / "engine", *given, "rollout.router_replay=engine")
     for line in whole:
         assert line["routes_known"] == 1.0 and line["logprob_gap_max"] < 1e-4
-    trainer = run(moe, tmp_path / "trainer", *rollout, "rollout.router_replay=trainer")
+    trainer = run(moe, tmp_path / "trainer", *given, "rollout.router_replay=trainer")
     assert all("routes_known" not in line for line in trainer)
     assert_same(trainer, whole)
-    run(moe, tmp_path / "two", *rollout, replays, "trainer.steps=2")
-    assert_same(run(moe, tmp_path / "two", *rollout, replays), whole)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_run_that_replays_routes_goes_on_as_if_it_had_not_ended(
+    engine: str, moe: Path, tmp_path: Path
+) -> None:
+    given = (*of_engine(engine), "rollout.router_replay=engine")
+    whole = run(moe, tmp_path / "whole", *given)
+    run(moe, tmp_path / "two", *given, "trainer.steps=2")
+    assert_same(run(moe, tmp_path / "two", *given), whole)
 
 
 def test_what_a_model_or_an_engine_can_not_replay_is_refused_by_name(
-    moe: Path, arithmetic: Path, tmp_path: Path
+    moe: Path, arithmetic: Path
 ) -> None:
-    from tests.e2e.conftest import train_rl
+    def refusal(world: Path, *options: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            preflight(load(world / "run.yaml", options), 1)
+        return str(caught.value)
 
-    said = train_rl(
-        moe / "run.yaml", "rollout.router_replay=engine", "backend=fsdp", "--processes", "1"
-    )
-    assert said.returncode == 2
-    assert "needs backend=megatron: routers of transformers take no routes" in said.stderr
-    assert "scripted tells of no experts. Set it to trainer." in said.stderr
-    dense = train_rl(arithmetic / "run.yaml", "rollout.router_replay=trainer", "--processes", "1")
-    assert dense.returncode == 2
-    assert "rollout.router_replay=trainer: this model has no experts." in dense.stderr
-    servers = train_rl(
-        moe / "run.yaml",
-        "rollout.router_replay=engine",
-        "rollout.engine=vllm",
-        "strategy=separate",
-        "--processes",
-        "1",
-    )
-    assert servers.returncode == 2
-    assert "vLLM's servers tell of experts on CUDA alone" in servers.stderr
+    said = refusal(moe, "rollout.router_replay=engine", "backend=fsdp")
+    assert "needs backend=megatron: routers of transformers take no routes" in said
+    assert "scripted tells of no experts. Set it to trainer." in said
+    dense = refusal(arithmetic, "rollout.router_replay=trainer")
+    assert "rollout.router_replay=trainer: this model has no experts." in dense
+    given = ("rollout.router_replay=engine", "rollout.engine=vllm", "strategy=separate")
+    assert "vLLM's servers tell of experts on CUDA alone" in refusal(moe, *given)

@@ -79,7 +79,8 @@ def started(command: list[str], environment: dict[str, str]) -> tuple[int, str, 
     return process.returncode, said, complained, seen
 
 
-def test_a_run_writes_and_says_no_secret(arithmetic: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_a_run_writes_and_says_no_secret(runs: int, arithmetic: Path, tmp_path: Path) -> None:
     """Of its environment, of options that are marked or name a variable, and of the address of a
     reward server: when it saves and tells everybody, and when it goes on.
     """
@@ -88,7 +89,7 @@ def test_a_run_writes_and_says_no_secret(arithmetic: Path, tmp_path: Path) -> No
     environment = os.environ | SECRETS | {"WANDB_MODE": "offline"}
     with server(by_length) as (address, asked):
         host = address.partition("@")[2].partition("?")[0]
-        for steps, secret in ((1, "s3cr3t-7"), (2, "s3cr3t-8")):
+        for steps, secret in ((1, "s3cr3t-7"), (2, "s3cr3t-8"))[:runs]:
             (tmp_path / "part.py").write_text(PART)
             (tmp_path / "run.yaml").write_text(f"""
 base: {arithmetic / "run.yaml"}
@@ -117,11 +118,11 @@ reward:
                 "others may read it"
             )
     assert asked
-    manifest = json.loads((output / "checkpoints/step_000002/manifest.json").read_text())
+    manifest = json.loads((output / f"checkpoints/step_00000{runs}/manifest.json").read_text())
     assert manifest["config"]["reward"]["custom"]["keyed"]["named"] == "${oc.env:MY_PASSWORD}"
     assert "key" not in manifest["config"]["reward"]["custom"]["keyed"]
     assert "${oc.env:MY_PASSWORD}" in (output / "policy/README.md").read_text()
-    assert metrics_of(output)[-1]["step"] == 2
+    assert metrics_of(output)[-1]["step"] == runs
     assert {"checkpoints", "policy", "tensorboard", "timeline", "trajectories", "wandb"} <= {
         path.name for path in output.iterdir()
     }

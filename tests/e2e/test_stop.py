@@ -99,11 +99,10 @@ def test_the_launcher_passes_a_signal_on(arithmetic: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        (["checkpoint.every=5"], 75),
-        (["checkpoint.every=5", "--processes", "2"], 75),
-        (["checkpoint.every=0"], -signal.SIGUSR1),
+        pytest.param(["checkpoint.every=5"], 75, id="a process alone", marks=pytest.mark.ranks),
+        pytest.param(["checkpoint.every=5", "--processes", "2"], 75, id="a launcher"),
+        pytest.param(["checkpoint.every=0"], -signal.SIGUSR1, id="nothing is saved"),
     ],
-    ids=["a process alone", "a launcher", "nothing is saved"],
 )
 def test_a_signal_that_comes_while_a_run_starts_is_a_request_where_it_saves(
     options: list[str], code: int, arithmetic: Path, tmp_path: Path

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,13 +11,7 @@ from rftmega.runtime.parallel.folder_lock import FILE, Holder
 from rftmega.tools import convert, inspect_checkpoint
 from tests.e2e.conftest import ROOT
 from tests.tiny_models import save_tiny
-
-
-def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / f"tools/{name}.py"), *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240
-    )
+from tests.warm_command import run_warm
 
 
 def test_convert_verify_inspect_and_back(
@@ -30,7 +22,8 @@ def test_convert_verify_inspect_and_back(
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / FILE).write_text(json.dumps(asdict(dead)))
     os.utime(tmp_path / "megatron" / FILE, (1, 1))
-    there = tool("convert", "to-megatron", source, tmp_path / "megatron", "--tp", 2, "--verify")
+    given = [str(source), str(tmp_path / "megatron"), "--tp", "2", "--verify"]
+    there = run_warm(ROOT / "tools/convert.py", ["to-megatron", *given], folder=ROOT, timeout=240)
     assert there.returncode == 0, there.stderr
     assert "took over the lock of another conversion, process 7 on node07" in there.stderr
     others = [
@@ -51,9 +44,11 @@ def test_convert_verify_inspect_and_back(
     )
 
 
-def test_a_folder_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
-    done = tool("convert", "to-hf", tmp_path, tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "holds no config.json" in done.stderr
+def test_a_folder_that_is_none_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert.main(["to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "holds no config.json" in said
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 HOSTILE = "</pre></script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\u2028<b>"
-MANY = 2000
+MANY = 400
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def test_what_the_environment_counted_stands_with_the_facts(open_page: Any) -> N
     assert page.text_content("#measures") == ""
 
 
-@pytest.mark.parametrize("width", [1200, 390, 320])
+@pytest.mark.parametrize("width", [pytest.param(1200, marks=pytest.mark.ranks), 320])
 def test_a_conversation_fits_the_screen(width: int, open_page: Any) -> None:
     long = [{**turn, "name": "a_long_name" * 20} for turn in talk(0)["turns"]]
     page = open_page(talk(0, turns=long, trajectory=0, trajectories=1), width=width)
@@ -402,8 +402,8 @@ def test_rewards_are_filtered_from_and_to_with_both_ends_and_without_the_unknown
     assert (
         page.get_attribute("#low", "placeholder"),
         page.get_attribute("#high", "placeholder"),
-    ) == ("0", "1")
-    for low, high in (("0.25", "0.255"), ("", "0.004"), ("0.9985", "")):
+    ) == ("0", "0.998")
+    for low, high in (("0.25", "0.255"), ("", "0.01"), ("0.99", "")):
         page.fill("#low", low)
         page.fill("#high", high)
         inside = [
@@ -445,7 +445,7 @@ def test_groups_are_jumped_between_and_a_click_shows_the_answers_to_one_prompt(p
     page.fill("#group", "first")
     assert page.text_content("#reason") == "“first” is no group: give a number, or step/number."
     page.fill("#group", "")
-    page.fill("#low", "0.9985")
+    page.fill("#low", "0.99")
     page.keyboard.press("Escape")
     seen = column(page, "prompt")
     assert chosen() == seen[0]
@@ -506,7 +506,14 @@ OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(element => {
 
 
 @pytest.mark.parametrize(
-    ("width", "height"), [(1400, 900), (1001, 800), (800, 900), (390, 844), (320, 568)]
+    ("width", "height"),
+    [
+        pytest.param(1400, 900, marks=pytest.mark.ranks),
+        (1001, 800),
+        pytest.param(800, 900, marks=pytest.mark.ranks),
+        (390, 844),
+        (320, 568),
+    ],
 )
 def test_the_page_is_readable_on_a_desk_and_on_a_telephone(
     width: int, height: int, browser: Any, tmp_path: Path
@@ -620,7 +627,12 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"file://{folder}/trajectories.html"
 
 
-@pytest.fixture(params=[(1400, 900), (390, 844)], ids=["desk", "telephone"])
+@pytest.fixture(
+    params=[
+        pytest.param((1400, 900), id="desk", marks=pytest.mark.ranks),
+        pytest.param((390, 844), id="telephone"),
+    ]
+)
 def chat(browser: Any, chats: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     width, height = request.param
     page = browser.new_page(viewport={"width": width, "height": height})

@@ -100,6 +100,7 @@ def test_with_two_servers_a_run_on_images_is_that_with_engines_inside(
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4), (ours["step"], metric)
 
 
+@pytest.mark.ranks
 def test_a_image_too_many_is_one_clear_error(world: Path, tmp_path: Path, train: Run) -> None:
     given = ["rollout.max_images=1", f"trainer.output={tmp_path}"]
     done = train(world / "run.yaml", *given, timeout=120)

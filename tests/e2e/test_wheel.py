@@ -74,6 +74,7 @@ def test_an_installed_wheel_is_what_runs(installed: Path, tmp_path: Path) -> Non
     assert all(path.startswith(str(installed)) for path in found)
 
 
+@pytest.mark.ranks
 def test_the_demos_data_and_its_dry_run_come_from_a_wheel(
     installed: Path, arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -133,8 +134,8 @@ def test_planning_and_the_page_need_no_more_than_pip_install_brings(
     light = ("-I", "-S", "-c", PROGRAM, f"{installed}:{alone}")
     plan = ["--gpus", "64", "--gpu-memory", "80", f"model.path={installed / EXAMPLE}"]
     config = str(installed / EXAMPLE / "run.yaml")
-    text = asked(installed, tmp_path, *light, "plan", config, *plan)
-    assert "Recommended: backend=megatron" in text
+    text = asked(installed, tmp_path, *light, "plan", config, "--no-search", *plan)
+    assert "All of it fits." in text
     assert "CONFIG" in asked(installed, tmp_path, *light, "train", "--help")
     write(tmp_path / "trajectories/step_000001.jsonl.gz", sample())
     asked(installed, tmp_path, *light, "view", str(tmp_path / "trajectories"))

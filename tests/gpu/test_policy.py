@@ -41,7 +41,19 @@ OPTIMIZER = OptimizerConfig(
 )
 FAMILIES = ("qwen3", "qwen3-moe", "deepseek-v3")
 CASES = [*[(family, "megatron") for family in FAMILIES], ("qwen3", "fsdp"), ("qwen3-moe", "fsdp")]
+MOE, FULLY_SHARDED = ("qwen3-moe", "megatron"), ("qwen3", "fsdp")  # they reach the most code
 EXACT, ROUNDED = 1e-4, LIMITS["bfloat16"]  # nats
+
+
+def cases(*quick: tuple[str, str]) -> pytest.MarkDecorator:
+    """Every case on both kinds of devices; on a CPU all but the `quick` ones belong to `ranks`."""
+
+    def given(case: tuple[str, str], where: str) -> Any:
+        slow = [] if case in quick else [pytest.mark.ranks]
+        return pytest.param(*case, where, marks=[pytest.mark.gpu] if where == "cuda" else slow)
+
+    every = [given(case, where) for where in ("cpu", "cuda") for case in CASES]
+    return pytest.mark.parametrize(("variant", "backend", "where"), every)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +77,7 @@ def gap(found: Tensor, model: Any) -> Tensor:
     return torch.cat([(found[b, : len(logp)] - logp).abs() for b, logp in enumerate(wanted)])
 
 
-@pytest.mark.parametrize("where", ON)
-@pytest.mark.parametrize(("variant", "backend"), CASES)
+@cases(MOE, FULLY_SHARDED)
 def test_log_probs_are_those_of_transformers(
     variant: str, backend: str, where: str, tmp_path: Path
 ) -> None:
@@ -105,8 +116,7 @@ def update_body(world: Any, folder: Path, dtype: str, backend: str, learning_rat
     return weights, policy.log_probs(rows).logp
 
 
-@pytest.mark.parametrize("where", ON)
-@pytest.mark.parametrize(("variant", "backend"), CASES)
+@cases(MOE, FULLY_SHARDED)
 def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(
     variant: str, backend: str, where: str, tmp_path: Path
 ) -> None:
@@ -130,8 +140,7 @@ def test_two_updates_are_those_of_a_plain_loop_of_transformers_and_torch(
     assert gap(logp, model).max() < EXACT
 
 
-@pytest.mark.parametrize("where", ON)
-@pytest.mark.parametrize(("variant", "backend"), CASES)
+@cases(("qwen3", "megatron"))
 def test_two_updates_in_bfloat16_go_where_those_in_float32_go(
     variant: str, backend: str, where: str, tmp_path: Path
 ) -> None:

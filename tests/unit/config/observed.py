@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -473,6 +473,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         "rftmega.weights.receivers.reload",
         "rftmega.weights.receivers.adapter",
         "rftmega.rollout.engines.expert_routing",
+        "rftmega.rollout.engines.compiled_classes",
     )
     fake = {name: ModuleType(name) for name in modules}
     fake["vllm"].LLM = lambda **named: (
@@ -482,9 +483,10 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     fake["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory = None
     fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
     fake["vllm.sampling_params"].RequestOutputKind = fake["vllm.v1.engine"].FinishReason = None
-    fake["rftmega.weights.receivers.reload"].pack_output_heads = fake[
-        "rftmega.weights.receivers.reload"
-    ].forget_expert_kernels = None
+    for name in ("pack_output_heads", "forget_expert_kernels", "with_head_bias"):
+        setattr(fake["rftmega.weights.receivers.reload"], name, None)
+    changed = SimpleNamespace(collected=nullcontext, give_to=lambda model: None)
+    fake["rftmega.rollout.engines.compiled_classes"].ChangedClasses = lambda: changed
     fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
     fake["rftmega.weights.receivers.adapter"].set_adapter = None
     fake["rftmega.rollout.engines.expert_routing"].CapturedRoutes = None

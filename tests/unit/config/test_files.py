@@ -13,6 +13,7 @@ from rftmega.config import RunConfig, load
 from rftmega.config.tree import options
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
+from tests.unit.config.overridden import overridden
 
 START = "model: {path: x}\n"
 ROOT = Path(__file__).parents[3]
@@ -128,25 +129,25 @@ def test_a_value_of_another_kind_is_refused_in_words_of_ours(
     assert "OmegaConf" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["trainer.seed", "trainer.steps", "rollout.max_batch", "checkpoint.keep_mib"]
-)
-def test_numbers_that_no_library_holds_are_refused(name: str, tmp_path: Path) -> None:
+def test_numbers_that_no_library_holds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(START)
-    found = violations(load(tmp_path / "run.yaml", [f"{name}=99999999999999999999"]), 1)
-    assert f"{name}=99999999999999999999 must be below 2^31." in found
+    names = ("trainer.seed", "trainer.steps", "rollout.max_batch", "checkpoint.keep_mib")
+    large = [f"{name}=99999999999999999999" for name in names]
+    found = violations(load(tmp_path / "run.yaml", large), 1)
+    assert {f"{each} must be below 2^31." for each in large} <= {*found}
     assert any(
         "trainer.seed=-1 must be at least 0" in each
         for each in violations(load(tmp_path / "run.yaml", ["trainer.seed=-1"]), 1)
     )
 
 
-@pytest.mark.parametrize("project", ["a/b", "a#b", "what?", "50%", "a:b", "a\\\\b", "x" * 129])
-def test_names_that_wandb_refuses_are_refused_before(project: str, tmp_path: Path) -> None:
+def test_names_that_wandb_refuses_are_refused_before(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(START)
-    found = violations(load(tmp_path / "run.yaml", [f"logging.wandb={project}"]), 1)
-    assert any("is no name of a project" in each for each in found)
-    fine = violations(load(tmp_path / "run.yaml", ["logging.wandb=my-project_2"]), 1)
+    config = load(tmp_path / "run.yaml", ["logging.wandb=my-project_2"])
+    for project in ("a/b", "a#b", "what?", "50%", "a:b", "a\\\\b", "x" * 129):
+        found = violations(overridden(config, f"logging.wandb={project}"), 1)
+        assert any("is no name of a project" in each for each in found), project
+    fine = violations(config, 1)
     assert not any("is no name of a project" in each for each in fine)
 
 

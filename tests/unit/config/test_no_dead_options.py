@@ -28,6 +28,7 @@ from tests.unit.config.observed import (
     update,
     value_model,
 )
+from tests.unit.config.overridden import leads, overridden
 
 ROOT = Path(__file__).parents[3]
 ROLLOUTS = ("rollout.engine=scripted", "rollout.samples_per_prompt=4", "trainer.trajectories=0")
@@ -548,6 +549,37 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+class Runs:
+    """Configs by their overrides, and what is seen of them; each is loaded and looked at once."""
+
+    def __init__(self, names: dict[str, str]):
+        self.names = names
+        self.loaded: dict[tuple[str, ...], RunConfig] = {}
+        self.seen: dict[tuple[Any, tuple[str, ...]], Any] = {}
+
+    def config(self, *overrides: str) -> RunConfig:
+        if overrides not in self.loaded:
+            self.loaded[overrides] = config_of(self.names, *overrides)
+        return self.loaded[overrides]
+
+    def with_another(self, under: Sequence[str], override: str) -> RunConfig:
+        filled = override.format(**self.names)
+        if leads(filled):
+            return config_of(self.names, *under, override)
+        return overridden(self.config(*under), filled)
+
+    def before(self, seen: Callable[[RunConfig], Any], under: Sequence[str]) -> Any:
+        key = (seen, tuple(under))
+        if key not in self.seen:
+            self.seen[key] = seen(self.config(*under))
+        return self.seen[key]
+
+
+@pytest.fixture(scope="module")
+def runs(names: dict[str, str]) -> Runs:
+    return Runs(names)
+
+
 def config_of(names: dict[str, str], *overrides: str) -> RunConfig:
     path = Path(names["folder"]) / "run.yaml"
     path.write_text(f"""
@@ -569,12 +601,22 @@ def named(key: str) -> tuple[Live, str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_changing_an_option_changes_what_is_seen_of_a_run(name: str, names: dict[str, str]) -> None:
+def test_changing_an_option_changes_what_is_seen_of_a_run(name: str, runs: Runs) -> None:
     live, name, under = named(name)
-    before, after = config_of(names, *under), config_of(names, *under, f"{name}={live.to}")
+    after = runs.with_another(under, f"{name}={live.to}")
     sound = violations(after, live.processes)
     assert sound == [], "the other value must be one that a run can have"
-    assert live.seen(before) != live.seen(after), f"{name} changes nothing"
+    assert runs.before(live.seen, under) != live.seen(after), f"{name} changes nothing"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_config_with_another_value_is_that_which_is_loaded(
+    name: str, runs: Runs, names: dict[str, str]
+) -> None:
+    live, name, under = named(name)
+    override = f"{name}={live.to}"
+    assert runs.with_another(under, override) == config_of(names, *under, override)
 
 
 @pytest.mark.parametrize(
@@ -593,10 +635,11 @@ def test_what_is_seen_does_not_change_by_itself(
 
 
 @pytest.mark.parametrize("name", [name for name, live in OPTIONS.items() if live.dead is not None])
-def test_where_nothing_reads_an_option_it_is_refused(name: str, names: dict[str, str]) -> None:
+def test_where_nothing_reads_an_option_it_is_refused(name: str, runs: Runs) -> None:
     live, name, _ = named(name)
     assert live.dead is not None
-    found = violations(config_of(names, *live.dead, f"{name}={live.to}"), live.processes)
+    config = runs.with_another(live.dead, f"{name}={live.to}")
+    found = violations(config, live.processes)
     assert any(name.removeprefix("critic.") in reason for reason in found), found
 
 
@@ -625,11 +668,12 @@ def test_an_option_of_a_part_is_refused_where_another_is_chosen(
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_the_table_can_not_show_is_refused_where_nothing_reads_it_and_used_by_another_test(
-    name: str, names: dict[str, str]
+    name: str, runs: Runs
 ) -> None:
     other, file, word = ELSEWHERE[name]
     if name not in ALWAYS:
-        assert any(name in reason for reason in violations(config_of(names, f"{name}={other}"), 1))
+        found = violations(runs.with_another((), f"{name}={other}"), 1)
+        assert any(name in reason for reason in found)
     assert word in (ROOT / "tests" / file).read_text()
 
 

@@ -3,11 +3,8 @@ Slurm, their plans, and every line of them on a tiny model.
 """
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from rftmega.core.errors import DataError
 from rftmega.rewards.code import read_tests
 from rftmega.tools import launch, plan
 from tests.tiny_models import save_tiny
+from tests.warm_command import run_warm
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,7 +57,7 @@ RUN = (
 )  # those of which the others are the base, or alone
 SMALL = (
     *("rollout.engine=scripted", "rollout.samples_per_prompt=4", "rollout.max_prompt_tokens=400"),
-    *("rollout.max_response_tokens=12", "trainer.steps=2", "trainer.prompts_per_step=4"),
+    *("rollout.max_response_tokens=12", "trainer.steps=1", "trainer.prompts_per_step=4"),
     *("trainer.max_tokens_per_micro_batch=2048", "trainer.eval_every=1", "checkpoint.every=1"),
     *("optimizer.warmup_steps=1", "rollout.memory_fraction=0.5"),  # the latter is vLLM's only
 )
@@ -67,7 +65,17 @@ QUESTIONS = [
     {"question": f"Ann has {n} books and buys {n}. How many?", "answer": f"{n}+{n}\n#### {2 * n:,}"}
     for n in (2, 7, 30, 700, 1500, 8)
 ]
-named = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+named = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            recipe,
+            id=recipe.file,
+            marks=[pytest.mark.ranks] if recipe in (RECIPES[0], RECIPES[4]) else [],
+        )
+        for recipe in RECIPES
+    ],
+)
 
 
 def problem(n: int) -> dict[str, Any]:
@@ -181,35 +189,24 @@ def save_model(folder: Path, variant: str) -> None:
     encode.save_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(
-            recipe,
-            id=recipe.file,
-            marks=[pytest.mark.ranks] if "code" in recipe.file or "dapo" in recipe.file else [],
-        )
-        for recipe in RUN
-    ],
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("recipe", RUN, ids=lambda recipe: recipe.file)
 def test_a_tiny_model_goes_through_every_line(recipe: Recipe, tmp_path: Path) -> None:
     made(tmp_path)
     save_model(tmp_path / "model", recipe.tiny)
     config = ROOT / f"examples/{recipe.file}.yaml"
     changed = (*SMALL, *recipe.shrunk, f"model.path={tmp_path / 'model'}")
     most = [f"algorithm.updates_per_epoch={min(load(config).algorithm.updates_per_epoch, 2)}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "rftmega", "train", config, *changed, *most, "--processes", "2"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
+    done = run_warm(
+        ROOT / "train_rl.py",
+        [str(config), *changed, *most, "--processes", "2"],
+        folder=tmp_path,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     output = tmp_path / load(config).trainer.output
     found = lines(output / "metrics.jsonl")
-    assert [line["step"] for line in found] == [0, 1, 2]
+    assert [line["step"] for line in found] == [0, 1]
     judged = f"_{load(config).trainer.eval_accuracy}"
     assert any(name.startswith("eval_") and name.endswith(judged) for name in found[-1])
     assert (output / "policy/config.json").is_file()

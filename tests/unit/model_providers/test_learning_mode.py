@@ -73,6 +73,7 @@ def drawn(model: Any) -> list[str]:
     return draws.seen
 
 
+@pytest.mark.ranks
 def test_no_decoder_of_transformers_draws_a_number_while_it_learns() -> None:
     looked_at, would_draw = [], []
     for family in sorted({each.model_type for each in MODEL_FOR_CAUSAL_LM_MAPPING}):

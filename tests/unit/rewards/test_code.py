@@ -28,7 +28,7 @@ def at_its_end(statement: str) -> str:
     return f"{RIGHT}try:\n    {statement}\nexcept BaseException:\n    pass\n"
 
 
-@pytest.fixture(params=["namespaces", "without"])
+@pytest.fixture(params=["namespaces", pytest.param("without", marks=pytest.mark.ranks)])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodePart]:
     """Leaves nothing behind: no process, no memory.
 
@@ -64,6 +64,9 @@ def marked(mark: str) -> list[str]:
 
 def boxes() -> set[str]:
     return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("rftmega-code-")}
+
+
+EITHER_WAY = pytest.mark.parametrize("part", ["namespaces", "without"], indirect=True)
 
 
 def score(part: CodePart, *responses: str, label: str = SQUARES) -> list[float]:
@@ -147,6 +150,7 @@ def test_a_gigabyte_of_output_costs_no_memory(part: CodePart) -> None:
     assert score(part, flood, label=SUMS) == [0.0]
 
 
+@EITHER_WAY
 def test_a_daemon_dies_with_the_answer_that_left_it(part: CodePart) -> None:
     daemon = at_its_end(
         "import os, time\n    if not os.fork():\n        os.setsid()\n        os.fork() or time.sleep(9999)\n        os._exit(0)"
@@ -185,6 +189,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@EITHER_WAY
 def test_there_is_no_network(part: CodePart) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
@@ -240,6 +245,7 @@ assert libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities) == 0 and 
 """
 
 
+@EITHER_WAY
 @pytest.mark.parametrize(("who", "pipes"), [("answer", 2), ("checker", 3), ("both in one", 2)])
 def test_an_answer_finds_itself_confined_in_every_way_at_once(
     part: CodePart, who: str, pipes: int
@@ -293,6 +299,7 @@ def test_nothing_is_written_elsewhere(part: CodePart, tmp_path: Path) -> None:
     assert left == []
 
 
+@EITHER_WAY
 def test_other_processes_are_out_of_reach(part: CodePart) -> None:
     kills = at_its_end(
         f"import os\n    for pid in ({os.getpid()}, os.getppid() or 1, -1):\n        os.kill(pid, 9)"

@@ -155,16 +155,18 @@ NOT_FROM_OUTSIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NOT_FROM_OUTSIDE)
-def test_tests_that_need_the_answers_interpreter_are_undecided_and_run_there_by_option(
-    case: str,
-) -> None:
-    code, tests = NOT_FROM_OUTSIDE[case]
-    answer = [Answer(code, json.dumps({"tests": tests}))]
-    outside = CodePart(workers=1, seconds=30.0, memory_mib=512)
-    assert [type(found) for found in outside(answer)] == [Undecided]
-    inside = CodePart(workers=1, seconds=30.0, memory_mib=512, inside=True)
-    assert inside(answer) == [1.0]
+def test_tests_that_need_the_answers_interpreter_are_undecided_and_run_there_by_option() -> None:
+    answers = [
+        Answer(code, json.dumps({"tests": tests})) for code, tests in NOT_FROM_OUTSIDE.values()
+    ]
+    outside = CodePart(workers=2, seconds=30.0, memory_mib=512)
+    found = {
+        name: type(each) for name, each in zip(NOT_FROM_OUTSIDE, outside(answers), strict=True)
+    }
+    assert found == dict.fromkeys(NOT_FROM_OUTSIDE, Undecided)
+    inside = CodePart(workers=2, seconds=30.0, memory_mib=512, inside=True)
+    scores = dict(zip(NOT_FROM_OUTSIDE, inside(answers), strict=True))
+    assert scores == dict.fromkeys(NOT_FROM_OUTSIDE, 1.0)
 
 
 def test_an_answer_that_is_gone_raises_nothing_that_tests_may_catch() -> None:

@@ -39,7 +39,7 @@ def imports(names: str) -> Answer:
     return Answer(f"import {names}\ndef f(n):\n    return n * n\n", LABEL)
 
 
-@pytest.mark.parametrize("namespaces", [None, False])
+@pytest.mark.parametrize("namespaces", [None, pytest.param(False, marks=pytest.mark.ranks)])
 def test_what_answers_import_is_there_numpy_with_it(namespaces: bool | None) -> None:
     assert part(namespaces)(
         [imports(f"{LATE}, numpy.linalg"), imports("json.tool, email.message")]
@@ -88,7 +88,7 @@ def test_a_python_below_a_closed_folder_is_readable_inside(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's sandbox runs answers as another user")
-@pytest.mark.parametrize("namespaces", [None, False])
+@pytest.mark.parametrize("namespaces", [None, pytest.param(False, marks=pytest.mark.ranks)])
 def test_a_module_that_an_answer_could_not_read_is_refused_with_its_path(
     moved: Path, namespaces: bool | None
 ) -> None:

@@ -1,6 +1,7 @@
 """Whatever a sandbox says that is no outcome: never a plain 0."""
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -22,11 +23,16 @@ PROGRAM = Answer("print(3)", json.dumps({"inputs": [""], "outputs": ["3"]}))
 LACKS = {"namespaces": False, "filter": False, "files": False}
 
 
-@pytest.fixture
-def part() -> CodePart:
+@pytest.fixture(scope="module")
+def tested() -> CodePart:
     found = CodePart(workers=1, seconds=20.0, memory_mib=512)
     found.test()
     return found
+
+
+@pytest.fixture
+def part(tested: CodePart) -> CodePart:
+    return copy.copy(tested)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
@@ -87,7 +93,7 @@ def test_a_sandbox_that_a_signal_ended_decides_nothing(
     assert "SIGKILL" in caplog.text
 
 
-@pytest.mark.parametrize("namespaces", [True, False])
+@pytest.mark.parametrize("namespaces", [True, pytest.param(False, marks=pytest.mark.ranks)])
 @pytest.mark.parametrize("answer", [TESTS, PROGRAM], ids=["tests", "program"])
 def test_a_sandbox_that_could_not_be_set_up_decides_nothing(
     part: CodePart,

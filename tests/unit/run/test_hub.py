@@ -19,13 +19,15 @@ import json, sys
 from rftmega.config import RunConfig, DataConfig, ModelConfig
 from rftmega.core.errors import ConfigError
 from rftmega.run.hub import fetched
-model, train, weights = sys.argv[1:]
-config = RunConfig(model=ModelConfig(path=model), data=DataConfig(train=train, evals={"a": train}))
-try:
-    found = fetched(config, weights=weights == "weights")
-except ConfigError as error:
-    sys.exit(f"refused: {error}")
-print(json.dumps([found.model.path, found.data.train, found.data.evals["a"], found.critic.path]))
+for asked in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
+    model, train, weights = asked
+    data = DataConfig(train=train, evals={"a": train})
+    try:
+        found = fetched(RunConfig(model=ModelConfig(path=model), data=data), weights=weights == "weights")
+    except ConfigError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        continue
+    print(json.dumps([found.model.path, found.data.train, found.data.evals["a"], found.critic.path]))
 """
 
 
@@ -100,8 +102,8 @@ def test_a_token_of_the_environment_opens_what_is_private(
 
 def test_what_can_not_be_had_is_said(repositories: dict[str, Path], tmp_path: Path) -> None:
     with hub(repositories) as (address, _):
-        missing = asked(tmp_path, address, "org/tony", "", "text").stderr
-        revision = asked(tmp_path, address, "org/tiny@v9", "", "text").stderr
+        two = ("org/tony", "", "text", "org/tiny@v9", "", "text")
+        missing, revision = asked(tmp_path, address, *two).stderr.split("refused: ")[1:]
     assert "model.path=org/tony is no folder here, and no model of the hub" in missing
     assert "the hub's org/tiny has no revision v9" in revision
     gone = asked(tmp_path, address, "org/tiny", "", "text").stderr
@@ -112,9 +114,10 @@ def test_what_can_not_be_had_is_said(repositories: dict[str, Path], tmp_path: Pa
 def test_a_path_is_never_looked_up(repositories: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with hub(repositories) as (address, requests):
-        for missing in ("runs/none", "nowhere/none.jsonl"):
-            done = asked(tmp_path, address, str(tmp_path / "model"), missing, "weights")
-            assert json.loads(done.stdout)[1] == missing
+        missing = ("runs/none", "nowhere/none.jsonl")
+        given = [part for path in missing for part in (str(tmp_path / "model"), path, "weights")]
+        done = asked(tmp_path, address, *given)
+        assert [json.loads(line)[1] for line in done.stdout.splitlines()] == list(missing)
         assert requests == []
 
 
@@ -226,6 +229,12 @@ def test_a_repository_that_can_not_be_made_stops_the_run_before_it_begins(
         offline = uploading(tmp_path, address, "claim", HF_HUB_OFFLINE="1").stderr
     assert "trainer.push_to_hub=org/mine: the hub lets this account (HF_TOKEN) make no" in refused
     assert "trainer.push_to_hub=org/mine needs a network, and HF_HUB_OFFLINE is set" in offline
+
+
+@pytest.mark.ranks
+def test_a_hub_that_refuses_or_is_gone_is_told_with_how_to_upload_by_hand(
+    run: Path, tmp_path: Path
+) -> None:
     with hub({}, readers=True) as (address, _):
         reader = uploading(tmp_path, address, "claim").stderr
     assert "trainer.push_to_hub=org/mine: the hub lets this account (HF_TOKEN) make no" in reader

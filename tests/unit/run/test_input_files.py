@@ -62,7 +62,13 @@ def described(folder: Path, rows: Callable[[str], int] = lambda source: 3) -> An
     return json.loads(json.dumps(inputs_of(config, order, held_out, ptx)))
 
 
-@pytest.mark.parametrize("file", READ)
+QUICK = ("a.jsonl", "folder/train/0.jsonl", "mine.py", "part.py", "model/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file if file in QUICK else pytest.param(file, marks=pytest.mark.ranks) for file in READ],
+)
 def test_a_file_that_changed_is_told_like_an_option(file: str, folder: Path) -> None:
     before = described(folder)
     assert changed_inputs(before, described(folder)) == []

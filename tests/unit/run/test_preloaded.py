@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.e2e.conftest import ROOT
 
 PROGRAM = """
@@ -15,20 +17,29 @@ def there():
 from rftmega.config import RunConfig
 from rftmega.run import command_line, local_launcher, preflight
 found = [there()]
-import rftmega.run.preloaded
-for module in preflight.slow_modules(RunConfig()):
-    __import__(module)
-found.append(there())
-print(json.dumps([*found, preflight.slow_modules(RunConfig(backend="fsdp"))]))
+slow = preflight.slow_modules(RunConfig())
+if "server" in sys.argv:
+    import rftmega.run.preloaded
+    for module in slow:
+        __import__(module)
+    found.append(there())
+print(json.dumps([*found, [*slow, *preflight.slow_modules(RunConfig(backend="fsdp"))]]))
 """
 
 
-def test_the_launcher_imports_no_models_and_its_server_all_that_ranks_need() -> None:
-    """Each rank would import transformers and Megatron anew otherwise, some ten seconds."""
+@pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.ranks)])
+def test_the_launcher_imports_no_models_and_its_server_all_that_ranks_need(server: bool) -> None:
+    """Each rank would import transformers and Megatron anew otherwise, some ten seconds. The
+    `server` imports them, which takes as long.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", PROGRAM, *["server"] * server],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
-    launcher, server, of_fsdp = json.loads(done.stdout.splitlines()[-1])
+    launcher, *imported, slow = json.loads(done.stdout.splitlines()[-1])
     assert launcher == []
-    assert server == ["transformers", "megatron.core", "rftmega.run.placement"]
-    assert "rftmega.backends.fsdp.backend" in of_fsdp
+    assert imported == [["transformers", "megatron.core", "rftmega.run.placement"]] * server
+    assert {"rftmega.backends.megatron", "rftmega.backends.fsdp.backend"} <= set(slow)

@@ -230,10 +230,10 @@ def test_the_environment_is_written_down_and_secrets_are_not(
         (0, False, 0),
         (75, True, 0),
         (2, False, 2),
-        (76, False, 76),
-        (77, False, 77),
+        pytest.param(76, False, 76, marks=pytest.mark.ranks),
+        pytest.param(77, False, 77, marks=pytest.mark.ranks),
         (1, True, 0),
-        (137, True, 0),
+        pytest.param(137, True, 0, marks=pytest.mark.ranks),
     ],
 )
 def test_what_a_restart_mends_goes_back_into_the_queue(
@@ -334,7 +334,12 @@ def test_what_cannot_work_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    ("example", "nodes"), [("llama-3-70b", 8), ("qwen3-235b-a22b", 32), ("deepseek-v3", 64)]
+    ("example", "nodes"),
+    [
+        pytest.param("llama-3-70b", 8, marks=pytest.mark.ranks),
+        pytest.param("qwen3-235b-a22b", 32, marks=pytest.mark.ranks),
+        ("deepseek-v3", 64),
+    ],
 )
 def test_the_examples_lack_nothing_but_weights_and_data(
     example: str,

@@ -1,7 +1,9 @@
 """A run that is stopped anywhere within a step goes on there, and is the run that nothing stopped."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,22 +165,12 @@ class Run:
     def __init__(
         self,
         folder: Path,
-        model: Path,
-        options: Sequence[str],
+        config: RunConfig,
         *,
         end: float = float("inf"),
         saved: Any = None,
     ):
         self.clock = Clock(end)
-        chosen = [
-            "rollout.engine=scripted",
-            "rollout.samples_per_prompt=3",
-            "checkpoint.every=100",
-            *options,
-        ]
-        config = load(
-            folder / "run.yaml", [f"model.path={model}", "rollout.max_response_tokens=4", *chosen]
-        )
         self.machinery = Machinery(config, self.clock)
         self.kept = Kept(self.machinery)
         self.order = PromptOrder(
@@ -220,22 +212,32 @@ def likes_long(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[d
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    model = save_tiny(tmp_path / "model", "qwen3")
+    model = {"path": str(save_tiny(tmp_path / "model", "qwen3"))}
+    rollout = {"engine": "scripted", "samples_per_prompt": 3, "max_response_tokens": 4}
+    given = {"model": model, "data": {"train": "nowhere"}, "rollout": rollout}
     monkeypatch.setattr(model_runner, "custom_forward", bigrams)
+
+    @cache
+    def config(options: tuple[str, ...]) -> RunConfig:
+        return load(given, ["checkpoint.every=100", *options])
 
     def start(name: str, options: Sequence[str], **how: Any) -> Run:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        (folder / "run.yaml").write_text("data: {train: nowhere}\n")
-        return Run(folder, model, options, **how)
+        return Run(folder, copy.deepcopy(config(tuple(options))), **how)
 
     return start
 
 
 @pytest.mark.parametrize(
     "options",
-    [PLAIN, CRITIC, REPLAY, REFILL, EARLY],
-    ids=["plain", "critic", "replay", "refill", "early"],
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(CRITIC, id="critic", marks=pytest.mark.ranks),
+        pytest.param(REPLAY, id="replay"),
+        pytest.param(REFILL, id="refill", marks=pytest.mark.ranks),
+        pytest.param(EARLY, id="early"),
+    ],
 )
 def test_stopped_anywhere_and_gone_on_with_is_never_stopped(
     options: Sequence[str], start: Any, tmp_path: Path
@@ -262,9 +264,17 @@ def test_stopped_anywhere_and_gone_on_with_is_never_stopped(
             assert first.clock.now + again.clock.now == done, (
                 "something was done twice, or not at all"
             )
+        # or trajectories would be those of a step that is still under way
+        assert {*first.told, *again.told} == {1, 2}, end
+        if options is PLAIN:
+            assert len(first.told + again.told) <= 3, (
+                "only a step whose evaluation was broken off is told again"
+            )
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "every", [1, *(pytest.param(n, marks=pytest.mark.ranks) for n in (2, 3, 7))]
+)
 def test_stopped_again_and_again_it_arrives_all_the_same(
     every: int, start: Any, tmp_path: Path
 ) -> None:
@@ -279,18 +289,6 @@ def test_stopped_again_and_again_it_arrives_all_the_same(
     assert stops >= (whole.clock.now - 2) // every - 1
     assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
     assert all(map(torch.equal, run.machinery.tables(), whole.machinery.tables()))
-
-
-def test_what_was_trained_from_is_told_once_a_step(start: Any) -> None:
-    """Or trajectories would be those of a step that is still under way."""
-    ends = range(2, start("whole", PLAIN).fit().clock.now)
-    for end in ends:
-        first = start(f"{end}", PLAIN, end=end).fit()
-        again = start(f"{end}", PLAIN, saved=first.kept.saved[-1]).fit()
-        assert sorted({*first.told, *again.told}) == [1, 2]
-        assert len(first.told + again.told) <= 3, (
-            "only a step whose evaluation was broken off is told again"
-        )
 
 
 def test_a_step_that_goes_on_otherwise_is_refused(start: Any) -> None:

@@ -105,24 +105,31 @@ def test_it_builds_and_has_a_page_of_every_document(site: Path) -> None:
     assert {page.replace(".md", ".html") for page in PAGES.values()} | {"options.html"} <= built
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "told"),
-    [
-        ("docs/data.md", "[gone](gone.md)", "gone.md, which is not there"),
-        ("docs/data.md", "[gone](rewards.md#gone)", "does not contain an anchor"),
-        ("README.md", "[gone](docs/gone.md)", "docs/gone.md, which is not there"),
-        ("README.md", "![gone](docs/images/gone.png)", "gone.png, which is not there"),
-        ("docs/data.md", "[gone](options.md#parallel.tenser)", "does not contain an anchor"),
-        ("docs/alone.md", "# A page that no one finds", "not included in the"),
-        ("docs/algorithms.md", "```math\n\\wrong{x}\n```", "wrong"),
-    ],
+MISTAKES = (
+    ("docs/data.md", "[gone](gone.md)", "gone.md, which is not there"),
+    ("docs/data.md", "[gone](rewards.md#gone)", "'rewards.md' does not contain an anchor"),
+    ("README.md", "[gone](docs/gone.md)", "docs/gone.md, which is not there"),
+    ("README.md", "![gone](docs/images/gone.png)", "gone.png, which is not there"),
+    (
+        "docs/data.md",
+        "[gone](options.md#parallel.tenser)",
+        "'options.md' does not contain an anchor",
+    ),
+    ("docs/alone.md", "# A page that no one finds", "not included in the"),
+    ("docs/algorithms.md", "```math\n\\wrong{x}\n```", "wrong{x}"),
 )
-def test_a_planted_mistake_stops_the_build(file: str, text: str, told: str, copy: Path) -> None:
-    with (copy / file).open("a") as document:
-        document.write(f"\n\n{text}\n")
+
+
+def test_a_planted_mistake_stops_the_build(copy: Path) -> None:
+    """Each is a warning, of which one is enough where the build is strict."""
+    for file, text, _ in MISTAKES:
+        with (copy / file).open("a") as document:
+            document.write(f"\n\n{text}\n")
     done = build(copy, copy / "out")
     assert done.returncode != 0
-    assert told in done.stderr, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    for _, text, told in MISTAKES:
+        assert any(told in warning for warning in warnings), (text, done.stderr)
 
 
 def test_no_page_asks_anything_of_another_host(site: Path) -> None:

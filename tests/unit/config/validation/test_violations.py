@@ -1,6 +1,5 @@
 import json
 import math
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,24 @@ from rftmega.config.tree import choices_of, options, unions, value_of, walk
 from rftmega.config.validation import violations
 from rftmega.config.validation.paths import PATHS
 from rftmega.core.errors import ConfigError
+from tests.unit.config.overridden import leads, overridden, with_value
 
 ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What conftest.py's config_file holds, for all tests."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "config.json").write_text("{}")
+    for name in ("model.safetensors", "train.jsonl"):
+        (folder / name).write_text("")
+    return {"model": {"path": str(folder)}, "data": {"train": str(folder / "train.jsonl")}}
+
+
+@pytest.fixture(scope="module")
+def sound(given: dict[str, dict[str, str]]) -> RunConfig:
+    return load(given)
 
 
 def test_a_sound_config_has_no_violations(config_file: Path) -> None:
@@ -187,9 +202,10 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
     ],
 )
 def test_what_cannot_run_is_refused_with_a_reason(
-    override: str, world: int, complaint: str, config_file: Path
+    override: str, world: int, complaint: str, sound: RunConfig, config_file: Path
 ) -> None:
-    found = violations(load(config_file, [override]), world)
+    config = load(config_file, [override]) if leads(override) else overridden(sound, override)
+    found = violations(config, world)
     assert len(found) == 1, found
     assert complaint in found[0]
 
@@ -274,23 +290,32 @@ NUMBERS = {
 }
 
 
-FLOATS = [option for option, kind in NUMBERS.items() if kind is float]
+@pytest.fixture(scope="module")
+def of_parts(given: dict[str, dict[str, str]]) -> list[tuple[RunConfig, dict[str, type]]]:
+    """A config without parts and one of each part, with the numbers that only it has."""
+    found: dict[tuple[str, ...], dict[str, type]] = {}
+    for (name, part), kind in NUMBERS.items():
+        parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        chosen = [f"{section}={part}" for section in parents if part and section in unions()]
+        found.setdefault(tuple(chosen), {})[name] = kind
+    return [(load(given, chosen), numbers) for chosen, numbers in found.items()]
 
 
-def chosen(name: str, part: str) -> list[str]:
-    """Overrides under which there is an option."""
-    parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    return [f"{section}={part}" for section in parents if section in unions()] if part else []
-
-
-@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
-@pytest.mark.parametrize(("name", "part"), FLOATS)
 def test_no_number_may_be_infinite_or_none(
-    name: str, part: str, value: str, config_file: Path
+    of_parts: list[tuple[RunConfig, dict[str, type]]],
 ) -> None:
-    found = violations(load(config_file, [*chosen(name, part), f"{name}={value}"]), 1)
-    shown = {".nan": "nan", ".inf": "inf", "-.inf": "-inf"}[value]
-    assert f"{name}={shown} must be a finite number." in found
+    looked_at = 0
+    for sound, numbers in of_parts:
+        names = [name for name, kind in numbers.items() if kind is float]
+        for value in ("nan", "inf", "-inf"):
+            config = sound
+            for name in names:
+                config = with_value(config, name, float(value))
+            wanted = {f"{name}={value} must be a finite number." for name in names}
+            missing = wanted - {*violations(config, 1)}
+            assert not missing
+            looked_at += len(wanted)
+    assert looked_at > 200
 
 
 def test_numbers_in_lists_and_by_kind_are_finite_as_well(config_file: Path) -> None:
@@ -298,7 +323,9 @@ def test_numbers_in_lists_and_by_kind_are_finite_as_well(config_file: Path) -> N
     assert "reward.recipe.a.exact_match=inf must be a finite number." in found
 
 
-def test_every_number_has_a_bound_or_is_known_to_need_none(config_file: Path) -> None:
+def test_every_number_has_a_bound_or_is_known_to_need_none(
+    of_parts: list[tuple[RunConfig, dict[str, type]]],
+) -> None:
     """-3 where nothing below 0 is meant: refused by some rule, or listed here with the reason."""
     any_number = {
         *(f"reward.{part}" for part in RewardConfig().parts()),  # weights: a penalty is negative
@@ -306,10 +333,11 @@ def test_every_number_has_a_bound_or_is_known_to_need_none(config_file: Path) ->
         "algorithm.entropy_coef",  # negative: less entropy
     }
     assert len(NUMBERS) > 100
-    for name, part in NUMBERS:
-        if name not in any_number:
-            found = violations(load(config_file, [*chosen(name, part), f"{name}=-3"]), 1)
-            assert any(name.removeprefix("critic.") in reason for reason in found), name
+    for sound, numbers in of_parts:
+        for name, kind in numbers.items():
+            if name not in any_number:
+                found = violations(with_value(sound, name, kind(-3)), 1)
+                assert any(name.removeprefix("critic.") in reason for reason in found), name
 
 
 def test_groups_are_replaced_by_a_part_that_every_answer_has(config_file: Path) -> None:
@@ -375,8 +403,12 @@ def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Pat
         "strategy=separate",
         "faults.engine_restarts=1",
     ]
+    learning = load(config_file, sft)
     for override in unread:
-        found = violations(load(config_file, [*sft, override]), 1)
+        if leads(override):
+            found = violations(load(config_file, [*sft, override]), 1)
+        else:
+            found = violations(overridden(learning, override), 1)
         assert [
             f"{override.partition('=')[0]}=" in reason and "nothing reads it" in reason
             for reason in found
@@ -642,11 +674,10 @@ def test_of_every_text_option_it_is_known_whether_it_is_a_path() -> None:
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_an_empty_path_is_refused(name: str, config_file: Path) -> None:
+def test_an_empty_path_is_refused(name: str, sound: RunConfig) -> None:
     """Or stands for none, which its default says, too."""
     for empty in ("", " ", "\t"):
-        config = load(config_file, [f"{name}={empty}"] if empty else [])
-        setattr(reduce(getattr, name.split(".")[:-1], config), name.split(".")[-1], empty)
+        config = with_value(sound, name, empty)
         refused = any(
             reason.startswith(f"{name}={empty} is empty. Give a path")
             for reason in violations(config, 1)
@@ -678,6 +709,12 @@ def test_a_nul_in_a_path_of_a_list_is_refused_by_name(config_file: Path) -> None
     found = violations(config, 1)
     for name in ("data.sources: a source", "data.evals.hard", "model.lora.evaluated.first"):
         assert any(reason.startswith(f"{name}=") and "NUL" in reason for reason in found), name
+
+
+def functions_in(config_file: Path) -> Path:
+    file = config_file.with_name("mine.py")
+    file.write_text("def f(completions):\n    return [0.0]\nmath = reward = f\n")
+    return file
 
 
 @pytest.mark.parametrize(
@@ -712,11 +749,14 @@ def test_a_nul_in_a_path_of_a_list_is_refused_by_name(config_file: Path) -> None
 def test_reward_functions_that_cannot_be_are_refused(
     overrides: list[str], complaint: str, config_file: Path
 ) -> None:
-    file = config_file.with_name("mine.py")
-    file.write_text("def f(completions):\n    return [0.0]\nmath = reward = f\n")
+    file = functions_in(config_file)
     given = [override.format(file=file) for override in overrides]
     found = violations(load(config_file, given), 1)
     assert any(complaint.format(file=file) in reason for reason in found), found
+
+
+def test_a_reward_function_alone_needs_no_labels(config_file: Path) -> None:
+    file = functions_in(config_file)
     assert violations(load(config_file, [f"reward.functions=[{file}:f]"]), 1) == []
     held_out = [f"reward.functions=[{file}:f]", f"data.eval={config_file}"]
     assert violations(load(config_file, held_out), 1) == []

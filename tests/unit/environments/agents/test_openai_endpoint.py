@@ -202,8 +202,14 @@ def test_requests_at_once_do_not_go_on_from_an_answer_that_is_not_there(tmp_path
     assert trained == [f"{each}<|im_end|>" for each in "abcd"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize(
+    ("by_id", "stream"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(not x, x, marks=pytest.mark.ranks) for x in (False, True)),
+    ],
+)
 def test_responses_with_calls_are_one_trajectory(stream: bool, by_id: bool, tmp_path: Path) -> None:
     place = Place(tmp_path, [FORM.call, "4<|im_end|>"])
     tools: Any = [{"type": "function", **TOOL["function"]}]  # type: ignore[dict-item]

@@ -88,7 +88,11 @@ def test_code_may_ruin_its_streams_and_the_next_call_has_new_ones() -> None:
             "import os\nprint('a')\nos._exit(3)",
             "a\n\n[the interpreter is gone, it ended with exit status 3",
         ),
-        ("import ctypes\nctypes.string_at(0)", "it was ended by SIGSEGV"),
+        pytest.param(
+            "import ctypes\nctypes.string_at(0)",
+            "it was ended by SIGSEGV",
+            marks=pytest.mark.ranks,
+        ),
     ],
 )
 def test_an_interpreter_that_ends_is_the_models_failure_and_the_next_call_begins_anew(

@@ -179,22 +179,34 @@ def test_vllms_own_answer_is_read_with_the_version_of_each_token() -> None:
     }  # see test_fleet_client.py
 
 
-def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
-    server = server_module.Server(
-        ["--no-such-option"], {"PATH": "", auth.KEY: "key"}, tmp_path / "log"
-    )
+def ending_server(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Any:
+    """Starts a server whose program is this one."""
+    (folder / "ends.py").write_text(program)
+    monkeypatch.setattr(server_module, "PROGRAM", "ends")
+    environment = {"PYTHONPATH": str(folder), auth.KEY: "key"}
+    return server_module.Server(["--no-such-option"], environment, folder / "log")
+
+
+REFUSED = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+
+
+def test_a_server_that_does_not_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ending_server(tmp_path, monkeypatch, REFUSED)
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()
     assert f"The end of {tmp_path / 'log'}" in str(caught.value)
+    assert "unrecognized arguments" in str(caught.value)
     assert not isinstance(caught.value, EngineFault)
     server.close()
     server.close()  # twice is once
 
 
-def test_a_server_whose_log_is_gone_fails_as_any_other(tmp_path: Path) -> None:
-    server = server_module.Server(
-        ["--no-such-option"], {"PATH": "", auth.KEY: "key"}, tmp_path / "log"
-    )
+def test_a_server_whose_log_is_gone_fails_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ending_server(tmp_path, monkeypatch, REFUSED)
     (tmp_path / "log").unlink()
     with pytest.raises(EngineError, match="the log can't be read: No such file"):
         server.wait()
@@ -231,13 +243,11 @@ def test_a_server_whose_log_is_gone_fails_as_any_other(tmp_path: Path) -> None:
 def test_a_server_that_ends_at_its_start_is_a_fault_where_another_start_may_go_well(
     said: str, code: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ends.py").write_text(
-        f"import os\nprint({said!r}, flush=True)\nos._exit({code}) if {code} > 0 else os.kill(os.getpid(), {-code})"
-    )
-    monkeypatch.setattr(server_module, "PROGRAM", "ends")
     (tmp_path / "log").write_text("ValueError: of the start before\n")
-    server = server_module.Server(
-        [], {"PYTHONPATH": str(tmp_path), auth.KEY: "key"}, tmp_path / "log"
+    server = ending_server(
+        tmp_path,
+        monkeypatch,
+        f"import os\nprint({said!r}, flush=True)\nos._exit({code}) if {code} > 0 else os.kill(os.getpid(), {-code})",
     )
     with pytest.raises(EngineError, match="did not come up") as caught:
         server.wait()

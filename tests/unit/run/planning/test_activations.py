@@ -60,8 +60,15 @@ def test_experts_cost_as_many_as_a_token_goes_to() -> None:
     assert sparse - plain == pytest.approx(routed + 4 * 2048 * 2 - 4 * 18432 * 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "learns"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.ranks),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.ranks),
+    ],
+)
 def test_log_probs_hold_what_torch_really_holds(dtype: torch.dtype, learns: bool) -> None:
     tokens, hidden_size, words = 3 * 1024, 64, 8192
     policy = planned("llama-3-70b", P())

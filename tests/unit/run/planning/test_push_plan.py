@@ -67,16 +67,22 @@ def planned(
     ("hf_config", "parallel", "engines", "colocated", "separate"),
     [
         (DENSE, P(tensor=4, pipeline=2), Engines(8, 2), 57.3, 65.5),
-        (DENSE, P(tensor=4, pipeline=2), Engines(8, 8), 14.3, 16.4),
+        pytest.param(
+            *(DENSE, P(tensor=4, pipeline=2), Engines(8, 8), 14.3, 16.4), marks=pytest.mark.ranks
+        ),
         (DENSE, P(tensor=2), Engines(8, 2), 0.0, 65.5),
-        (DENSE, P(tensor=8), Engines(8, 8), 0.0, 16.4),
-        (SPARSE, P(tensor=2, sequence=True, pipeline=2, expert=4), Engines(8, 8), 53.3, 61.4),
-        (
+        pytest.param(*(DENSE, P(tensor=8), Engines(8, 8), 0.0, 16.4), marks=pytest.mark.ranks),
+        pytest.param(
+            *(SPARSE, P(tensor=2, sequence=True, pipeline=2, expert=4), Engines(8, 8), 53.3, 61.4),
+            marks=pytest.mark.ranks,
+        ),
+        pytest.param(
             SPARSE,
             P(tensor=4, sequence=True, expert=8),
             Engines(8, 8, spread_experts=True),
             2.4,
             61.4,
+            marks=pytest.mark.ranks,
         ),
         (
             SPARSE,
@@ -106,6 +112,7 @@ def test_sources_of_replicas_share_the_sending() -> None:
     assert max(sent) < 1.1 * sum(sent) / 16
 
 
+@pytest.mark.ranks
 def test_a_model_of_671_billion_parameters_on_1024_and_256_ranks_is_planned() -> None:
     latent = {
         "q_lora_rank": 1536,

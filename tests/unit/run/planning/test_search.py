@@ -41,11 +41,11 @@ def fits(config: RunConfig, where: Machine) -> bool:
 @pytest.mark.parametrize(
     ("name", "devices", "memory"),
     [
-        ("qwen3-30b-a3b", 64, 80),
-        ("qwen3-30b-a3b", 8, 80),
+        pytest.param("qwen3-30b-a3b", 64, 80, marks=pytest.mark.ranks),
+        pytest.param("qwen3-30b-a3b", 8, 80, marks=pytest.mark.ranks),
         ("qwen3-8b", 8, 80),
         ("qwen3-8b", 1, 24),
-        ("llama-3-70b", 32, 80),
+        pytest.param("llama-3-70b", 32, 80, marks=pytest.mark.ranks),
     ],
 )
 def test_what_is_proposed_fits_and_both_orders_agree_whether_anything_does(

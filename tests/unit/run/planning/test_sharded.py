@@ -69,8 +69,17 @@ def machine(devices: int, memory: float = 80) -> Machine:
     return Machine(devices, Budget(memory * GB, 4 * GB), SPEEDS)
 
 
-@pytest.mark.parametrize("shards", [1, 3, 64])
-@pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-235b-a22b"])
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [
+        ("llama-3-70b", 3),
+        pytest.param("llama-3-70b", 1, marks=pytest.mark.ranks),
+        pytest.param("llama-3-70b", 64, marks=pytest.mark.ranks),
+        ("qwen3-235b-a22b", 64),
+        pytest.param("qwen3-235b-a22b", 1, marks=pytest.mark.ranks),
+        pytest.param("qwen3-235b-a22b", 3, marks=pytest.mark.ranks),
+    ],
+)
 def test_a_process_has_the_first_of_torchs_blocks_of_every_parameter(
     name: str, shards: int
 ) -> None:
@@ -236,6 +245,10 @@ def test_a_backend_is_recommended_for_a_reason(tmp_path: Path) -> None:
     unknown = recommended(config_of(save_decoder(tmp_path / "granite", "granite"), P()), machine(8))
     assert unknown.backend == "fsdp"
     assert "granite" in unknown.why
+
+
+@pytest.mark.ranks
+def test_processes_share_experts_under_fsdp_where_the_whole_would_be_gathered() -> None:
     sparse = recommended(example("deepseek-v3"), machine(512))
     assert sparse.backend == "megatron"
     sharded = sparse.best["fsdp"].config

@@ -55,15 +55,17 @@ def test_what_is_found(
 
 def test_products_of_float32_are_no_tf32_unless_a_user_says_so() -> None:
     """Transformer Engine asks cuBLAS for TF32."""
-    told = "import os, rftmega.runtime.device.before_megatron; print(os.environ['NVIDIA_TF32_OVERRIDE'])"
-    for given, wanted in ((None, "0"), ("1", "1")):
-        environment = {k: v for k, v in os.environ.items() if k != "NVIDIA_TF32_OVERRIDE"}
-        environment |= {} if given is None else {"NVIDIA_TF32_OVERRIDE": given}
-        found = subprocess.run(
-            [sys.executable, "-c", told],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert found.stdout.strip() == wanted
+    told = (
+        "import os, importlib, rftmega.runtime.device.before_megatron as module\n"
+        "found = os.environ.pop('NVIDIA_TF32_OVERRIDE')\n"
+        "importlib.reload(module)\n"
+        "print(found, os.environ['NVIDIA_TF32_OVERRIDE'])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", told],
+        env=os.environ | {"NVIDIA_TF32_OVERRIDE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == ["1", "0"]

@@ -1,16 +1,13 @@
 """What a launcher sets, and what somebody else set."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from rftmega.core.errors import ConfigError
+from rftmega.run.command_line import run
 from rftmega.runtime.parallel.environment import whole_number
-
-ROOT = Path(__file__).parents[4]
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,12 +23,13 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) 
         whole_number("WORLD_SIZE")
 
 
-def test_the_program_says_so_and_shows_no_traceback(tmp_path: Path) -> None:
+def test_the_program_says_so_and_shows_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: x}")
-    command = [sys.executable, str(ROOT / "train_rl.py"), str(tmp_path / "run.yaml")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"WORLD_SIZE": "abc"}
-    )
-    assert done.returncode == 2
-    assert "error: WORLD_SIZE='abc' must be a whole number" in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["train_rl.py", str(tmp_path / "run.yaml")])
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert run("") == 2
+    said = capsys.readouterr().err
+    assert "error: WORLD_SIZE='abc' must be a whole number" in said
+    assert "Traceback" not in said
