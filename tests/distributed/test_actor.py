@@ -176,7 +176,7 @@ PADDING = 7  # sampled in ROWS, and in a prompt
 @pytest.mark.parametrize(
     ("variant", "parallel"),
     [
-        ("qwen3", ParallelConfig(tensor=2)),
+        pytest.param("qwen3", ParallelConfig(tensor=2), marks=pytest.mark.ranks),
         ("qwen2-tied", ParallelConfig(tensor=2, sequence=True)),
         pytest.param("qwen2-tied", ParallelConfig(pipeline=2), marks=pytest.mark.ranks),
     ],

@@ -31,6 +31,13 @@ WITHOUT_A_PLAN = {"gpt-oss", "codegen", "phimoe"}
 REFUSED = {"gemma2"}
 SHARED = sorted(FAMILIES.keys() - WITHOUT_A_PLAN - REFUSED)
 FEW = ["gemma3", "mixtral", "phi-tied", "phi3", "qwen3-moe", "qwen3-next"]
+EACH_FAMILY = pytest.mark.parametrize(
+    "family",
+    [
+        family if family in FEW else pytest.param(family, marks=pytest.mark.ranks)
+        for family in SHARED
+    ],
+)
 FIRST_OF_SECOND = -(-VOCABULARY // 2)  # the first word of the second process
 
 
@@ -84,13 +91,7 @@ def found(folders: dict[str, Path]) -> list[dict[str, Any]]:
     return run_ranks(2, shared_body, folders)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family in FEW else pytest.param(family, marks=pytest.mark.ranks)
-        for family in SHARED
-    ],
-)
+@EACH_FAMILY
 def test_two_processes_give_transformers_own_log_probs_and_gradients(
     family: str, folders: dict[str, Path], found: list[dict[str, Any]]
 ) -> None:
@@ -107,11 +108,10 @@ def test_two_processes_give_transformers_own_log_probs_and_gradients(
         assert worst(own, shares) < 1e-5
 
 
-def test_every_matrix_of_a_layer_is_shared(found: list[dict[str, Any]]) -> None:
-    for family, (_, gradients, splits) in found[0].items():
-        matrices = {
-            name for name, each in gradients.items() if ".layers." in name and each.dim() > 1
-        }
-        # routers and what a linear attention mixes tokens with are whole
-        whole = {name for name in matrices - splits.keys() if not name.endswith("gate.weight")}
-        assert family == "qwen3-next" or not whole, (family, whole)
+@EACH_FAMILY
+def test_every_matrix_of_a_layer_is_shared(family: str, found: list[dict[str, Any]]) -> None:
+    _, gradients, splits = found[0][family]
+    matrices = {name for name, each in gradients.items() if ".layers." in name and each.dim() > 1}
+    # routers and what a linear attention mixes tokens with are whole
+    whole = {name for name in matrices - splits.keys() if not name.endswith("gate.weight")}
+    assert family == "qwen3-next" or not whole, whole

@@ -2,6 +2,8 @@
 Megatron; nothing else does.
 """
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,11 @@ def resume_body(
     return learn(critic, 2)
 
 
+def resumes_body(world: Any, models: Sequence[Path], folder: Path, case: Case) -> list[Any]:
+    """Of each model."""
+    return [resume_body(world, model, folder, case, "fsdp", "bfloat16") for model in models]
+
+
 def test_a_critic_of_adapters_goes_on_bit_for_bit_and_on_its_own_base_alone(
     tmp_path: Path,
 ) -> None:
@@ -189,20 +196,22 @@ def test_a_critic_of_adapters_goes_on_bit_for_bit_and_on_its_own_base_alone(
     case = LAYOUTS["FSDP 2, full recompute"]
     expected, *_ = run_ranks(2, save_body, model, folder, case, "fsdp", "bfloat16")
     # its head is in the checkpoint, so another one in the folder is no other base
-    change(model, "score.weight")
-    for found in run_ranks(2, resume_body, model, folder, case, "fsdp", "bfloat16"):
+    models = [
+        changed(model, tmp_path / name, name) for name in ("score.weight", "model.norm.weight")
+    ]
+    for found, told in run_ranks(2, resumes_body, models, folder, case):
         assert found == expected
-    change(model, "model.norm.weight")
-    for told in run_ranks(2, resume_body, model, folder, case, "fsdp", "bfloat16"):
         assert "belong to other weights" in told
 
 
-def change(folder: Path, name: str) -> None:
-    """Halves one tensor of a folder."""
+def changed(model: Path, folder: Path, name: str) -> Path:
+    """Another folder, with one tensor halved."""
+    shutil.copytree(model, folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     tensors[name] = tensors[name] / 2
     save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize(

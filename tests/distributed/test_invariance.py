@@ -56,7 +56,6 @@ QUICK = {
     "qwen3-moe": (
         "EP2 x TP2 (one process an expert)",
         "TP2, SP, distributed optimizer (whole experts)",
-        "FSDP 2, full recompute",
     ),
     "deepseek-v3": ("TP2, SP",),
     "qwen3_vl": ("FSDP 2",),

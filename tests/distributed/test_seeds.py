@@ -98,7 +98,7 @@ def learnt(folder: Path, parallel: ParallelConfig, dropout: float) -> Any:
         pytest.param(1, P(), marks=pytest.mark.ranks),
         pytest.param(1, P(recompute="full"), marks=pytest.mark.ranks),
         pytest.param(1, P(recompute="selective"), marks=pytest.mark.ranks),
-        (2, P(tensor=2)),
+        pytest.param(2, P(tensor=2), marks=pytest.mark.ranks),
         (2, P(tensor=2, sequence=True)),
         pytest.param(
             4,

@@ -148,7 +148,7 @@ def planned(folder: Path, case: Case, world: int) -> bool:
     return all(sum(parts.values()) <= case.memory * MIB for parts in found)
 
 
-@pytest.mark.parametrize("processes", list(CASES))
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.ranks)])
 def test_an_engine_starts_where_the_plan_says_so(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,24 +180,9 @@ def resume_body(
 
 SWAPS = [
     ("deepseek-v3", LOCAL, TRANSFORMER_ENGINE, P(tensor=2, sequence=True), P(expert=2), SHARDED),
-    pytest.param(
-        "qwen3-moe",
-        TRANSFORMER_ENGINE,
-        LOCAL,
-        P(expert=2),
-        P(pipeline=2),
-        SHARDED,
-        marks=pytest.mark.ranks,
-    ),
+    ("qwen3-moe", TRANSFORMER_ENGINE, LOCAL, P(expert=2), P(pipeline=2), SHARDED),
     *(
-        pytest.param(
-            variant,
-            *way,
-            P(tensor=2, sequence=True),
-            P(pipeline=2),
-            optimizer,
-            marks=pytest.mark.ranks,
-        )
+        (variant, *way, P(tensor=2, sequence=True), P(pipeline=2), optimizer)
         for variant in ("qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3-yarn-plain-queries")
         for way in ((LOCAL, TRANSFORMER_ENGINE), (TRANSFORMER_ENGINE, LOCAL))
         for optimizer in (PLAIN, SHARDED)
@@ -205,6 +190,7 @@ SWAPS = [
 ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("variant", "first", "second", "before", "after", "optimizer"), SWAPS)
 def test_a_run_saved_with_one_kind_of_modules_goes_on_with_the_other(
     variant: str,
@@ -248,9 +234,7 @@ def loaded_body(world: Any, folder: Path) -> Any:
     }
 
 
-@pytest.mark.parametrize(
-    "variant", ["qwen3-moe", pytest.param("deepseek-v3", marks=pytest.mark.ranks)]
-)
+@pytest.mark.parametrize("variant", ["qwen3-moe", "deepseek-v3"])
 def test_a_distributed_checkpoint_of_either_kind_of_modules_starts_the_other(
     variant: str, tmp_path: Path
 ) -> None:

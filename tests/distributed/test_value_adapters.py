@@ -285,8 +285,6 @@ def lost_body(
     backend: str,
 ) -> list[tuple[int, str]]:
     """Of each folder: the steps that were taken without gradients, and what then was raised."""
-    for folder in folders:
-        learn(critic_of(folder, "", case, backend=backend), 3)
     lose()
     found = []
     for folder in folders:

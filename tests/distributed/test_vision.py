@@ -86,7 +86,7 @@ INTERLEAVED = {"PP2 x VPP2": (2, P(pipeline=2, virtual_pipeline=2), OPTIMIZER)}
 # What planted bugs need, and a layout of each kind.
 QUICK = {
     "qwen2_5_vl": ("PP2",),
-    "qwen3_vl": ("TP2, SP", "DP4, overlapped"),
+    "qwen3_vl": ("DP4, overlapped",),
     "qwen3_vl_moe": ("EP2 x TP2, SP",),
 }
 UPDATES = 2

@@ -109,7 +109,9 @@ def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_o
     for line in evaluated:  # fresh adapters change nothing
         assert line["eval_base_exact_match"] == first["eval_exact_match"]
     for line, expected in zip(told["adapters"], told["merged"], strict=True):
-        assert line["push_adapter_bytes"] < line["push_bytes"]
+        assert line["push_adapter_bytes"] > 0
+        # one process gives itself the model
+        assert (line["push_adapter_bytes"] < line["push_bytes"]) == (processes > 1)
         assert_memory_as_predicted(line)
         for name in ("reward", "response_length", "loss", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name

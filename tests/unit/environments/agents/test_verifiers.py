@@ -97,6 +97,9 @@ def environment_of(folder: Path, **options: Any) -> VerifiersEnvironment:
     return VerifiersEnvironment(Verifiers(**given), tokenizer(folder / "model", FORM))
 
 
+WAIT = 90.0  # seconds after which rollouts count as waiting for ever
+
+
 def held(
     environment: VerifiersEnvironment,
     tasks: Sequence[dict[str, Any]],
@@ -112,7 +115,8 @@ def held(
                 environment.run(prompt, model)
                 for prompt, model in zip(prompts, models, strict=True)
             ]
-            return await asyncio.gather(*rollouts, return_exceptions=True)
+            together = asyncio.gather(*rollouts, return_exceptions=True)
+            return await asyncio.wait_for(together, WAIT)
         finally:
             await environment.close()
 
@@ -217,7 +221,7 @@ def test_a_taskset_of_verifiers_is_done_token_by_token(python: str, tmp_path: Pa
         if isinstance(rollout, BaseException):
             raise rollout
         assert rollout.rewards == {"right": 0.5}
-        assert rollout.measures == {"answers": 2.0, "turns": 2.0}
+        assert rollout.measures == {"answers": 2.0, "turns": 2.0, "control_tokens": 0.0}
         (trajectory,) = rollout.trajectories
         assert [turn.role for turn in trajectory.turns] == ["assistant", "tool", "assistant"]
         trained = trajectory.token_ids[trajectory.loss_mask].tolist()
