@@ -25,7 +25,7 @@ COMMANDS = {
     "export-messages": "a run's trajectories as JSON lines of chat messages",
     "serve": "run vLLM servers on this host for a trainer on another",
     "launch": "write the file for Slurm, and submit it",
-    "replay": "look at answers that engine and trainer disagree about",
+    "replay": "look at completions that engine and trainer disagree about",
     "schema": "print the JSON schema of config files, for editors",
     "completion": "print a script that completes these commands: bash, zsh",
 }

@@ -56,7 +56,7 @@ def renamed(name: str, value: object) -> str:
     section, _, last = name.rpartition(".")
     if section == "rollout" and last in TRUNCATING:
         return (
-            f"{name}={value}: answers to learn from are sampled from the whole vocabulary, since the trainer's "
+            f"{name}={value}: completions to learn from are sampled from the whole vocabulary, since the trainer's "
             f"log-probabilities, ratios and KL are of it. trainer.eval_{last} is for evaluation, with trainer.eval_temperature."
         )
     now = RENAMED.get(name)

@@ -20,7 +20,9 @@ from rftmega.config.tree import Plugins, hints, listed, walk
 
 NOT_STORED = "(not stored)"
 USER = re.compile(r"(?<=://)\S*@")
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+# of a URL, up to the quotes and brackets that close the text around it
+_END = r"[\"'\])}.,:;]*(?:\s|$)"
+QUERY = re.compile(rf"(://[^\s?]*)\?(?!\.\.\.{_END})\S*?(?={_END})")
 # reference to a variable or option, without a default, which may be the secret itself
 REFERENCE = re.compile(r"\$\{(oc\.env:)?[\w.]+\}")
 
@@ -56,13 +58,8 @@ def stored(value: Any, hint: Any = None) -> Any:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a URL without user, password and query. For other text, removes users and passwords
-    from the URLs in the text.
-    """
-    if ADDRESS.fullmatch(text):
-        text, asked, _ = text.partition("?")
-        return USER.sub("", text) + asked + "..." * bool(asked)
-    return USER.sub("", text)
+    """Returns a text whose URLs have no user, password and query."""
+    return QUERY.sub(r"\1?...", USER.sub("", text))
 
 
 def has_credentials(address: str) -> bool:

@@ -155,7 +155,7 @@ def check_continued(messages: Any, config: DataConfig) -> None:
     if config.trailing_assistant == "reject":
         raise DataError(
             f'"{config.prompt_key}" ends with a message of the assistant, and data.trailing_assistant=reject. Leave that message '
-            "out, or set data.trailing_assistant=continue: answers then go on with its text."
+            "out, or set data.trailing_assistant=continue: completions then go on with its text."
         )
     if not ends_in_text(messages):
         raise DataError(

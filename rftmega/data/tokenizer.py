@@ -66,12 +66,12 @@ class Tokenizer:
         """
         if not self.stop_ids:
             raise CheckpointError(
-                f"The tokenizer in {folder} names no eos_token, so no answer could ever stop."
+                f"The tokenizer in {folder} names no eos_token, so no completion could ever stop."
             )
         self._end = stops[0]
         self._vocabulary: int | None = _vocabulary(fields[0])
         if self._vocabulary is not None and (reason := self._stranger(self.stop_ids)):
-            raise CheckpointError(f"{folder}: no answer could end as it should: {reason}")
+            raise CheckpointError(f"{folder}: no completion could end as it should: {reason}")
 
     def encode(
         self,

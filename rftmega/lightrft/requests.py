@@ -93,7 +93,7 @@ def read_sampling(sampling_params: Any, *, longest: int | None) -> tuple[float, 
     for name in ("max_tokens", "max_new_tokens"):
         if longest is not None and found.get(name, longest) not in (longest, None):
             raise ValueError(
-                f"{name}={found[name]}, but this engine ends answers after {longest}: rollout.max_response_tokens."
+                f"{name}={found[name]}, but this engine ends completions after {longest}: rollout.max_response_tokens."
             )
     for name, neutral in NEUTRAL.items():
         if name in found and found[name] not in neutral:

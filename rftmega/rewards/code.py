@@ -171,7 +171,7 @@ class CodePart:
             )  # fmt: skip
             return Undecided()
         if "undecided" in outcome:
-            log.warning("reward.code: an answer could not be judged: %s.", outcome["undecided"])
+            log.warning("reward.code: a completion could not be judged: %s.", outcome["undecided"])
             return Undecided()
         lacks = outcome["lacks"]
         if self.namespaces is None and lacks["namespaces"]:

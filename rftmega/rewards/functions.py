@@ -125,12 +125,12 @@ def _scores(given: Any, count: int, where: str) -> list[float | None]:
     scores = given.tolist() if hasattr(given, "tolist") else given  # of NumPy or torch
     if not isinstance(scores, Iterable) or isinstance(scores, str | bytes | Mapping):
         raise RewardError(
-            f"{where} gave {type(given).__name__} for {count} answer(s): return a list of as many numbers."
+            f"{where} gave {type(given).__name__} for {count} completion(s): return a list of as many numbers."
         )
     scores = list(scores)
     if len(scores) != count:
         raise RewardError(
-            f"{where} gave {len(scores)} score(s) for {count} answer(s): return one for each, in their order."
+            f"{where} gave {len(scores)} score(s) for {count} completion(s): return one for each, in their order."
         )
     for score in scores:
         if score is not None and not hasattr(type(score), "__float__"):

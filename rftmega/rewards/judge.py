@@ -81,7 +81,7 @@ class JudgePart:
         try:
             said = self._kept.answer(key, lambda: self._endpoint.answer(asked))
         except Refused as error:
-            log.warning("reward.judge: an answer could not be judged: %s", error)
+            log.warning("reward.judge: a completion could not be judged: %s", error)
             return Undecided()
         number = _number(self._pattern.last(said))
         if number is None or not self._low <= number <= self._high:
@@ -104,8 +104,8 @@ def template_of(given: str) -> str:
             raise ConfigError(f"reward.judge_template: {given} can't be read: {error}.") from error
     if not {"completion", "messages"} & set(PLACES.findall(text)):
         raise ConfigError(
-            "reward.judge_template shows the judge no answer. Write {completion} or {messages} where it belongs; {prompt} and "
-            "{label} may be there, too."
+            "reward.judge_template shows the judge no completion. Write {completion} or {messages} where it belongs; {prompt} "
+            "and {label} may be there, too."
         )
     return text
 

@@ -32,7 +32,7 @@ class MajorityReward:
         Returns one dict per rollout, with the score as "majority" and as "reward".
         """
         assert len(rollouts) % self.size == 0, (
-            f"{len(rollouts)} answers are no whole groups of {self.size}"
+            f"{len(rollouts)} completions are no whole groups of {self.size}"
         )
         answers = [self._answer(rollout) for rollout in rollouts]
         groups = [answers[begin : begin + self.size] for begin in range(0, len(answers), self.size)]

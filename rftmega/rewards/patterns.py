@@ -55,8 +55,8 @@ class Pattern:
         if not self._told:
             self._told = True
             log.warning(
-                "%s=%r took more than %g s on an answer of %d characters, which it then does not match. Parts like (a+)+ or .*.* "
-                "try every way to split a text: write it so that there is one way.",
+                "%s=%r took more than %g s on a completion of %d characters, which it then does not match. Parts like (a+)+ or "
+                ".*.* try every way to split a text: write it so that there is one way.",
                 self.option,
                 self.text,
                 SECONDS,

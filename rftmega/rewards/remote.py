@@ -64,7 +64,7 @@ class RemotePart:
             return read_rewards(self._post(json.dumps(question).encode()), len(answers))
         except ValueError as error:
             raise RewardError(
-                f"The reward server {self.address} was asked about {len(answers)} answers: {error}"
+                f"The reward server {self.address} was asked about {len(answers)} completions: {error}"
             ) from error
 
     def _post(self, question: bytes) -> str:

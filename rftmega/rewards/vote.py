@@ -55,7 +55,7 @@ def vote_rewards(
     """
     if train is not None and (short := min(map(len, groups), default=train)) < train:
         raise ValueError(
-            f"A group of {short} answers can't give {train} to train on. Vote with more, or train on fewer."
+            f"A group of {short} completions can't give {train} to train on. Vote with more, or train on fewer."
         )
     return [_group_rewards(group) for group in groups]
 

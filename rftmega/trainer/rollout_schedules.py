@@ -74,7 +74,7 @@ class Synchronous:
         if lacking := trainer.supply.lacks(prompts):
             trainer.supply.put_back(lacking)
             log.info(
-                "%d prompts were under way when the run was saved: they are answered anew, before all others.",
+                "%d prompts were under way when the run was saved: they are generated anew, before all others.",
                 len(lacking),
             )
 

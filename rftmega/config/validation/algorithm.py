@@ -39,8 +39,8 @@ def algorithm_options(config: RunConfig) -> list[str]:
     max_age = algorithm.replay.max_age
     if max_age and isinstance(algorithm.importance_sampling, NoImportance):
         found.append(
-            f"algorithm.replay.max_age={max_age} needs algorithm.importance_sampling.type=token, sequence or mask: answers of "
-            "earlier policies would count as if the present one had given them."
+            f"algorithm.replay.max_age={max_age} needs algorithm.importance_sampling.type=token, sequence or mask: completions "
+            "of earlier policies would count as if the present one had given them."
         )
     if max_age and advantage.needs_critic:
         found.append(
@@ -79,7 +79,7 @@ def groups_of_one(config: RunConfig) -> list[str]:
     if not advantage.compares_group or given[1] > 1:
         return []
     return [
-        f"{given[0]}=1 with algorithm.advantage.type={advantage.type}: an answer is compared with the others to its prompt, and "
-        "there are none, so nothing would be learnt. Take at least 2, or algorithm.advantage.type="
+        f"{given[0]}=1 with algorithm.advantage.type={advantage.type}: a completion is compared with the others of its prompt, "
+        "and there are none, so nothing would be learnt. Take at least 2, or algorithm.advantage.type="
         f"{' or '.join(_types('compares_group', has=False))}."
     ]

@@ -12,7 +12,7 @@ def asynchronous(config: RunConfig) -> list[str]:
     found = []
     if ahead and most != 1:
         found.append(
-            f"rollout.ahead=1 makes answers that are one version behind, and trainer.max_staleness={most}. Set it to 1."
+            f"rollout.ahead=1 makes completions that are one version behind, and trainer.max_staleness={most}. Set it to 1."
         )
     if config.rollout.on_update != RolloutConfig.on_update and (ahead or not most):
         found.append(
@@ -36,7 +36,7 @@ def asynchronous(config: RunConfig) -> list[str]:
     if config.algorithm.replay.max_age:
         found.append(
             f"trainer.max_staleness={most} does not go with algorithm.replay.max_age={config.algorithm.replay.max_age}: both "
-            "learn from answers of earlier versions. Leave one at 0."
+            "learn from completions of earlier versions. Leave one at 0."
         )
     return found
 
@@ -58,12 +58,12 @@ def _colocated(config: RunConfig) -> list[str]:
         )
     if not engine_of(rollout).side_by_side:
         found.append(
-            f"trainer.max_staleness={config.trainer.max_staleness} with strategy=colocated breaks answers off, which "
+            f"trainer.max_staleness={config.trainer.max_staleness} with strategy=colocated interrupts completions, which "
             "rollout.engine=transformers can't: it gives one after the other. Set it to vllm."
         )
     if rollout.stop:
         found.append(
             f"rollout.stop={rollout.stop} does not go with trainer.max_staleness above 0 and strategy=colocated: a string that "
-            "spans the place at which an answer was broken off would not be seen. Leave one out."
+            "spans the place at which a completion was interrupted would not be seen. Leave one out."
         )
     return found

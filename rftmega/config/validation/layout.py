@@ -114,7 +114,9 @@ def engine(config: RunConfig, world_size: int) -> list[str]:
     """
     found = []
     if "" in config.rollout.stop:
-        found.append("rollout.stop has an empty string, which is in every answer. Leave it out.")
+        found.append(
+            "rollout.stop has an empty string, which is in every completion. Leave it out."
+        )
     chosen = engine_of(config.rollout)
     if not chosen.split:
         found += [

@@ -28,7 +28,7 @@ def quantization(config: RunConfig) -> list[str]:
         )
     if isinstance(config.algorithm.importance_sampling, NoImportance):
         found.append(
-            f"{given}: answers come from other weights than the trainer's. Correct that by algorithm.importance_sampling=token "
-            "(or sequence, masked), or set it to none."
+            f"{given}: completions come from other weights than the trainer's. Correct that by "
+            "algorithm.importance_sampling=token (or sequence, masked), or set it to none."
         )
     return found

@@ -114,8 +114,8 @@ def reward_parts(config: RunConfig) -> list[str]:
         )
     if reward.majority and config.environment.may_reward:
         found.append(
-            f"reward.majority votes over whole groups of answers, and rollouts of environment.type={config.environment.type} may "
-            "be left out of one. Take environment=single_turn, or labels."
+            f"reward.majority votes over whole groups of completions, and rollouts of "
+            f"environment.type={config.environment.type} may be left out of one. Take environment=single_turn, or labels."
         )
     if config.data.kind_key != DataConfig.kind_key and not reward.recipe and "remote" not in used:
         found.append(
@@ -207,8 +207,8 @@ def _beside_labels(config: RunConfig) -> list[str]:
         ]
     if reward.majority and config.rollout.samples_per_prompt < 3:
         found.append(
-            f"reward.majority needs more answers a prompt than rollout.samples_per_prompt={config.rollout.samples_per_prompt}: "
-            "two can't outvote each other."
+            f"reward.majority needs more completions a prompt than "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt}: two can't outvote each other."
         )
     needing = sorted(COMPARING & reward.used())
     if not config.data.label_key and needing and not reward.majority:
@@ -225,8 +225,8 @@ def _beside_labels(config: RunConfig) -> list[str]:
         and (config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt) < 2
     ):
         found.append(
-            f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} compares a prompt's answers, and there is one of each. "
-            "Raise rollout.samples_per_prompt (and rollout.train_samples_per_prompt), or set it to 0."
+            f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} compares a prompt's completions, and there is one of "
+            "each. Raise rollout.samples_per_prompt (and rollout.train_samples_per_prompt), or set it to 0."
         )
     if reward.model and sampled.max_rounds:
         found.append(
@@ -237,7 +237,7 @@ def _beside_labels(config: RunConfig) -> list[str]:
     everywhere = ["majority"] if reward.majority else sorted(scored)
     if sampled.metric and sampled.metric not in everywhere:
         found.append(
-            f"algorithm.dynamic_sampling.metric={sampled.metric} is not in every answer's reward. Choose one of: "
+            f"algorithm.dynamic_sampling.metric={sampled.metric} is not in every completion's reward. Choose one of: "
             f"{', '.join(everywhere)}."
         )
     return found

@@ -21,18 +21,18 @@ def step_rows(config: RunConfig) -> list[str]:
     rows = config.trainer.prompts_per_step * answers
     if config.rollout.train_samples_per_prompt > config.rollout.samples_per_prompt:
         found.append(
-            f"rollout.train_samples_per_prompt={config.rollout.train_samples_per_prompt} is more than the answers a prompt gets "
-            f"(rollout.samples_per_prompt={config.rollout.samples_per_prompt}). Lower it, or set it to 0."
+            f"rollout.train_samples_per_prompt={config.rollout.train_samples_per_prompt} is more than the completions a prompt "
+            f"gets (rollout.samples_per_prompt={config.rollout.samples_per_prompt}). Lower it, or set it to 0."
         )
     if 0 < config.algorithm.replay.max_rows < answers:
         found.append(
-            f"algorithm.replay.max_rows={config.algorithm.replay.max_rows} can't hold the {answers} answers that are learnt "
+            f"algorithm.replay.max_rows={config.algorithm.replay.max_rows} can't hold the {answers} completions that are learnt "
             "from of a prompt. Raise it, or set it to 0."
         )
     if config.algorithm.updates_per_epoch > rows:
         found.append(
             f"algorithm.updates_per_epoch={config.algorithm.updates_per_epoch} is more than the rows of a step "
-            f"(trainer.prompts_per_step x answers = {config.trainer.prompts_per_step} x {answers} = {rows})."
+            f"(trainer.prompts_per_step x completions = {config.trainer.prompts_per_step} x {answers} = {rows})."
         )
     longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
@@ -154,8 +154,8 @@ def evaluation(config: RunConfig) -> list[str]:
         return []
     if trainer.eval_samples > 1 and not trainer.eval_temperature:
         found.append(
-            f"trainer.eval_samples={trainer.eval_samples} at trainer.eval_temperature=0 is one answer as often. Raise the "
-            "temperature, or take one sample."
+            f"trainer.eval_samples={trainer.eval_samples} at trainer.eval_temperature=0 is the same completion each time. "
+            "Raise the temperature, or take one sample."
         )
     truncated = {
         "eval_top_p": trainer.eval_top_p,
@@ -164,7 +164,7 @@ def evaluation(config: RunConfig) -> list[str]:
     }
     if not trainer.eval_temperature:
         found += [
-            f"trainer.{name}={value} at trainer.eval_temperature=0 changes nothing: greedy answers take the likeliest token. "
+            f"trainer.{name}={value} at trainer.eval_temperature=0 changes nothing: greedy completions take the likeliest token. "
             "Raise the temperature, or leave it out."
             for name, value in truncated.items()
             if value != getattr(TrainerConfig, name)
@@ -172,7 +172,8 @@ def evaluation(config: RunConfig) -> list[str]:
     for k in trainer.eval_pass_at:
         if not 1 <= k <= trainer.eval_samples:
             found.append(
-                f"trainer.eval_pass_at={k} must be from 1 to trainer.eval_samples={trainer.eval_samples}: pass@k needs k answers."
+                f"trainer.eval_pass_at={k} must be from 1 to trainer.eval_samples={trainer.eval_samples}: pass@k needs k "
+                "completions."
             )
     parts = config.reward.parts()
     if trainer.eval_accuracy not in parts and config.environment.may_reward:

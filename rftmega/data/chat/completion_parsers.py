@@ -233,7 +233,7 @@ def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
     try:
         response = parse_gpt_oss(tokenizer.inner, [*head, *completion.token_ids, *end], **ids)
     except Exception as error:  # the library's, whatever the model wrote
-        log.debug("an answer could not be taken apart", exc_info=error)
+        log.debug("a completion could not be taken apart", exc_info=error)
         return _unread_channels(text_of(tokenizer, completion.token_ids))
     return parsed_of(tokenizer, completion.token_ids, response)
 
@@ -261,7 +261,7 @@ def by_library(name: str) -> Parser:
         try:
             content, calls = get_tool_parser(name, tokenizer.inner).extract(ids[behind:])
         except Exception as error:  # the library's, whatever the model wrote
-            log.debug("an answer could not be taken apart", exc_info=error)
+            log.debug("a completion could not be taken apart", exc_info=error)
             return unread(tokenizer, completion)
         said = text_of(tokenizer, content).strip("\n")
         response = ParsedResponse(said, reasoning.strip("\n"), calls)

@@ -144,7 +144,7 @@ class Conversation:
         messages.
         """
         if self._asked is None:
-            raise ValueError("a reply comes behind an answer")
+            raise ValueError("a reply follows a completion")
         named = len(self.renderer.tokenizer.control.found(messages, words=True))
         messages = self.renderer.tokenizer.control.hidden(messages, words=True)
         completion = self._context[len(self._asked) :]
@@ -168,7 +168,7 @@ class Conversation:
                 if segment.turns[place].role == "assistant":
                     segment.turns[place] = segment.turns[place]._replace(reward=value)
                     return
-        raise ValueError("there is no answer to reward")
+        raise ValueError("there is no completion to reward")
 
     def trajectories(self) -> list[Trajectory]:
         """Returns the trajectories in order, each up to its last completion. Omits trajectories

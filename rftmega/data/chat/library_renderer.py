@@ -133,7 +133,7 @@ class LibraryRenderer:
                 ids, tools=specs, prompt_ids=list(completion.context)
             )
         except Exception as error:  # the library's, whatever the model wrote
-            logger.debug("the renderer %s can't read an answer", self.name, exc_info=error)
+            logger.debug("the renderer %s can't read a completion", self.name, exc_info=error)
             return None
         return parsed_of(tokenizer, completion.token_ids, response)
 

@@ -37,7 +37,7 @@ def rewards_equal(means: Means) -> str:
     if share > 0.1 or not share:  # `health.MixedGroups` warns if there is none at all
         return ""
     return (
-        f"the answers to {1 - share:.0%} of the prompts score alike, so that next to nothing is learnt. Are the prompts too "
+        f"the completions of {1 - share:.0%} of the prompts score alike, so that next to nothing is learnt. Are the prompts too "
         "hard or too easy, or does the reward not read the answer?"
     )
 
@@ -57,7 +57,7 @@ def length_at_the_cap(means: Means) -> str:
     if share < 0.3:
         return ""
     return (
-        f"{share:.0%} of the answers are cut off at rollout.max_response_tokens, and score as they stand. Raise it, or leave "
+        f"{share:.0%} of the completions are cut off at rollout.max_response_tokens, and score as they stand. Raise it, or leave "
         "them out (algorithm.drop_truncated)."
     )
 
@@ -67,8 +67,8 @@ def gap_rising(means: Means) -> str:
     if now < max(5 * before, 1e-4):
         return ""
     return (
-        f"engine and trainer differ by {now:.2g} nats a token, from {before:.2g} in the first steps. The answers are less and "
-        "less those of the policy that learns from them (docs/push.md)."
+        f"engine and trainer differ by {now:.2g} nats a token, from {before:.2g} in the first steps. The completions are less "
+        "and less those of the policy that learns from them (docs/push.md)."
     )
 
 
@@ -88,7 +88,7 @@ def engine_idle(means: Means) -> str:
         return ""
     return (
         f"engines generate in {busy / whole:.0%} of the rollout's {whole:.0f} s and wait in the rest: for rewards, for tools, or "
-        "for the longest answers of others."
+        "for the longest completions of others."
     )
 
 

@@ -69,14 +69,14 @@ class MixedGroups(Observer):
             return
         self.told = True
         alike = (
-            "the answers to each prompt score alike"
+            "the completions of each prompt score alike"
             if self.compares_groups
-            else "all answers score alike"
+            else "all completions score alike"
         )
         log.warning(
-            "In %d steps in a row %s (mean reward %.3g), so there is nothing to learn from them. Look at the answers "
+            "In %d steps in a row %s (mean reward %.3g), so there is nothing to learn from them. Look at the completions "
             "(output/trajectories) and at reward.*: does the reward read the answer (answer_pattern, format, labels), are "
-            "answers cut off (`truncated`, rollout.max_response_tokens), are the prompts all too hard or too easy "
+            "completions cut off (`truncated`, rollout.max_response_tokens), are the prompts all too hard or too easy "
             "(algorithm.dynamic_sampling.max_rounds asks for others), is the temperature near 0?",
             self.streak,
             alike,
@@ -97,7 +97,7 @@ class UndecidedLimit(Observer):
             if name.startswith("reward_") and name.endswith(UNDECIDED) and share > MOST_UNDECIDED:
                 part = name.removeprefix("reward_").removesuffix(UNDECIDED)
                 raise RewardError(
-                    f"reward.{part} could not tell whether {share:.0%} of the answers of step {trainer.step} are right: it took "
-                    f"too long (reward.{part}_seconds) or its process died. They scored 0, so the policy would learn that all "
-                    "of them are wrong. Score a few answers by hand, raise the limit, or free memory on the host."
+                    f"reward.{part} could not tell whether {share:.0%} of the completions of step {trainer.step} are right: it "
+                    f"took too long (reward.{part}_seconds) or its process died. They scored 0, so the policy would learn that "
+                    "all of them are wrong. Score a few completions by hand, raise the limit, or free memory on the host."
                 )

@@ -176,7 +176,7 @@ class RewardWorkers:
             report = self.reports[number]
             if report.scores is not None and not report.scores.done() and now - begin > self.limit:
                 raise RewardError(
-                    f"The reward gave no scores within reward.timeout={self.limit:g} s for {len(report.places)} answer(s), the "
-                    f"first of them to prompt {self.prompts[report.places[0]].index}. Look at what it waits for, or raise the "
-                    "limit."
+                    f"The reward gave no scores within reward.timeout={self.limit:g} s for {len(report.places)} completion(s), "
+                    f"the first of them to prompt {self.prompts[report.places[0]].index}. Look at what it waits for, or raise "
+                    "the limit."
                 )

@@ -223,7 +223,7 @@ class RolloutRunner:
                 (own,) = await asyncio.wrap_future(scores)
         except TimeoutError as error:
             raise RewardError(
-                f"The reward gave no scores within reward.timeout={self.reward_limit:g} s for an answer to prompt "
+                f"The reward gave no scores within reward.timeout={self.reward_limit:g} s for a completion of prompt "
                 f"{prompt.index}. Look at what it waits for, or raise the limit."
             ) from error
         mark()

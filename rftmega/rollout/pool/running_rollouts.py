@@ -28,7 +28,7 @@ def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
         raise ValueError("the model was asked with no token")
     if len(token_ids) >= row_tokens:
         raise ContextTooLong(
-            f"a context of {len(token_ids)} tokens leaves no room for an answer: rollout.max_prompt_tokens + "
+            f"a context of {len(token_ids)} tokens leaves no room for a completion: rollout.max_prompt_tokens + "
             f"rollout.max_response_tokens is {row_tokens}. End the rollout before, or raise them"
         )
 

@@ -29,7 +29,7 @@ class ModelReward:
         if not bool(score.isfinite().all()):
             row = int((~score.isfinite()).nonzero()[0])
             raise RewardError(
-                f"The reward model gave {score[row].item()} for an answer to prompt {samples.prompts[row].index}, and "
+                f"The reward model gave {score[row].item()} for a completion of prompt {samples.prompts[row].index}, and "
                 f"{int((~score.isfinite()).sum())} such score(s) of {len(score)}. Look at its weights (reward.model_path)."
             )
         parts = samples.reward_parts | {"model": score}

@@ -159,8 +159,9 @@ def _tokens(evidence: Evidence, limits: Limits) -> Cause | None:
         row = int(found.nonzero()[0])
         return Cause(
             "tokens",
-            f"{int(found.sum())} of the {len(found)} worst answers have the engine's log-probabilities under another prompt "
-            f"(answer {row} under the prompt of {int(evidence.other_prompt[row])}): answers were put at the wrong prompts",
+            f"{int(found.sum())} of the {len(found)} worst completions have the engine's log-probabilities under another prompt "
+            f"(completion {row} under the prompt of {int(evidence.other_prompt[row])}): completions were put at the wrong "
+            "prompts",
         )
     for shift, said in ((1, "the token before"), (-1, "the token after")):
         both = evidence.mask & evidence.mask.roll(shift, -1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rftmega.config import RunConfig, changes, load, without_secrets
-from rftmega.config.secrets import holds_secrets, resolved
+from rftmega.config.secrets import holds_secrets, resolved, without_credentials
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
 from rftmega.monitoring.model_card import chosen_options
@@ -178,3 +178,29 @@ def test_a_stored_config_is_read_with_the_variables_of_here(
     assert resolved(tree, "model.path") == "${oc.env:HELD}/m"
     monkeypatch.setenv("HELD", "/here")
     assert resolved(tree, "model.path") == "/here/m"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://h/x?key=CANARY", "https://h/x?..."),
+        ("reward.judge_url=['http://u:CANARY@h/v1?key=CANARY'] must be text.", None),
+        ("a http://h/x?key=CAN'ARY&b=CANARY, and ws://h?CANARY.", None),
+        ('[{"url": "http://h?a=CANARY"}]', '[{"url": "http://h?..."}]'),
+        ("What is http://h?... for? Nothing.", "What is http://h?... for? Nothing."),
+        ("no address, is it?", "no address, is it?"),
+    ],
+)
+def test_no_text_shows_what_a_url_asks_for(text: str, shown: str | None) -> None:
+    found = without_credentials(text)
+    assert "CAN" not in found
+    assert "ARY" not in found
+    assert shown in (None, found)
+    assert without_credentials(found) == found
+
+
+def test_a_mistyped_address_is_told_without_its_key(tmp_path: Path) -> None:
+    text = "reward: {judge: 1.0, judge_url: ['http://u:CANARY@h/v1?key=CANARY']}\n"
+    with pytest.raises(ConfigError, match="must be text") as raised:
+        read(tmp_path, text)
+    assert "CANARY" not in str(raised.value)

@@ -111,7 +111,7 @@ def test_an_end_that_the_model_does_not_know_is_refused_at_the_start(
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(
         CheckpointError,
-        match=rf"no answer could end as it should: .*{said}, but the model knows 10 tokens",
+        match=rf"no completion could end as it should: .*{said}, but the model knows 10 tokens",
     ):
         Ours(tmp_path)
 

@@ -432,7 +432,7 @@ def test_the_engine_sleeps_after_the_answers_if_asked(sleep: bool) -> None:
 @pytest.mark.parametrize(
     ("sampling", "why"),
     [
-        ({"max_tokens": 5}, "max_tokens=5, but this engine ends answers after 6"),
+        ({"max_tokens": 5}, "max_tokens=5, but this engine ends completions after 6"),
         (SimpleNamespace(temperature=1.0, top_p=0.9), "top_p=0.9 is not offered"),
         ({"beams": 2}, r"has \['beams'\], which no engine here reads"),
     ],

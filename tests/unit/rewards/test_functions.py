@@ -133,12 +133,12 @@ def test_numbers_may_come_as_an_array_or_a_tensor(many: Callable[[Any], Any]) ->
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ([1.0], "gave 1 score(s) for 2 answer(s): return one for each"),
-        ([1.0, 2.0, 3.0], "gave 3 score(s) for 2 answer(s)"),
-        (1.0, "gave float for 2 answer(s): return a list"),
-        (None, "gave NoneType for 2 answer(s): return a list"),
-        ("ab", "gave str for 2 answer(s)"),
-        ({"a": 1, "b": 2}, "gave dict for 2 answer(s)"),
+        ([1.0], "gave 1 score(s) for 2 completion(s): return one for each"),
+        ([1.0, 2.0, 3.0], "gave 3 score(s) for 2 completion(s)"),
+        (1.0, "gave float for 2 completion(s): return a list"),
+        (None, "gave NoneType for 2 completion(s): return a list"),
+        ("ab", "gave str for 2 completion(s)"),
+        ({"a": 1, "b": 2}, "gave dict for 2 completion(s)"),
         (["1", "2"], "gave '1' as a score: return a number, or None"),
         ([[1.0], [2.0]], "gave [1.0] as a score"),
         ([1.0, float("nan")], "gave nan for prompt 0: not a finite number"),

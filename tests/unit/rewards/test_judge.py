@@ -268,7 +268,7 @@ def test_a_template_may_be_a_file_and_must_show_the_answer(tmp_path: Path) -> No
     assert "{completion}" in template_of("")
     with pytest.raises(ConfigError, match="can't be read"):
         template_of(str(tmp_path / "none.txt"))
-    with pytest.raises(ConfigError, match="shows the judge no answer"):
+    with pytest.raises(ConfigError, match="shows the judge no completion"):
         template_of("How good is it?")
 
 

@@ -32,7 +32,7 @@ def test_a_pattern_that_tries_for_ever_is_ended_and_told_once(
         assert not other.whole(ENDLESS)
         assert len(caplog.records) == 2
     assert (
-        "reward.answer_pattern='((a|a)+)+b' took more than 0.2 s on an answer of 41 characters"
+        "reward.answer_pattern='((a|a)+)+b' took more than 0.2 s on a completion of 41 characters"
         in caplog.text
     )
     assert greedy.last("aab") == "aa"

@@ -111,7 +111,7 @@ def test_a_server_that_stays_broken_is_an_error_with_address_attempts_and_reply_
 def test_a_refusal_is_not_repeated(status: int) -> None:
     with server(lambda handler, asked: (status, b"what?")) as (url, asked):
         with pytest.raises(
-            RewardError, match=f"/score was asked about 2 answers: status {status}, 'what\\?'"
+            RewardError, match=f"/score was asked about 2 completions: status {status}, 'what\\?'"
         ):
             part(url)(ANSWERS)
     assert len(asked) == 1
@@ -186,7 +186,7 @@ def test_garbage_is_an_error_that_names_the_address() -> None:
     with server(lambda handler, asked: (200, b"\xff\xfe garbage")) as (url, asked):
         with pytest.raises(
             RewardError,
-            match=r"127\.0\.0\.1:\d+/score was asked about 2 answers: the reply is not JSON",
+            match=r"127\.0\.0\.1:\d+/score was asked about 2 completions: the reply is not JSON",
         ):
             part(url)(ANSWERS)
     assert len(asked) == 1

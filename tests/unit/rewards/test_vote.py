@@ -63,7 +63,7 @@ def test_each_group_votes_on_its_own() -> None:
 
 
 def test_a_group_too_small_to_train_on_is_refused() -> None:
-    with pytest.raises(ValueError, match="A group of 2 answers can't give 3"):
+    with pytest.raises(ValueError, match="A group of 2 completions can't give 3"):
         vote_rewards([["a"] * 3, ["a"] * 2], train=3)
 
 

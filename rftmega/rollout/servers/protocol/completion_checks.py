@@ -50,7 +50,7 @@ def checked(
         raise WrongReply(f"A server gave {len(ids)} tokens and {len(logprobs)} log-probs.")
     if reply.reason not in REASONS:
         raise WrongReply(
-            f"A server says that its answer ended by {reply.reason[:40]!r}, which is none of {', '.join(REASONS)}."
+            f"A server says that its completion ended by {reply.reason[:40]!r}, which is none of {', '.join(REASONS)}."
         )
     if len(ids) > limits.most:
         raise WrongReply(
@@ -104,14 +104,14 @@ def _check_end(ids: "array[Any]", reason: str, limits: CompletionLimits) -> None
     """
     if not ids and reason != "abort":
         raise WrongReply(
-            f"A server says that an answer ended by {reason}, and gave no token of it."
+            f"A server says that a completion ended by {reason}, and gave no token of it."
         )
     if reason == "abort" and len(ids) == limits.most:
-        raise WrongReply(f"A server broke off an answer that had all its {limits.most} tokens.")
+        raise WrongReply(f"A server broke off a completion that had all its {limits.most} tokens.")
     before = ids if reason == "abort" else ids[:-1]
     if met := limits.stop_ids.intersection(before):
         raise WrongReply(f"A server went on behind the stop token {min(met)}.")
     if reason == "stop" and not limits.other_stops and ids[-1] not in limits.stop_ids:
         raise WrongReply(
-            f"A server says that an answer stopped, whose last token {ids[-1]} is no stop token ({sorted(limits.stop_ids)})."
+            f"A server says that a completion stopped, whose last token {ids[-1]} is no stop token ({sorted(limits.stop_ids)})."
         )

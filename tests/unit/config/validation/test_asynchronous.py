@@ -21,7 +21,7 @@ def reasons(strategy: str, **rollout: object) -> list[str]:
         (
             "engine",
             "transformers",
-            "trainer.max_staleness=1 with strategy=colocated breaks answers",
+            "trainer.max_staleness=1 with strategy=colocated interrupts completions",
         ),
         ("ahead", 1, "rollout.ahead=1 needs strategy=separate"),
         ("on_update", "keep", "rollout.on_update=keep needs strategy=separate"),
@@ -34,7 +34,7 @@ def test_what_colocated_engines_can_not_is_refused_and_servers_can(
 ) -> None:
     found = reasons("colocated", **{option: value})
     assert any(each.startswith(said) for each in found), found
-    refused = "needs strategy=separate", "does not go with", "breaks answers off"
+    refused = "needs strategy=separate", "does not go with", "interrupts completions off"
     assert not any(
         word in each for each in reasons("separate", **{option: value}) for word in refused
     )

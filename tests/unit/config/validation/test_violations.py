@@ -75,7 +75,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         (
             "rollout.train_samples_per_prompt=9",
             1,
-            "is more than the answers a prompt gets (rollout.samples_per_prompt=8)",
+            "is more than the completions a prompt gets (rollout.samples_per_prompt=8)",
         ),
         ("algorithm.kl.target=0.1", 1, "algorithm.kl.target=0.1 needs algorithm.kl.coef above 0"),
         ("algorithm.kl.horizon=5", 1, "algorithm.kl.horizon=5 needs algorithm.kl.target above 0"),
@@ -245,7 +245,7 @@ def test_a_replay_buffer_holds_a_group_and_none_of_a_critics_making(config_file:
     on = ["algorithm.replay.max_age=2", "algorithm.importance_sampling=token"]
     assert violations(load(config_file, [*on, "algorithm.replay.max_rows=8"]), 1) == []
     (small,) = violations(load(config_file, [*on, "algorithm.replay.max_rows=7"]), 1)
-    assert "algorithm.replay.max_rows=7 can't hold the 8 answers" in small
+    assert "algorithm.replay.max_rows=7 can't hold the 8 completions" in small
     (critic,) = violations(load(config_file, [*on, "algorithm.advantage=gae"]), 1)
     assert "an earlier critic" in critic
 
@@ -279,7 +279,7 @@ def test_an_answer_without_siblings_is_not_compared_with_them(
     found = violations(load(config_file, [one, f"algorithm.advantage={advantage}"]), 1)
     assert len(found) == 1
     assert found[0].startswith(
-        f"{one} with algorithm.advantage.type={advantage}: an answer is compared with the others"
+        f"{one} with algorithm.advantage.type={advantage}: a completion is compared with the others"
     )
     for other in ("reinforce", "gae"):
         assert violations(load(config_file, [one, f"algorithm.advantage={other}"]), 1) == []
@@ -357,7 +357,8 @@ def test_groups_are_replaced_by_a_part_that_every_answer_has(config_file: Path) 
         assert (
             found == []
             if known
-            else "is not in every answer's reward. Choose one of: exact_match, math." in found[0]
+            else "is not in every completion's reward. Choose one of: exact_match, math."
+            in found[0]
         )
 
 
@@ -434,7 +435,7 @@ def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Pat
         (["data.eval=", "data.evals.a/b={}"], "data.evals: 'a/b' becomes a part of metrics' names"),
         (
             ["trainer.eval_samples=4"],
-            "trainer.eval_samples=4 at trainer.eval_temperature=0 is one answer as often",
+            "trainer.eval_samples=4 at trainer.eval_temperature=0 is the same completion each time",
         ),
         (
             ["trainer.eval_top_p=0.9"],

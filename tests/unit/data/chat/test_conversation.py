@@ -165,7 +165,7 @@ def test_a_template_that_is_never_stable_gives_a_trajectory_a_turn(
 def test_a_new_answer_s_reward_is_the_last_s_even_behind_a_reply(tmp_path: Path) -> None:
     form = FORMATS["qwen3"]
     rollout = Rollout(tmp_path, form)
-    with pytest.raises(ValueError, match="no answer to reward"):
+    with pytest.raises(ValueError, match="no completion to reward"):
         rollout.talk.reward(1.0)
     reply = rollout.completion(form.call)
     rollout.talk.reward(0.25)
@@ -183,7 +183,7 @@ def test_what_stands_behind_the_last_answer_is_left_out(tmp_path: Path) -> None:
     (found,) = rollout.talk.trajectories()
     assert tuple(found.token_ids) == (*rollout.task.token_ids, *rollout.completions[0])
     assert [turn.role for turn in found.turns] == ["assistant"]
-    with pytest.raises(ValueError, match="behind an answer"):
+    with pytest.raises(ValueError, match="follows a completion"):
         rollout.talk.reply([{"role": "user", "content": "?"}])
 
 

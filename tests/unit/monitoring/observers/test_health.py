@@ -81,6 +81,6 @@ def test_a_part_of_the_reward_that_could_not_be_found_out_for_most_answers_ends_
     )
     with pytest.raises(
         RewardError,
-        match=r"reward.math could not tell whether 60% of the answers of step 4 are right",
+        match=r"reward.math could not tell whether 60% of the completions of step 4 are right",
     ):
         watch.on_step(trainer, {"reward_math_undecided": 0.6})

@@ -73,7 +73,7 @@ def test_a_reward_that_takes_longer_than_its_limit_is_refused_and_nobody_waits_f
         judging.finished([1, 2], COMPLETIONS[1:3])
         with pytest.raises(
             RewardError,
-            match=r"reward.timeout=0.1 s for 2 answer\(s\), the first of them to prompt 1",
+            match=r"reward.timeout=0.1 s for 2 completion\(s\), the first of them to prompt 1",
         ):
             judging.scored()
     waiting = [thread.daemon for thread in threading.enumerate() if thread.name == "reward"]

@@ -289,7 +289,7 @@ class Talks:
         while len(context) < 17:
             said.append(await model.generate(context))
             context += said[-1].token_ids
-        with pytest.raises(ContextTooLong, match="no room for an answer: .* is 17"):
+        with pytest.raises(ContextTooLong, match="no room for a completion: .* is 17"):
             await model.generate(context)
         return [Trajectory.of(*said)]
 

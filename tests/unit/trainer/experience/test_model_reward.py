@@ -49,6 +49,6 @@ def test_a_score_is_weighed_and_kept_as_a_part() -> None:
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf")])
 def test_a_score_that_is_no_number_is_refused_with_its_prompt(score: float) -> None:
     with pytest.raises(
-        RewardError, match=f"The reward model gave {score} for an answer to prompt 8, and 1 such"
+        RewardError, match=f"The reward model gave {score} for a completion of prompt 8, and 1 such"
     ):
         ModelReward(Judge(score), 0.5)(samples())
