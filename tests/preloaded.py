@@ -4,6 +4,7 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
+import pytest  # noqa: E402, F401
 import transformers.models.llama.modeling_llama  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402
@@ -13,4 +14,6 @@ import rftmega.backends.fsdp.backend  # noqa: E402
 import rftmega.backends.megatron  # noqa: E402
 import rftmega.run.placement.reinforcement  # noqa: E402
 import rftmega.run.placement.supervised  # noqa: E402
+import rftmega.trainer  # noqa: E402, F401
 import rftmega.weights  # noqa: E402, F401
+import tests.tiny_models  # noqa: E402, F401

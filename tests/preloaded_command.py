@@ -9,6 +9,8 @@ import torch
 torch.set_num_threads(1)  # a pool of threads would not survive a fork; each command sets its own
 
 with warnings.catch_warnings():  # filters of a program that only imports are its own
+    import pytest  # noqa: F401  # of the bodies of tests
+
     import rftmega.run.preloaded
 
     # isort: split
@@ -17,3 +19,4 @@ with warnings.catch_warnings():  # filters of a program that only imports are it
     import rftmega.rollout.engines.scripted
     import rftmega.rollout.engines.transformers
     import rftmega.rollout.engines.vllm  # noqa: F401
+    import tests.tiny_models  # noqa: F401

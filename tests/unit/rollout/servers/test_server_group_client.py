@@ -287,6 +287,21 @@ def test_a_request_of_a_server_that_fails_is_asked_of_another_with_the_same_seed
     assert one.asked == other.asked and engine.healthy == [other]
 
 
+def test_a_request_of_a_server_that_missed_a_push_meanwhile_is_asked_of_another() -> None:
+    """A paused server sends nothing, and its connection stays open."""
+
+    class Paused(Says):
+        async def ask(self, *given: Any, **named: Any) -> protocol.ServerReply:
+            engine.server_group.members[0].health.failed()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    one, other = Paused(), Says(lambda server: reply([1], [("3", 0, 1)], "stop"))
+    engine = engine_of(one, other)
+    assert list(completed(engine, Request((5,), seed=11)).token_ids) == [1]
+    assert engine.healthy == [other]
+
+
 def test_a_server_list_that_can_not_be_read_now_does_not_end_the_probes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
